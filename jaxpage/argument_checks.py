@@ -1,0 +1,82 @@
+"""Checks of one argument each: right type (a bool is not an integer), in range, hashable afterwards; else a `ValueError`.
+
+They are calls, not asserts, so that they also hold under `python -O`, and every message names the parameter and its value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from numbers import Integral, Real
+from typing import Any, NoReturn, TypeVar
+
+Item = TypeVar("Item")
+
+INT32_MAX = 2**31 - 1
+_SHOWN_CHARACTERS = 80
+
+
+def shown(value: object) -> str:
+    """`repr(value)`, short enough for a message whatever the value is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer beyond the digit limit, or nesting beyond the stack
+        return f"a {type(value).__name__} too large to print"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def refuse(name: str, value: object, wanted: str) -> NoReturn:
+    """Raise the `ValueError` that says which parameter, what it must be and what it was."""
+    raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
+
+
+def check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        refuse(name, value, "True or False")
+    return value
+
+
+def check_int(name: str, value: Any, low: int, high: int = INT32_MAX) -> int:
+    """An integer of any kind (numpy's too) in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+        refuse(name, value, f"an integer from {low} to {high}")
+    return int(value)
+
+
+def check_float(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> float:
+    """A finite number in [low, high], or in (low, high] with `above_low`."""
+    wanted = "a finite number"
+    wanted += f" {'above' if above_low else 'from'} {low:g}" if low > -math.inf else ""
+    wanted += f" to {high:g}" if high < math.inf else ""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        refuse(name, value, wanted)
+    try:
+        number = float(value)
+    except OverflowError:
+        refuse(name, value, wanted)
+    if not math.isfinite(number) or not low <= number <= high or (above_low and number == low):
+        refuse(name, value, wanted)
+    return number
+
+
+def check_text(name: str, value: Any, max_characters: int | None = None) -> str:
+    """A string that is not empty, can be encoded as UTF-8, and has at most `max_characters`."""
+    if not isinstance(value, str) or not value:
+        refuse(name, value, "a string that is not empty")
+    if max_characters is not None and len(value) > max_characters:
+        refuse(name, value, f"a string of at most {max_characters} characters")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        refuse(name, value, "valid Unicode (it contains a lone surrogate)")
+    return value
+
+
+def check_items(name: str, value: Any, check: Callable[[str, Any], Item]) -> tuple[Item, ...]:
+    """A list (or another sized collection that is neither text nor a mapping), each item checked, as a tuple."""
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | Mapping):
+        refuse(name, value, "a list")
+    return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(value))
+
+
+def check_token_id(name: str, value: Any) -> int:
+    """A token id: never negative, and an int32 on the device. The width of the vocabulary is the engine's to check."""
+    return check_int(name, value, 0)

@@ -1,0 +1,25 @@
+"""What can go wrong, as users see it. Every error of jaxpage is a `JaxpageError`; its text says what, with the numbers, and what to do."""
+
+
+class JaxpageError(Exception):
+    """Base of every error that jaxpage raises on purpose."""
+
+
+class ConfigError(JaxpageError, ValueError):
+    """An engine setting is unknown, out of range, or contradicts another."""
+
+
+class CheckpointError(JaxpageError):
+    """A checkpoint does not fit; the text lists everything that is wrong with it at once."""
+
+
+class ModelNotFoundError(JaxpageError):
+    """There is no model of this name: neither packaged, nor a local directory, nor on the hub."""
+
+
+class UnsupportedError(JaxpageError, NotImplementedError):
+    """A request or a setting is understood but cannot be honoured, so it is refused instead of ignored."""
+
+
+class CapacityError(JaxpageError):
+    """Something does not fit in memory: a model, a pool, or a request that can never be scheduled."""

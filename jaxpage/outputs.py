@@ -1,0 +1,67 @@
+"""What comes back from the engine: `RequestOutput` with one `CompletionOutput` per sequence, and log probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token's log probability under the model (natural logarithm, before temperature and truncation) and its rank (1 = likeliest)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The chosen token of one position and the likeliest candidates there, as token ids."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(kw_only=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.monotonic`, and how often it was preempted."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    """One sequence of a request. In a stream `text`, `token_ids` and `logprobs` are what is new since the last chunk."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    """A request and what has been generated for it. `outputs` are in the order of their sample index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = field(default=None, repr=False)

@@ -1,0 +1,79 @@
+"""A request as the host sees it: what was asked (`Request`, frozen) and what has come of it so far (`Sequence`, `SequenceGroup`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxpage.outputs import TokenLogprobs
+from jaxpage.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One admitted request. Everything is resolved: the seed is drawn, the lengths are clipped to the model."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int  # of the noise, 0 <= seed < 2**64; drawn by the engine when the caller gave none
+    eos_token_ids: frozenset[int]  # empty when ignore_eos
+    max_total_tokens: int  # prompt and output together: min(prompt + max_tokens, max_model_len)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence of a request: tokens known, and how many of them the device has computed.
+
+    There are no phases. The scheduler gives work so that `num_computed_tokens` catches up with `num_known_tokens`;
+    the last known token is the one whose logits are sampled next. Only `Scheduler.commit` and preemption change a sequence.
+    """
+
+    sequence_id: int
+    sample_index: int
+    num_prompt_tokens: int
+    token_ids: list[int]  # known: the prompt, then the output
+    num_computed_tokens: int = 0  # their keys and values are in the sequence's blocks
+    text: str = ""  # what may be shown: text that a stop string could still cut is held back
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output tokens; empty unless asked for
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_known_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens known but not computed: 1 while decoding, more for a prompt or after a preemption."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """The sequences of one request: admitted, preempted and resumed together, all or nothing (PagedAttention, section 4.5)."""
+
+    request: Request
+    sequences: list[Sequence]
+    num_preemptions: int = 0
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.finished]
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)

@@ -1,0 +1,262 @@
+"""How a request is decoded: `SamplingParams` and `BeamSearchParams`, checked at construction, immutable and hashable.
+
+Names and bounds are vLLM's, so that scripts carry over. What is checked here needs no model; token ids are checked against the
+width of the logits, and lengths against the model, when a request is admitted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxpage.argument_checks import (
+    check_bool,
+    check_float,
+    check_int,
+    check_items,
+    check_text,
+    check_token_id,
+    refuse,
+)
+
+MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
+MAX_LOGPROBS = 20  # candidates that may be asked for per position
+GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the likeliest token
+MAX_CACHE_SALT_CHARACTERS = 256
+STRUCTURED_OUTPUT_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, init=False)
+class SamplingParams:
+    """Parameters of one request that samples (or decodes greedily, at temperature 0).
+
+    Fields hold what was checked, in one form: lists are tuples (`stop` and `stop_token_ids` are `()` when none were given), a
+    temperature below 1e-5 is 0.0, `top_k` is 0 when off, `seed` is None or in [0, 2**64), `logit_bias` is sorted pairs.
+
+    Raises:
+        ValueError: a parameter has the wrong type or is out of bounds; names the parameter and its value.
+    """
+
+    n: int
+    best_of: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    allowed_token_ids: tuple[int, ...] | None
+    bad_words: tuple[str, ...]
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    max_tokens: int | None  # None: up to the model's length
+    min_tokens: int
+    logprobs: int | None  # 0: of the drawn token alone
+    prompt_logprobs: int | None
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    structured_outputs: tuple[str, str] | None  # (kind, its value as JSON)
+    priority: int  # lower is served earlier
+    cache_salt: str | None
+
+    def __init__(
+        self,
+        n: int = 1,
+        best_of: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None,
+        allowed_token_ids: Collection[int] | None = None,
+        bad_words: Collection[str] | None = None,
+        seed: int | None = None,
+        stop: str | Collection[str] | None = None,
+        stop_token_ids: Collection[int] | None = None,
+        ignore_eos: bool = False,
+        max_tokens: int | None = 16,
+        min_tokens: int = 0,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        structured_outputs: Mapping[str, Any] | tuple[str, str] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        n = check_int("n", n, 1, MAX_SEQUENCES)
+        max_tokens = _optional_int("max_tokens", max_tokens, 1)
+        self._store(
+            n=n,
+            best_of=_optional_int("best_of", best_of, n, MAX_SEQUENCES),
+            temperature=_temperature(temperature),
+            top_p=check_float("top_p", top_p, 0.0, 1.0, above_low=True),
+            top_k=max(check_int("top_k", top_k, -1), 0),
+            min_p=check_float("min_p", min_p, 0.0, 1.0),
+            presence_penalty=check_float("presence_penalty", presence_penalty, -2.0, 2.0),
+            frequency_penalty=check_float("frequency_penalty", frequency_penalty, -2.0, 2.0),
+            repetition_penalty=check_float("repetition_penalty", repetition_penalty, 0.0, math.inf, above_low=True),
+            logit_bias=_logit_bias(logit_bias),
+            allowed_token_ids=_allowed_token_ids(allowed_token_ids),
+            bad_words=() if bad_words is None else check_items("bad_words", bad_words, check_text),
+            seed=_seed(seed),
+            stop=_stop(stop),
+            stop_token_ids=_token_ids("stop_token_ids", stop_token_ids),
+            ignore_eos=check_bool("ignore_eos", ignore_eos),
+            max_tokens=max_tokens,
+            min_tokens=_min_tokens(min_tokens, max_tokens),
+            logprobs=_optional_int("logprobs", logprobs, 0, MAX_LOGPROBS),
+            prompt_logprobs=_optional_int("prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS),
+            include_stop_str_in_output=check_bool("include_stop_str_in_output", include_stop_str_in_output),
+            skip_special_tokens=check_bool("skip_special_tokens", skip_special_tokens),
+            structured_outputs=_structured_outputs(structured_outputs),
+            priority=check_int("priority", priority, -(2**31)),
+            cache_salt=_cache_salt(cache_salt),
+        )
+
+    def _store(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken instead of a drawn one."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, init=False)
+class BeamSearchParams:
+    """Parameters of one request that searches with beams; the semantics of Hugging Face's `generate(num_beams=...)`.
+
+    `n` hypotheses come back, the best first; None means `beam_width`. `stop_token_ids` act as further end-of-sequence ids.
+
+    Raises:
+        ValueError: a parameter has the wrong type or is out of bounds; names the parameter and its value.
+    """
+
+    beam_width: int
+    max_tokens: int | None
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    n: int | None
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+
+    def __init__(
+        self,
+        beam_width: int,
+        max_tokens: int | None = 16,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        n: int | None = None,
+        ignore_eos: bool = False,
+        stop_token_ids: Collection[int] | None = None,
+    ) -> None:
+        if not isinstance(early_stopping, bool) and early_stopping != "never":
+            refuse("early_stopping", early_stopping, "True, False or 'never'")
+        beam_width = check_int("beam_width", beam_width, 1, MAX_SEQUENCES)
+        fields = {
+            "beam_width": beam_width,
+            "max_tokens": _optional_int("max_tokens", max_tokens, 1),
+            "length_penalty": check_float("length_penalty", length_penalty, -math.inf, math.inf),
+            "early_stopping": early_stopping,
+            "n": _optional_int("n", n, 1, beam_width),
+            "ignore_eos": check_bool("ignore_eos", ignore_eos),
+            "stop_token_ids": _token_ids("stop_token_ids", stop_token_ids),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+
+def _optional_int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int | None:
+    return None if value is None else check_int(name, value, low, high)
+
+
+def _temperature(value: Any) -> float:
+    temperature = check_float("temperature", value, 0.0, 2.0)
+    return 0.0 if temperature < GREEDY_TEMPERATURE else temperature
+
+
+def _seed(value: Any) -> int | None:
+    """None and -1 ask the engine to draw one; other negative seeds count modulo 2**64."""
+    if value is None:
+        return None
+    seed = check_int("seed", value, -(2**63), 2**64 - 1)
+    return None if seed == -1 else seed % 2**64
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (check_text("stop", value),)
+    return check_items("stop", value, check_text)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    return () if value is None else check_items(name, value, check_token_id)
+
+
+def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    return _token_ids("allowed_token_ids", value) or refuse("allowed_token_ids", value, "a list that is not empty")
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    try:
+        pairs = [(token_id, bias) for token_id, bias in (value.items() if isinstance(value, Mapping) else tuple(value))]
+    except (TypeError, ValueError):
+        refuse("logit_bias", value, "a mapping of token ids to biases")
+    biases = {
+        check_token_id("logit_bias key", token_id): check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        for token_id, bias in pairs
+    }
+    return tuple(sorted(biases.items()))
+
+
+def _min_tokens(value: Any, max_tokens: int | None) -> int:
+    min_tokens = check_int("min_tokens", value, 0)
+    if max_tokens is not None and min_tokens > max_tokens:
+        refuse("min_tokens", value, f"at most max_tokens ({max_tokens})")
+    return min_tokens
+
+
+def _structured_outputs(value: Any) -> tuple[str, str] | None:
+    """(kind, value as JSON). The grammar itself is compiled, and refused if it is wrong, when the request is admitted."""
+    if value is None:
+        return None
+    if (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and value[0] in STRUCTURED_OUTPUT_KINDS
+        and isinstance(value[1], str)
+    ):
+        return value  # already in the stored form: dataclasses.replace
+    given = {name: item for name, item in value.items() if item is not None} if isinstance(value, Mapping) else {}
+    if len(given) != 1 or not set(given) <= set(STRUCTURED_OUTPUT_KINDS):
+        refuse("structured_outputs", value, f"a mapping with exactly one of {', '.join(STRUCTURED_OUTPUT_KINDS)}")
+    ((kind, item),) = given.items()
+    try:
+        return kind, json.dumps(item, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        refuse("structured_outputs", value, f"something that JSON can express under {kind!r}")
+
+
+def _cache_salt(value: Any) -> str | None:
+    if value is None:
+        return None
+    salt = check_text("cache_salt", value, MAX_CACHE_SALT_CHARACTERS)
+    return salt if "\0" not in salt else refuse("cache_salt", value, "free of NUL characters")

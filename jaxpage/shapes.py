@@ -1,0 +1,15 @@
+"""The key of letters that every array of jaxpage is named with (repeated in `pallas_kernels`, which stands alone).
+
+| letter | axis | letter | axis |
+|---|---|---|---|
+| B | rows: sequences of a step, or sampled positions | P | physical blocks of the pool |
+| T | query tokens of the stream (Q: of one row) | S | slots per block |
+| N | query heads | M | blocks per block-table row |
+| K | key/value heads (G = N / K query heads share one) | C | context positions |
+| H | head width | L | layers |
+| D | model width | V | vocabulary: the width of the logits |
+| F | feed-forward width | W | candidates kept per row |
+
+Arrays on the device, or bound for it, carry their axes as a suffix: `hidden_TD`, `block_table_BM`, `logits_BV`.
+Host lists and integers keep plain names. Lengths count tokens; any other unit stands in the name (`_bytes`, `_seconds`, `_blocks`).
+"""

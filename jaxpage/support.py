@@ -1,0 +1,33 @@
+"""What this version understands but does not honour yet, so that the engine refuses it instead of ignoring it."""
+
+from __future__ import annotations
+
+from jaxpage.argument_checks import shown
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+
+# These change nothing at their default; any other value asks for something that no part of this version does.
+_UNSUPPORTED_FIELDS = (
+    "n",
+    "best_of",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "structured_outputs",
+    "priority",
+    "cache_salt",
+)
+_NEUTRAL = SamplingParams()
+
+
+def unsupported(params: SamplingParams | BeamSearchParams) -> list[str]:
+    """The parameters of `params` that this version cannot honour, as `name=value`; empty when all of them are honoured."""
+    if isinstance(params, BeamSearchParams):
+        return [f"beam_width={params.beam_width} (beam search)"]
+    asked = {name: getattr(params, name) for name in _UNSUPPORTED_FIELDS}
+    if asked["best_of"] == 1:
+        asked["best_of"] = None  # the best of one is that one
+    return [f"{name}={shown(value)}" for name, value in asked.items() if value != getattr(_NEUTRAL, name)]
