@@ -1,0 +1,19 @@
+"""Paged attention for JAX: the operations that read and write KV blocks through block tables. Stands alone; knows no engine.
+
+Letters of shapes: B rows (sequences of a step), T query tokens of the stream (Q: of one row), N query heads, K key/value heads
+(G = N / K query heads share one), H head width, P physical blocks, S slots per block, M blocks per block-table row, C context
+positions. A *block* is a KV block; what a kernel works on at a time is a *tile*.
+"""
+
+from pallas_kernels.block_copy import copy_blocks
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import BACKENDS, INTERPRETABLE_BACKENDS, paged_attention, pages_from_PSKH
+
+__all__ = [
+    "BACKENDS",
+    "INTERPRETABLE_BACKENDS",
+    "copy_blocks",
+    "paged_attention",
+    "pages_from_PSKH",
+    "write_kv",
+]

@@ -1,0 +1,66 @@
+"""The arguments of one call of paged attention, checked once for every backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """One call. Arrays as `paged_attention` documents them; everything else is static."""
+
+    q_TNH: jax.Array
+    k_pages: jax.Array  # [P, S, K, H]
+    v_pages: jax.Array  # [P, S, K, H]
+    block_table_BM: jax.Array
+    context_len_B: jax.Array
+    query_start: jax.Array  # [B + 1]
+    scale: float
+    sliding_window: int | None
+    logit_softcap: float | None
+    tree_mask_TQ: jax.Array | None
+    max_query_len: int
+
+    def __post_init__(self) -> None:
+        for name, rank in (("q_TNH", 3), ("k_pages", 4), ("v_pages", 4), ("block_table_BM", 2), ("context_len_B", 1)):
+            if getattr(self, name).ndim != rank:
+                raise ValueError(f"{name} must have {rank} axes, but its shape is {getattr(self, name).shape}")
+        for name in ("block_table_BM", "context_len_B", "query_start"):
+            if not jnp.issubdtype(getattr(self, name).dtype, jnp.integer):
+                raise TypeError(f"{name} must hold integers, but holds {getattr(self, name).dtype}")
+        if self.k_pages.shape != self.v_pages.shape:
+            raise ValueError(f"k_pages and v_pages must be alike, but are {self.k_pages.shape} and {self.v_pages.shape}")
+        num_rows, num_kv_heads = self.block_table_BM.shape[0], self.k_pages.shape[2]
+        if self.context_len_B.shape != (num_rows,):
+            raise ValueError(f"context_len_B must have the {num_rows} rows of block_table_BM, not {self.context_len_B.shape}")
+        if self.query_start.shape != (num_rows + 1,):
+            raise ValueError(f"query_start must have {num_rows + 1} entries (rows + 1), not {self.query_start.shape}")
+        if self.q_TNH.shape[2] != self.k_pages.shape[3]:
+            raise ValueError(f"head width differs: queries {self.q_TNH.shape[2]}, pages {self.k_pages.shape[3]}")
+        if self.q_TNH.shape[1] % num_kv_heads:
+            raise ValueError(f"{self.q_TNH.shape[1]} query heads do not divide among {num_kv_heads} key/value heads")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Where each query token stands: its row, its place in that row, and its position in the context."""
+
+    row_T: jax.Array
+    offset_T: jax.Array
+    position_T: jax.Array
+    valid_T: jax.Array  # False for padding behind the last row
+
+
+def token_rows(context_len_B: jax.Array, query_start: jax.Array, num_tokens: int) -> TokenRows:
+    token_T = jnp.arange(num_tokens, dtype=query_start.dtype)
+    row_T = jnp.searchsorted(query_start[1:], token_T, side="right", method="compare_all")
+    valid_T = token_T < query_start[-1]
+    row_T = jnp.minimum(row_T, context_len_B.shape[0] - 1).astype(query_start.dtype)
+    offset_T = token_T - query_start[row_T]
+    first_T = context_len_B[row_T] - (query_start[row_T + 1] - query_start[row_T])
+    return TokenRows(row_T, offset_T, first_T + offset_T, valid_T)

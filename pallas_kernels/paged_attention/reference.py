@@ -1,0 +1,53 @@
+"""Paged attention as a definition: each query token gathers the blocks of its row's table, and one float32 softmax runs over them.
+
+It reads T x M x S positions, so it is for tests and as the last resort of the chooser.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.arguments import Arguments, token_rows
+
+
+def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
+    """Which context positions each query token attends to, as a boolean [T, C]."""
+    rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
+    position_C = jnp.arange(num_positions)[None, :]
+    seen_TC = position_C <= rows.position_T[:, None]
+    if arguments.tree_mask_TQ is not None:
+        place_TC = position_C - (rows.position_T - rows.offset_T)[:, None]  # of a context position among its row's query tokens
+        width = arguments.tree_mask_TQ.shape[1]
+        branch_TC = jnp.take_along_axis(arguments.tree_mask_TQ, jnp.clip(place_TC, 0, width - 1), axis=1)
+        seen_TC = jnp.where(place_TC < 0, seen_TC, branch_TC & (place_TC < width))
+        seen_TC &= position_C < arguments.context_len_B[rows.row_T][:, None]
+    if arguments.sliding_window is not None:
+        seen_TC &= position_C > rows.position_T[:, None] - arguments.sliding_window
+    return seen_TC & rows.valid_T[:, None]
+
+
+def attend(arguments: Arguments) -> jax.Array:
+    """Returns out_TNH in the queries' type."""
+    if arguments.tree_mask_TQ is not None and arguments.sliding_window is not None:
+        raise NotImplementedError("a tree mask with a sliding window")
+    rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
+    num_tokens, num_heads, width = arguments.q_TNH.shape
+    block_size, num_kv_heads = arguments.k_pages.shape[1:3]
+    num_positions = arguments.block_table_BM.shape[1] * block_size
+    table_TM = arguments.block_table_BM[rows.row_T]
+    k_TCKH = arguments.k_pages[table_TM].reshape(num_tokens, num_positions, num_kv_heads, width).astype(jnp.float32)
+    v_TCKH = arguments.v_pages[table_TM].reshape(num_tokens, num_positions, num_kv_heads, width).astype(jnp.float32)
+    q_TKGH = arguments.q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, width).astype(jnp.float32)
+    scores = jnp.einsum("tkgh,tckh->tkgc", q_TKGH * arguments.scale, k_TCKH)
+    if arguments.logit_softcap is not None:
+        scores = arguments.logit_softcap * jnp.tanh(scores / arguments.logit_softcap)
+    seen_TC = visible_TC(arguments, num_positions)
+    seen = seen_TC[:, None, None, :]
+    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
+    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)  # a token that sees nothing (padding) gets zeros
+    # What lies in slots that nobody sees may be anything, even NaN, and zero times NaN is NaN.
+    v_TCKH = jnp.where(seen_TC[:, :, None, None], v_TCKH, 0.0)
+    return jnp.einsum("tkgc,tckh->tkgh", weights, v_TCKH).reshape(arguments.q_TNH.shape).astype(arguments.q_TNH.dtype)

@@ -1,0 +1,147 @@
+"""Paged attention in plain XLA, for CPU: a loop over tiles of the context with an online softmax.
+
+Query tokens are grouped into tiles of one row each; every turn of the loop gathers one tile of the context for all of them, and the
+loop ends at the longest context of the step, so short steps stay cheap although all shapes are static.
+
+A token's result is a function of its row alone, to the last bit, whatever else is in the call: not of the block size, the width of
+the block table, the other rows, or how many query tokens its row has. Three habits make it so in float32 on CPU: tiles of the
+context have a fixed size; matrix products have from 2 to 32 rows, since XLA computes fewer or many more on other paths; and sums are
+written out by halves, since XLA splits a plain reduction differently for different shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.arguments import Arguments, token_rows
+
+CONTEXT_TILE = 64  # positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
+QUERY_TILE = 16  # tokens of a row, at most
+QUERY_ROWS = 32  # rows of a tile's matrix products, at most: XLA computes products of 64 rows and more on yet another path
+MASKED = -1e30  # finite, so that a row that sees nothing gives no NaN
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """The query tokens cut into tiles of one row each. R tiles of Q tokens."""
+
+    row_R: jax.Array
+    token_RQ: jax.Array  # index into the stream, clipped to it
+    position_RQ: jax.Array  # -1 where the tile has no token
+    tile_T: jax.Array  # where to find each token again
+    offset_T: jax.Array
+    valid_T: jax.Array
+
+
+def attend(arguments: Arguments) -> jax.Array:
+    """Returns out_TNH in the queries' type."""
+    if arguments.tree_mask_TQ is not None:
+        raise NotImplementedError("a tree mask")
+    block_size = arguments.k_pages.shape[1]
+    if block_size & (block_size - 1) or block_size > 2 * CONTEXT_TILE:
+        raise NotImplementedError(f"blocks of {block_size} slots (powers of two up to {2 * CONTEXT_TILE} only)")
+    tiles = _query_tiles(arguments)
+    q_RKAH = _queries(arguments, tiles)
+    out_RKAH = _online_softmax(arguments, tiles, q_RKAH)
+    num_tiles, query_tile = tiles.token_RQ.shape
+    num_kv_heads, width = arguments.k_pages.shape[2:]
+    group = arguments.q_TNH.shape[1] // num_kv_heads
+    out_RKAH = out_RKAH[:, :, : query_tile * group]
+    out_RQNH = out_RKAH.reshape(num_tiles, num_kv_heads, query_tile, group, width).swapaxes(1, 2)
+    out_TNH = out_RQNH.reshape(num_tiles, query_tile, -1, width)[tiles.tile_T, tiles.offset_T]
+    return jnp.where(tiles.valid_T[:, None, None], out_TNH, 0.0).astype(arguments.q_TNH.dtype)
+
+
+def _query_tiles(arguments: Arguments) -> QueryTiles:
+    num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
+    group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
+    tile = 1 if arguments.max_query_len == 1 else max(1, min(QUERY_TILE, QUERY_ROWS // group))
+    num_tiles = num_rows if arguments.max_query_len == 1 else num_tokens // tile + num_rows
+    rows = token_rows(arguments.context_len_B, arguments.query_start, num_tokens)
+    query_len_B = arguments.query_start[1:] - arguments.query_start[:-1]
+    tile_end_B = jnp.cumsum((query_len_B + tile - 1) // tile)
+    tile_start_B = tile_end_B - (query_len_B + tile - 1) // tile
+    row_R = jnp.searchsorted(tile_end_B, jnp.arange(num_tiles), side="right", method="compare_all")
+    row_R = jnp.minimum(row_R, num_rows - 1)
+    offset_RQ = ((jnp.arange(num_tiles) - tile_start_B[row_R]) * tile)[:, None] + jnp.arange(tile)[None, :]
+    has_token_RQ = offset_RQ < query_len_B[row_R][:, None]
+    token_RQ = jnp.clip(arguments.query_start[row_R][:, None] + offset_RQ, 0, num_tokens - 1)
+    position_RQ = jnp.where(has_token_RQ, (arguments.context_len_B - query_len_B)[row_R][:, None] + offset_RQ, -1)
+    tile_T = tile_start_B[rows.row_T] + rows.offset_T // tile
+    return QueryTiles(row_R, token_RQ, position_RQ, tile_T, rows.offset_T % tile, rows.valid_T)
+
+
+def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
+    """q_RKAH in float32, scaled; A = Q x G query heads of one key/value head, at least two."""
+    num_kv_heads, width = arguments.k_pages.shape[2:]
+    num_tiles, query_tile = tiles.token_RQ.shape
+    q = arguments.q_TNH[tiles.token_RQ].astype(jnp.float32) * arguments.scale
+    q = q.reshape(num_tiles, query_tile, num_kv_heads, -1, width).swapaxes(1, 2).reshape(num_tiles, num_kv_heads, -1, width)
+    return jnp.repeat(q, 2, axis=2) if q.shape[2] == 1 else q
+
+
+def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) -> jax.Array:
+    group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
+    position_RA = jnp.repeat(tiles.position_RQ, q_RKAH.shape[2] // tiles.position_RQ.shape[1], axis=1)
+    assert q_RKAH.shape[2] == max(2, tiles.position_RQ.shape[1] * group)
+    table_RM = _padded_table(arguments)[tiles.row_R]
+    last_R = jnp.max(tiles.position_RQ, axis=1)
+
+    def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        top_RKA, total_RKA, out_RKAH = carry
+        position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
+        k_RCKH = _context_tile(arguments.k_pages, table_RM, index)
+        v_RCKH = _context_tile(arguments.v_pages, table_RM, index)
+        # What lies behind the end of a context may be anything, even NaN, and zero times NaN is NaN.
+        v_RCKH = jnp.where((position_C <= last_R[:, None])[:, :, None, None], v_RCKH, 0.0)
+        scores = jnp.einsum("rkah,rckh->rkac", q_RKAH, k_RCKH)
+        if arguments.logit_softcap is not None:
+            scores = arguments.logit_softcap * jnp.tanh(scores / arguments.logit_softcap)
+        seen = position_C <= position_RA[:, :, None]
+        if arguments.sliding_window is not None:
+            seen &= position_C > position_RA[:, :, None] - arguments.sliding_window
+        scores = jnp.where(seen[:, None], scores, MASKED)
+        new_top = jnp.maximum(top_RKA, scores.max(-1))
+        weights = jnp.exp(scores - new_top[..., None])
+        shrink = jnp.exp(top_RKA - new_top)
+        new_out = out_RKAH * shrink[..., None] + jnp.einsum("rkac,rckh->rkah", weights, v_RCKH)
+        return new_top, total_RKA * shrink + _sum_by_halves(weights), new_out
+
+    first, last = jnp.zeros((), jnp.int32), jnp.max(last_R).astype(jnp.int32)
+    if arguments.sliding_window is not None:
+        begin_RQ = jnp.where(tiles.position_RQ < 0, last, tiles.position_RQ) - arguments.sliding_window + 1
+        first = (jnp.maximum(jnp.min(begin_RQ), 0) // CONTEXT_TILE).astype(jnp.int32)
+    shape = q_RKAH.shape[:3]
+    start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_RKAH.shape))
+    _, total_RKA, out_RKAH = jax.lax.fori_loop(first, last // CONTEXT_TILE + 1, body, start)
+    return out_RKAH / jnp.where(total_RKA == 0.0, 1.0, total_RKA)[..., None]
+
+
+def _sum_by_halves(x: jax.Array) -> jax.Array:
+    """The sum over the last axis in an order that no compiler changes."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def _padded_table(arguments: Arguments) -> jax.Array:
+    """The block table, widened with null blocks to whole tiles of the context."""
+    blocks_per_tile = max(1, CONTEXT_TILE // arguments.k_pages.shape[1])
+    return jnp.pad(arguments.block_table_BM, ((0, 0), (0, -arguments.block_table_BM.shape[1] % blocks_per_tile)))
+
+
+def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
+    """Tile number `index` of every row's context, [R, C, K, H] in float32."""
+    block_size = pages.shape[1]
+    if block_size <= CONTEXT_TILE:
+        blocks_per_tile = CONTEXT_TILE // block_size
+        blocks = jax.lax.dynamic_slice_in_dim(table_RM, index * blocks_per_tile, blocks_per_tile, axis=1)
+        tile = pages[blocks].reshape(table_RM.shape[0], CONTEXT_TILE, *pages.shape[2:])
+    else:
+        block = jax.lax.dynamic_index_in_dim(table_RM, index * CONTEXT_TILE // block_size, axis=1, keepdims=False)
+        tile = jax.lax.dynamic_slice_in_dim(pages[block], index * CONTEXT_TILE % block_size, CONTEXT_TILE, axis=1)
+    return tile.astype(jnp.float32)

@@ -1,0 +1,247 @@
+"""Paged attention against a float64 loop over tokens, the bits it promises, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import BACKENDS, copy_blocks, paged_attention, write_kv
+
+
+@dataclasses.dataclass
+class Case:
+    """A random call: contexts, query lengths and everything that the oracle and the backends need."""
+
+    q_TNH: np.ndarray
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    block_table_BM: np.ndarray
+    context_len_B: np.ndarray
+    query_start: np.ndarray
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+def make_case(seed, contexts, queries, *, heads=(4, 2), width=16, block_size=8, padding=3, table_width=None) -> Case:
+    rng = np.random.default_rng(seed)
+    num_heads, num_kv_heads = heads
+    needed = [-(-length // block_size) for length in contexts]
+    table_width = table_width or max(1, *needed) + 1
+    num_blocks = sum(needed) + 3
+    shape = (num_blocks, block_size, num_kv_heads, width)
+    blocks = iter(1 + rng.permutation(num_blocks - 1))
+    table = np.zeros((len(contexts), table_width), np.int32)
+    for row, count in enumerate(needed):
+        table[row, :count] = [next(blocks) for _ in range(count)]
+    k_pages, v_pages = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    num_tokens = sum(queries) + padding
+    return Case(
+        q_TNH=rng.standard_normal((num_tokens, num_heads, width)).astype(np.float32),
+        k_pages=k_pages,
+        v_pages=v_pages,
+        block_table_BM=table,
+        context_len_B=np.array(contexts, np.int32),
+        query_start=np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
+    )
+
+
+def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_mask_TQ=None) -> np.ndarray:
+    """One token and one head at a time, in float64."""
+    out = np.zeros(case.q_TNH.shape)
+    block_size, num_kv_heads = case.k_pages.shape[1:3]
+    group = case.q_TNH.shape[1] // num_kv_heads
+    for row, length in enumerate(case.context_len_B):
+        start, stop = case.query_start[row : row + 2]
+        keys, values = (
+            np.array([pages[case.block_table_BM[row, c // block_size], c % block_size] for c in range(length)], np.float64)
+            for pages in (case.k_pages, case.v_pages)
+        )
+        for token in range(start, stop):
+            position = length - (stop - token)
+            seen = [c for c in range(length) if c <= position]
+            if tree_mask_TQ is not None:
+                first = length - (stop - start)
+                seen = [c for c in range(length) if c < first or tree_mask_TQ[token, c - first]]
+            if sliding_window is not None:
+                seen = [c for c in seen if c > position - sliding_window]
+            for head in range(case.q_TNH.shape[1]):
+                scores = keys[seen, head // group] @ case.q_TNH[token, head].astype(np.float64) * scale
+                if logit_softcap is not None:
+                    scores = logit_softcap * np.tanh(scores / logit_softcap)
+                weights = np.exp(scores - scores.max())
+                out[token, head] = weights @ values[seen, head // group] / weights.sum()
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "logit_softcap", "backend", "max_query_len"))
+def run(*arrays, **options):
+    return paged_attention(*arrays, **options)
+
+
+ROWS = [
+    pytest.param([1, 17, 64, 90], [1, 1, 1, 1], id="decode"),
+    pytest.param([20, 40], [20, 33], id="chunks"),
+    pytest.param([5, 70, 0, 30], [5, 1, 0, 17], id="mixed-with-an-empty-row"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("contexts", "queries"), ROWS)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"logit_softcap": 2.0}], ids=str)
+def test_every_backend_matches_float64(backend, contexts, queries, heads, options):
+    case = make_case(1, contexts, queries, heads=heads)
+    got = run(*case.arrays, scale=0.3, backend=backend, **options)
+    np.testing.assert_allclose(got, oracle(case, scale=0.3, **options), atol=2e-6)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 32, 128])
+def test_block_sizes(block_size):
+    case = make_case(2, [200, 3], [20, 3], block_size=block_size)
+    np.testing.assert_allclose(run(*case.arrays, scale=0.25, backend="scan"), oracle(case, scale=0.25), atol=2e-6)
+
+
+def test_one_token_rows_with_the_promise_of_it():
+    case = make_case(3, [1, 30, 129, 7], [1, 1, 1, 1], padding=0)
+    got = run(*case.arrays, scale=0.25, backend="scan", max_query_len=1)
+    np.testing.assert_allclose(got, oracle(case, scale=0.25), atol=2e-6)
+
+
+def test_tree_mask_takes_the_place_of_the_causal_order():
+    case = make_case(4, [20, 11], [4, 3])
+    tree = np.zeros((len(case.q_TNH), 4), bool)
+    tree[0:4] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    tree[4:7] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0]]
+    got = run(*case.arrays, scale=0.25, tree_mask_TQ=tree)
+    np.testing.assert_allclose(got, oracle(case, scale=0.25, tree_mask_TQ=tree), atol=2e-6)
+    assert np.abs(np.asarray(got) - oracle(case, scale=0.25)).max() > 1e-2
+
+
+MUTATIONS = {
+    "values read as keys": lambda case: dataclasses.replace(case, v_pages=case.k_pages),
+    "table rows swapped": lambda case: dataclasses.replace(case, block_table_BM=case.block_table_BM[::-1]),
+    "length off by one": lambda case: dataclasses.replace(case, context_len_B=case.context_len_B - 1),
+    "heads shifted": lambda case: dataclasses.replace(case, q_TNH=np.roll(case.q_TNH, 1, axis=1)),
+    "blocks reversed": lambda case: dataclasses.replace(case, block_table_BM=case.block_table_BM[:, ::-1]),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_planted_mistake_is_seen(backend, mutation):
+    case = make_case(5, [33, 40], [2, 7])
+    got = run(*MUTATIONS[mutation](case).arrays, scale=0.3, backend=backend)
+    assert np.abs(np.asarray(got) - oracle(case, scale=0.3)).max() > 1e-2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_nobody_sees_may_be_nan(backend):
+    case = make_case(6, [10, 70], [3, 1])
+    clean = np.asarray(run(*case.arrays, scale=0.3, backend=backend))
+    for row, length in enumerate(case.context_len_B):
+        for position in range(length, case.block_table_BM.shape[1] * 8):
+            block = case.block_table_BM[row, position // 8]
+            case.k_pages[block, position % 8] = case.v_pages[block, position % 8] = np.nan
+    np.testing.assert_array_equal(run(*case.arrays, scale=0.3, backend=backend), clean)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 24)), min_size=2, max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_any_rows(rows, seed):
+    contexts = [before + new for before, new in rows]
+    queries = [new for _, new in rows]
+    case = make_case(seed, contexts, queries, padding=100 - sum(queries), table_width=16)
+    blocks = np.zeros((60, *case.k_pages.shape[1:]), np.float32)  # one shape for all examples
+    for name in ("k_pages", "v_pages"):
+        padded = blocks.copy()
+        padded[: len(getattr(case, name))] = getattr(case, name)
+        setattr(case, name, padded)
+    if len(rows) < 4:
+        missing = 4 - len(rows)
+        case.block_table_BM = np.pad(case.block_table_BM, ((0, missing), (0, 0)))
+        case.context_len_B = np.pad(case.context_len_B, (0, missing))
+        case.query_start = np.pad(case.query_start, (0, missing), mode="edge")
+    np.testing.assert_allclose(run(*case.arrays, scale=0.3, backend="scan"), oracle(case, scale=0.3), atol=3e-6)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2), (8, 1)])
+def test_a_token_is_a_function_of_its_row_to_the_last_bit(heads):
+    """The same row under other block sizes, table widths, neighbours and chunkings."""
+    rng = np.random.default_rng(7)
+    length, width = 150, 32
+    keys, values = rng.standard_normal((2, length, heads[1], width)).astype(np.float32)
+    query = rng.standard_normal((heads[0], width)).astype(np.float32)
+    seen = set()
+    for block_size in (1, 8, 16, 32, 128):
+        for others, queries, hint in (([40], 1, 1), ([90, 400, 3], 1, 1), ([40], 16, None), ([10] * 15, 5, None)):
+            case = make_case(8, [length, *others], [queries, *[1] * len(others)], heads=heads, width=width, block_size=block_size)
+            for position in range(length):
+                block = case.block_table_BM[0, position // block_size]
+                case.k_pages[block, position % block_size] = keys[position]
+                case.v_pages[block, position % block_size] = values[position]
+            case.q_TNH[queries - 1] = query
+            if hint:
+                case.q_TNH = case.q_TNH[: len(others) + 1]
+            out = run(*case.arrays, scale=0.3, backend="scan", max_query_len=hint)
+            seen.add(np.asarray(out)[queries - 1].tobytes())
+    assert len(seen) == 1
+
+
+def test_refusals_name_the_argument():
+    case = make_case(9, [4, 4], [1, 1])
+    with pytest.raises(ValueError, match="backend must be .*'auto'.*nonsense"):
+        paged_attention(*case.arrays, scale=1.0, backend="nonsense")
+    with pytest.raises(NotImplementedError, match="scan: a tree mask"):
+        paged_attention(*case.arrays, scale=1.0, backend="scan", tree_mask_TQ=np.ones((5, 1), bool))
+    with pytest.raises(NotImplementedError, match="reference: a tree mask with a sliding window"):
+        paged_attention(*case.arrays, scale=1.0, sliding_window=3, tree_mask_TQ=np.ones((5, 1), bool))
+    case.query_start = case.query_start[:-1]
+    with pytest.raises(ValueError, match="query_start must have 3 entries"):
+        paged_attention(*case.arrays, scale=1.0)
+
+
+def test_write_kv_fills_exactly_its_slots():
+    rng = np.random.default_rng(10)
+    k_pages, v_pages = rng.standard_normal((2, 5, 4, 2, 8)).astype(np.float32)
+    k, v = rng.standard_normal((2, 3, 2, 8)).astype(np.float32)
+    slots = np.array([7, 16, 9], np.int32)
+    want = [pages.reshape(20, 2, 8).copy() for pages in (k_pages, v_pages)]
+    for index, slot in enumerate(slots):
+        want[0][slot], want[1][slot] = k[index], v[index]
+    got = write_kv(jnp.asarray(k), jnp.asarray(v), jnp.asarray(k_pages), jnp.asarray(v_pages), slots)
+    for pages, expected in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(pages).reshape(20, 2, 8), expected)
+
+
+def test_copy_blocks_reads_before_it_writes():
+    pages = jnp.arange(5 * 2).reshape(5, 2)
+    got = copy_blocks({"k": pages}, np.array([1, 2, 0]), np.array([2, 3, 0]))["k"]
+    np.testing.assert_array_equal(got, np.asarray(pages)[[0, 1, 1, 2, 4]])
+
+
+@pytest.mark.parametrize("operation", ["write", "copy"])
+def test_donated_pages_are_changed_in_place(operation):
+    shape = jax.ShapeDtypeStruct((512, 16, 4, 64), jnp.float32)
+    new = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32)
+    index = jax.ShapeDtypeStruct((8,), jnp.int32)
+    if operation == "write":
+        compiled = jax.jit(write_kv, donate_argnums=(2, 3)).lower(new, new, shape, shape, index).compile()
+        pages_bytes = 2 * 512 * 16 * 4 * 64 * 4
+    else:
+        compiled = jax.jit(copy_blocks, donate_argnums=0).lower(shape, index, index).compile()
+        pages_bytes = 512 * 16 * 4 * 64 * 4
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes == pages_bytes
+    assert analysis.temp_size_in_bytes < pages_bytes / 8
