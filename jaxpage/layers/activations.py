@@ -1,0 +1,39 @@
+"""Activation functions by the names that checkpoints use for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def relu_squared(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+_gelu_exact = partial(jax.nn.gelu, approximate=False)
+_gelu_tanh = partial(jax.nn.gelu, approximate=True)
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": _gelu_exact,
+    "gelu_python": _gelu_exact,
+    # One formula under many names: they differ in how transformers writes it down, not in what it computes.
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_accurate": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_python_tanh": _gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "relu": jax.nn.relu,
+    "relu2": relu_squared,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+}

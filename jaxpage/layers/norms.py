@@ -1,0 +1,50 @@
+"""Normalisation over the last axis, computed in float32 whatever the parameters' type."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """The mean over the last axis, as a product with ones: XLA adds up a plain reduction in an order that depends on the other axes."""
+    width = x.shape[-1]
+    ones_2D = jnp.ones((2, width), x.dtype)  # two rows, since a matrix-vector product takes yet another path
+    return jnp.einsum("...D,ZD->...Z", x, ones_2D, precision=jax.lax.Precision.HIGHEST)[..., :1] / width
+
+
+def _along_last_axis(parameter: nnx.Param[jax.Array], rank: int) -> jax.Array:
+    return parameter[...].astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
+
+
+class RMSNorm(nnx.Module):
+    """`scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, width: int, *, epsilon: float, dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((width,), dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
+        return (normed * _along_last_axis(self.scale, x.ndim)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """`scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016); scale and bias only if `affine`."""
+
+    def __init__(self, width: int, *, epsilon: float = 1e-5, affine: bool = True, dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((width,), dtype)) if affine else None
+        self.bias = nnx.Param(jnp.zeros((width,), dtype)) if affine else None
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - _mean(wide)
+        normed = centred * jax.lax.rsqrt(_mean(jnp.square(centred)) + self.epsilon)
+        if self.scale is not None and self.bias is not None:
+            normed = normed * _along_last_axis(self.scale, x.ndim) + _along_last_axis(self.bias, x.ndim)
+        return normed.astype(x.dtype)

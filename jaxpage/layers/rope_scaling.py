@@ -1,0 +1,166 @@
+"""Frequencies of the rotary embedding for each `rope_type`, computed in float32 the way transformers computes them.
+
+The arithmetic follows `transformers.modeling_rope_utils` step by step, so that angles far into a context agree too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.layers.rope import Rope
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+_Scaling = Callable[[Mapping[str, Any], int, int], tuple[Floats, float]]
+
+
+def make_rope(parameters: Mapping[str, Any], *, head_width: int, max_position_embeddings: int) -> tuple[Rope, int]:
+    """The rope of a config and the number of positions for which it holds.
+
+    parameters: `rope_parameters` of transformers 5, standardised: `rope_type`, `rope_theta`, and what the type needs.
+    The second value is less than `max_position_embeddings` only for "longrope".
+    Raises UnsupportedError for an unknown type, CheckpointError for a missing or senseless parameter.
+    """
+    rope_type = parameters["rope_type"]
+    if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
+        raise UnsupportedError(f"config.json asks for rope_type {rope_type!r}; supported: {', '.join(_SCALINGS)}")
+    try:
+        frequencies, factor = _SCALINGS[rope_type](parameters, head_width, max_position_embeddings)
+    except ArithmeticError as error:
+        raise CheckpointError(f"config.json: rope parameters {dict(parameters)} make no sense ({error})") from error
+    limit = max_position_embeddings
+    if rope_type == "longrope":
+        # Past the original length transformers changes the frequencies of the whole sequence, cached keys included;
+        # a cache of rotated keys cannot follow, so the model is served up to there, where the short factors hold.
+        limit = min(limit, _original_length(parameters))
+    return Rope(tuple(float(f) for f in frequencies), float(factor)), limit
+
+
+def _plain(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, float]:
+    return np.float32(1.0) / _wavelengths(parameters, width), 1.0
+
+
+def _linear(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, float]:
+    return np.float32(1.0) / _wavelengths(parameters, width) / np.float32(_number(parameters, "factor")), 1.0
+
+
+def _dynamic(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
+    # NTK scaling starts only past `max_position_embeddings`, where no sequence of this engine goes: there it would
+    # turn each key by the length at the time it was computed, which depends on how the prompt was chunked.
+    _number(parameters, "factor")
+    return _plain(parameters, width, max_positions)
+
+
+def _llama3(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, float]:
+    factor, low, high = (_number(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high == low:
+        raise CheckpointError("config.json: rope high_freq_factor and low_freq_factor must differ")
+    original = _original_length(parameters)
+    frequencies = np.float32(1.0) / _wavelengths(parameters, width)
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    scaled = np.where(wavelengths > original / low, frequencies / np.float32(factor), frequencies)
+    smooth = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
+    smoothed = (np.float32(1.0) - smooth) * scaled / np.float32(factor) + smooth * scaled
+    medium = ~(wavelengths < original / high) & ~(wavelengths > original / low)
+    return np.where(medium, smoothed, scaled), 1.0
+
+
+def _yarn(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
+    original = _original_length(parameters)
+    factor = _optional_number(parameters, "factor")
+    factor = max_positions / original if factor is None else factor
+    wavelengths = _wavelengths(parameters, width)
+    low, high = _yarn_range(parameters, width, original)
+    ramp = (np.arange(width // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    extrapolated = np.float32(1.0) - np.clip(ramp, np.float32(0.0), np.float32(1.0))
+    stretched = np.float32(1.0) / (np.float32(factor) * wavelengths)
+    frequencies = stretched * (np.float32(1.0) - extrapolated) + np.float32(1.0) / wavelengths * extrapolated
+    return frequencies, _yarn_attention_factor(parameters, factor)
+
+
+def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tuple[float, float]:
+    """Between which pairs of the head the scaling ramps from none to full."""
+
+    theta = _number(parameters, "rope_theta")
+
+    def pair_of(rotations: float) -> float:
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = pair_of(_optional_number(parameters, "beta_fast") or 32.0)
+    high = pair_of(_optional_number(parameters, "beta_slow") or 1.0)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = float(max(low, 0)), float(min(high, width - 1))
+    return low, high + 0.001 if low == high else high
+
+
+def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
+    given = _optional_number(parameters, "attention_factor")
+    if given is not None:
+        return given
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, mscale_all_dim = (_optional_number(parameters, name) for name in ("mscale", "mscale_all_dim"))
+    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+
+
+def _longrope(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
+    for name in ("short_factor", "long_factor"):
+        values = parameters.get(name)
+        if not isinstance(values, list) or len(values) != width // 2 or not all(_is_number(v) for v in values):
+            raise CheckpointError(f"config.json: rope {name} must be a list of {width // 2} numbers")
+    original = _original_length(parameters)
+    factor = _optional_number(parameters, "factor")
+    factor = max_positions / original if factor is None else factor
+    attention = _optional_number(parameters, "attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short = np.asarray(parameters["short_factor"], np.float32)
+    return np.float32(1.0) / (short * _wavelengths(parameters, width)), attention
+
+
+_SCALINGS: dict[str, _Scaling] = {
+    "default": _plain,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def _wavelengths(parameters: Mapping[str, Any], width: int) -> Floats:
+    """Positions per radian of each pair, unscaled: `theta ** (2 i / width)`."""
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    return np.float32(_number(parameters, "rope_theta")) ** exponents
+
+
+def _original_length(parameters: Mapping[str, Any]) -> int:
+    value = parameters.get("original_max_position_embeddings")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: original_max_position_embeddings must be a positive integer: {value!r}")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _number(parameters: Mapping[str, Any], name: str) -> float:
+    value = _optional_number(parameters, name)
+    if value is None:
+        raise CheckpointError(f"config.json: rope_type {parameters['rope_type']!r} needs {name}")
+    return value
+
+
+def _optional_number(parameters: Mapping[str, Any], name: str) -> float | None:
+    value = parameters.get(name)
+    if value is not None and not _is_number(value):
+        raise CheckpointError(f"config.json: rope {name} must be a positive number, not {value!r}")
+    return None if value is None else float(value)

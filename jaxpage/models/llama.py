@@ -1,0 +1,39 @@
+"""Llama 1 to 3 (Touvron et al., 2023; Grattafiori et al., 2024), and the many models published in its form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    weights,
+)
+
+__all__ = ["Model", "Spec", "ignored", "weights"]
+
+Model = RotaryDecoder
+
+
+class Spec(RotaryDecoderSpec):
+    """`LlamaConfig`. `attention_bias` is a bias on all four products. `pretraining_tp` only splits products."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "llama")
+        bias = fields.flag("attention_bias", False)
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, None),
+            head_width=head_width_or_quotient(fields),
+            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+            sliding_windows=(None,) * fields.integer("num_hidden_layers"),
+            attention_input_bias=bias,
+            attention_output_bias=bias,
+            mlp_bias=fields.flag("mlp_bias", False),
+        )

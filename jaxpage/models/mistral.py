@@ -1,0 +1,40 @@
+"""Mistral (Jiang et al., 2023): Llama with a sliding window in every layer, or in none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.errors import UnsupportedError
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    weights,
+)
+
+__all__ = ["Model", "Spec", "ignored", "weights"]
+
+Model = RotaryDecoder
+
+
+class Spec(RotaryDecoderSpec):
+    """`MistralConfig`. An absent `sliding_window` is 4096, null is none."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "mistral")
+        window = fields.optional_integer("sliding_window", 4096)
+        uniform = "full_attention" if window is None else "sliding_attention"
+        if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
+            raise UnsupportedError("config.json: layer_types that alternate are not part of the mistral family")
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, 8),
+            head_width=head_width_or_quotient(fields),
+            max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
+            sliding_windows=(window,) * fields.integer("num_hidden_layers"),
+        )

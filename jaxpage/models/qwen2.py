@@ -1,0 +1,37 @@
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): Llama with biases on queries, keys and values, windows in upper layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    weights,
+    windows_by_layer,
+)
+
+__all__ = ["Model", "Spec", "ignored", "weights"]
+
+Model = RotaryDecoder
+
+
+class Spec(RotaryDecoderSpec):
+    """`Qwen2Config`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "qwen2")
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, 32),
+            head_width=head_width_or_quotient(fields),
+            max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+            sliding_windows=windows_by_layer(fields),
+            attention_input_bias=True,
+        )

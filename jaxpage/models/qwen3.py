@@ -1,0 +1,39 @@
+"""Qwen3, dense (Yang et al., 2025): norms of queries and keys instead of biases, and a head width of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    ignored,
+    key_value_heads,
+    weights,
+    windows_by_layer,
+)
+
+__all__ = ["Model", "Spec", "ignored", "weights"]
+
+Model = RotaryDecoder
+
+
+class Spec(RotaryDecoderSpec):
+    """`Qwen3Config`. An absent `head_dim` is 128, whatever the model width."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "qwen3")
+        bias = fields.flag("attention_bias", False)
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, 32),
+            head_width=fields.integer("head_dim", 128),
+            max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+            sliding_windows=windows_by_layer(fields),
+            attention_input_bias=bias,
+            attention_output_bias=bias,
+            norm_heads=True,
+        )

@@ -1,0 +1,32 @@
+"""From the architecture that config.json names to the module of its family, which is imported only then."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.models.base import Family
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "OPTForCausalLM": "opt",
+    "GPT2LMHeadModel": "gpt2",
+}
+
+
+def load_family(config: Mapping[str, Any]) -> Family:
+    """The family module for `config["architectures"][0]`.
+
+    Raises CheckpointError if config.json names no architecture, UnsupportedError if it is not one of `FAMILIES`.
+    """
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CheckpointError(f"config.json must name the model in architectures, not {names!r}")
+    if names[0] not in FAMILIES:
+        raise UnsupportedError(f"config.json: architecture {names[0]!r} is not one of {', '.join(FAMILIES)}")
+    return cast(Family, importlib.import_module(f"jaxpage.models.{FAMILIES[names[0]]}"))

@@ -1,0 +1,192 @@
+"""Hugging Face models with random weights, several shapes per family, made by transformers: the oracle of tests.
+
+The weights are scaled so that attention is far from uniform, logits are well spread and greedy text is not one token.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+_DIMENSIONS = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 0.5}
+_LONG = {"short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0], "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0]}
+_QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
+
+# name: (family, what config.json says beyond _DIMENSIONS or, for opt and gpt2, all of it)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-grouped": ("llama", {}),
+    "llama-tied-bias": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    ),
+    "llama-wide-heads": (
+        "llama",
+        {"head_dim": 20, "num_key_value_heads": 1, "num_hidden_layers": 3, "rms_norm_eps": 1e-3, "vocab_size": 97},
+    ),
+    "llama-llama3": ("llama", {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}, "rope_theta": 500.0}),
+    "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}}),
+    "llama-longrope": (
+        "llama",
+        {"rope_scaling": {"rope_type": "longrope", **_LONG}, "original_max_position_embeddings": 64},
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 16, "num_hidden_layers": 3}),
+    "mistral-yarn": ("mistral", {"sliding_window": 12, "rope_parameters": {"rope_type": "yarn", **_YARN}}),
+    "qwen2-full": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-upper-windows": ("qwen2", {**_QWEN_WINDOWS, "max_window_layers": 1, "num_hidden_layers": 3}),
+    "qwen2-layer-types": ("qwen2", {**_QWEN_WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen2-yarn": ("qwen2", {"rope_scaling": {"type": "yarn", **_YARN}, "rope_theta": 1000.0}),
+    "qwen3-grouped": ("qwen3", {"head_dim": 20, "rope_theta": 1000000}),
+    "qwen3-tied-bias": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-windows": (
+        "qwen3",
+        {"head_dim": 12, **_QWEN_WINDOWS, "max_window_layers": 2, "num_hidden_layers": 3, "num_key_value_heads": 4},
+    ),
+    "opt-norm-first": ("opt", {"hidden_size": 48, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 131}),
+    "opt-350m-form": (
+        "opt",
+        {
+            "hidden_size": 48,
+            "word_embed_proj_dim": 32,
+            "do_layer_norm_before": False,
+            "ffn_dim": 64,
+            "num_attention_heads": 3,
+            "vocab_size": 101,
+        },
+    ),
+    "opt-plain": (
+        "opt",
+        {
+            "hidden_size": 32,
+            "ffn_dim": 128,
+            "num_attention_heads": 2,
+            "vocab_size": 131,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "opt-no-final-norm": (
+        "opt",
+        {
+            "hidden_size": 40,
+            "ffn_dim": 64,
+            "num_attention_heads": 5,
+            "vocab_size": 131,
+            "_remove_final_layer_norm": True,
+        },
+    ),
+    "gpt2-usual": ("gpt2", {"n_embd": 48, "n_head": 4}),
+    "gpt2-layer-scales": (
+        "gpt2",
+        {"n_embd": 32, "n_head": 2, "n_layer": 3, "n_inner": 72, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "gpt2-unscaled": (
+        "gpt2",
+        {
+            "n_embd": 40,
+            "n_head": 5,
+            "scale_attn_weights": False,
+            "reorder_and_upcast_attn": True,
+            "activation_function": "relu",
+            "tie_word_embeddings": False,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
+}
+
+_SEED = 11  # a seed with which greedy text varies in every model
+_OPT = {"num_hidden_layers": 2, "max_position_embeddings": 128}
+_GPT2 = {"vocab_size": 131, "n_layer": 2, "n_positions": 128}
+_SHARED: dict[str, dict[str, Any]] = {"opt": _OPT, "gpt2": _GPT2}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+def config_json(name: str, **overrides: Any) -> dict[str, Any]:
+    """What a config.json of the named model may say; it has no special tokens, so that nothing stops early."""
+    family, fields = MODELS[name]
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    shared = _SHARED.get(family, _DIMENSIONS)
+    return {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        **shared,
+        **tokens,
+        **fields,
+        **overrides,
+    }
+
+
+def make_model(name: str, *, seed: int = _SEED, **overrides: Any) -> Any:
+    """The named model of transformers, float32, ready for inference. overrides: fields of config.json."""
+    config = config_json(name, **overrides)
+    model_class = getattr(transformers, config.pop("architectures")[0])
+    config_class = model_class.config_class
+    config.pop("model_type")
+    model = model_class(config_class(**config)).eval()
+    _randomise(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def save_model(
+    name: str, directory: Path, *, seed: int = _SEED, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Any:
+    """Write the named model to `directory`: config, safetensors and a tokenizer; return the model.
+
+    config.json is what transformers saves; the tokenizer knows the words "t0", "t1", ... for the ids of the vocabulary.
+    """
+    model = make_model(name, seed=seed, **overrides).to(dtype)
+    model.save_pretrained(directory)
+    vocabulary = {f"t{index}": index for index in range(model.config.vocab_size)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    return model
+
+
+@torch.no_grad()
+def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    def draw(parameter: torch.nn.Parameter, deviation: float, mean: float = 0.0) -> None:
+        parameter.normal_(mean, deviation, generator=generator)
+
+    for module in model.modules():
+        bias = getattr(module, "bias", None)
+        if isinstance(bias, torch.nn.Parameter):
+            draw(bias, 0.2)
+        if isinstance(module, torch.nn.Embedding):
+            draw(module.weight, 0.2)
+        elif isinstance(module, torch.nn.Linear | transformers.Conv1D):
+            num_in = module.weight.shape[0 if isinstance(module, transformers.Conv1D) else 1]
+            draw(module.weight, 1.4 / math.sqrt(num_in))
+        elif isinstance(getattr(module, "weight", None), torch.nn.Parameter):
+            draw(module.weight, 0.3, mean=1.0)  # a norm
+    if model.config.tie_word_embeddings:  # then the head, drawn as a Linear, is the token table
+        draw(model.get_input_embeddings().weight, 0.2)

@@ -1,0 +1,413 @@
+"""The model families against transformers: logits on random weights, rope frequencies, refusals, and planted mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from flax import nnx
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.models.base import abstract_model
+from jaxpage.models.registry import FAMILIES, load_family
+from tests.support.hf_models import MODELS, config_json, make_model
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+Parameters = dict[Any, Any]
+LENGTH = 40  # beyond every sliding window, and beyond the original lengths of llama3 and yarn
+TOLERANCE = 1e-4
+
+
+def dense_attend(window_error: int = 0) -> Callable[..., Any]:
+    """`Attend` over one whole sequence held in memory; `window_error` widens every sliding window."""
+
+    def attend(q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None):
+        num_tokens, num_heads, _ = q_TNH.shape
+        k_TNH, v_TNH = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k_TKH, v_TKH))
+        scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * scale
+        distance_QC = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None, :]
+        seen_QC = distance_QC >= 0
+        if sliding_window is not None:
+            seen_QC &= distance_QC < sliding_window + window_error
+        weights_NQC = jax.nn.softmax(jnp.where(jnp.asarray(seen_QC)[None], scores_NQC, -jnp.inf), axis=-1)
+        return jnp.einsum("NQC,CNH->QNH", weights_NQC.astype(v_TNH.dtype), v_TNH), layer_pages
+
+    return attend
+
+
+@functools.cache
+def oracle(name: str) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """The state of transformers' model, token ids [T], and its logits [T, V]."""
+    model = make_model(name)
+    token_ids = torch.randint(model.config.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(token_ids).logits[0]
+    state = {key: tensor.detach().numpy() for key, tensor in model.state_dict().items()}
+    return state, token_ids[0].numpy(), logits.numpy()
+
+
+def read_spec(name: str, **overrides: Any) -> tuple[Any, Any]:
+    config = config_json(name, **overrides)
+    family = load_family(config)
+    return family, family.Spec.from_config(config)
+
+
+def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
+    """Parameters from a checkpoint by the family's table, every tensor of which must be used and fit."""
+    parameters: Parameters = {}
+    unused = set(state)
+    for weight in family.weights(spec):
+        names = [name for name in (weight.name, *weight.aliases) if name in state]
+        unused -= set(names)
+        tensor = state[names[0]]
+        assert tensor.shape == weight.shape, weight
+        place = parameters
+        for key in weight.path[:-1]:
+            place = place.setdefault(key, {})
+        place[weight.path[-1]] = jnp.asarray(tensor.T if weight.transpose else tensor)
+    assert not {name for name in unused if not any(fnmatchcase(name, pattern) for pattern in family.ignored)}
+    return parameters
+
+
+def run(
+    family: Any, spec: Any, parameters: Parameters, token_ids: np.ndarray, *, attend: Any = None, dtype: Any = "float32"
+) -> np.ndarray:
+    """Logits [T, V] of one sequence, through `nnx.merge` of a pure dict inside `jax.jit`, as the engine does."""
+    graph, _ = abstract_model(family, spec, dtype)
+
+    @jax.jit
+    def forward(parameters: Parameters, token_ids_T: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, parameters)
+        positions_T = jnp.arange(token_ids_T.shape[0])
+        pages = (None,) * spec.kv.num_layers
+        hidden_TD, _ = model(token_ids_T, positions_T, pages, attend or dense_attend())
+        return model.logits(hidden_TD)
+
+    logits = forward(jax.tree.map(lambda x: x.astype(dtype), parameters), jnp.asarray(token_ids, jnp.int32))
+    assert logits.dtype == jnp.float32
+    return np.asarray(logits)
+
+
+def largest_difference(name: str, **changes: Any) -> float:
+    """How far the logits of a model, possibly changed on purpose, are from those of transformers."""
+    state, token_ids, expected = oracle(name)
+    family, spec = read_spec(name)
+    spec = dataclasses.replace(spec, **changes.get("spec", {}))
+    parameters = fill(family, spec, {**state, **changes.get("state", lambda _: {})(state)})
+    logits = run(family, spec, parameters, token_ids, attend=changes.get("attend"))
+    return float(np.abs(logits - expected).max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name):
+    _, _, expected = oracle(name)
+    assert expected.std() > 0.5  # else a small difference says little
+    assert largest_difference(name) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_of_weights_names_each_parameter_once_in_its_shape(name):
+    family, spec = read_spec(name)
+    _, abstract = abstract_model(family, spec, jnp.bfloat16)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
+    expected = {tuple(key.key for key in path): leaf for path, leaf in leaves}
+    table = family.weights(spec)
+    assert {leaf.dtype for leaf in expected.values()} == {jnp.dtype("bfloat16")}
+    assert {w.path: w.shape[::-1] if w.transpose else w.shape for w in table} == {
+        path: leaf.shape for path, leaf in expected.items()
+    }
+    names = [name for w in table for name in (w.name, *w.aliases)]
+    assert len(table) == len(expected) and len(names) == len(set(names))
+    hash(spec)
+
+
+@pytest.mark.parametrize("name", ["llama-tied-bias", "opt-norm-first", "gpt2-usual"])
+def test_a_checkpoint_without_the_prefix_and_a_tied_one_under_the_name_of_the_head_load(name):
+    state, _, _ = oracle(name)
+    family, spec = read_spec(name)
+    prefix = "transformer." if "gpt2" in name else "model."
+    headless = {key.removeprefix(prefix): value for key, value in state.items() if key != "lm_head.weight"}
+    head_only = {key: value for key, value in state.items() if "embed_tokens" not in key and ".wte." not in key}
+    expected = fill(family, spec, state)
+    for variant in (headless, head_only):
+        assert len(variant) == len(state) - 1
+        assert jax.tree.all(jax.tree.map(np.array_equal, fill(family, spec, variant), expected))
+
+
+def test_only_what_carries_nothing_may_be_left_unused():
+    for name, idle, needed in (
+        ("llama-grouped", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.q_proj.bias"),
+        ("gpt2-usual", "h.1.attn.masked_bias", "h.1.attn.other.bias"),
+        ("gpt2-usual", "transformer.h.0.attn.bias", "transformer.h.2.attn.c_attn.bias"),
+    ):
+        state, _, _ = oracle(name)
+        family, spec = read_spec(name)
+        fill(family, spec, {**state, idle: np.zeros(3)})
+        with pytest.raises(AssertionError):
+            fill(family, spec, {**state, needed: np.zeros(3)})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen3-windows", "opt-350m-form", "gpt2-usual"])
+def test_half_precision_runs_and_stays_close(name, dtype):
+    state, token_ids, expected = oracle(name)
+    family, spec = read_spec(name)
+    logits = run(family, spec, fill(family, spec, state), token_ids, dtype=dtype)
+    assert np.abs(logits - expected).std() < 0.15 * expected.std()
+
+
+def swap(first: str, second: str) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
+    """A planted mistake: two tensors of every layer exchanged."""
+
+    def swapped(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {key.replace(first, second): value for key, value in state.items() if first in key} | {
+            key.replace(second, first): value for key, value in state.items() if second in key
+        }
+
+    return swapped
+
+
+def zero(part: str) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
+    """A planted mistake: the tensors whose names end so are taken as zero."""
+    return lambda state: {key: np.zeros_like(value) for key, value in state.items() if key.endswith(part)}
+
+
+def roll(part: str, axis: int) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
+    """A planted mistake: the tensors whose names end so are off by one along an axis."""
+    return lambda state: {key: np.roll(value, 1, axis) for key, value in state.items() if key.endswith(part)}
+
+
+def _rope(name: str, **changes: Any) -> dict[str, Any]:
+    return {"rope": dataclasses.replace(read_spec(name)[1].rope, **changes)}
+
+
+PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "query and key products swapped": ("llama-tied-bias", lambda: {"state": swap("q_proj", "k_proj")}),
+    "gate and up swapped": ("llama-grouped", lambda: {"state": swap("gate_proj", "up_proj")}),
+    "norms of a layer swapped": ("llama-grouped", lambda: {"state": swap("input_lay", "post_attention_lay")}),
+    "output bias dropped": ("llama-tied-bias", lambda: {"state": zero("o_proj.bias")}),
+    "epsilon of the norms": ("llama-wide-heads", lambda: {"spec": {"norm_epsilon": 1e-6}}),
+    "tied though it is not": ("llama-grouped", lambda: {"spec": {"tie_word_embeddings": True}}),
+    "llama3 scaling forgotten": (
+        "llama-llama3",
+        lambda: {"spec": {"rope": read_spec("llama-llama3", rope_scaling=None)[1].rope}},
+    ),
+    "attention factor forgotten": ("mistral-yarn", lambda: {"spec": _rope("mistral-yarn", attention_factor=1.0)}),
+    "longrope factor forgotten": ("llama-longrope", lambda: {"spec": _rope("llama-longrope", attention_factor=1.0)}),
+    "window one too wide": ("mistral-window", lambda: {"attend": dense_attend(1)}),
+    "window one too narrow": ("qwen2-layer-types", lambda: {"attend": dense_attend(-1)}),
+    "query bias dropped": ("qwen2-full", lambda: {"state": zero("q_proj.bias")}),
+    "head norms swapped": ("qwen3-grouped", lambda: {"state": swap("q_norm", "k_norm")}),
+    "positions without offset": ("opt-norm-first", lambda: {"state": roll("embed_positions.weight", 0)}),
+    "norms first in the 350m": ("opt-350m-form", lambda: {"spec": {"norm_first": True}}),
+    "wrong feed-forward function": ("opt-plain", lambda: {"spec": {"activation": "relu"}}),
+    "tanh for erf": ("opt-plain", lambda: {"spec": {"activation": "gelu_new"}}),
+    "scale of layers forgotten": ("gpt2-layer-scales", lambda: {"spec": {"attention_scales": (0.25,) * 3}}),
+    "fused product cut wrongly": ("gpt2-usual", lambda: {"state": roll("c_attn.weight", 1)}),
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_shows_in_the_logits(mistake):
+    name, changes = PLANTED[mistake]
+    assert largest_difference(name, **changes()) > TOLERANCE
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "llama3 of 3.2": {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn given attention": {"factor": 2.0, "attention_factor": 0.9, "original_max_position_embeddings": 4096},
+    "yarn by ratio": {"factor": None, "original_max_position_embeddings": 4096, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn mscale": {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.1, "original_max_position_embeddings": 4096},
+    "yarn not truncated": {"factor": 4.0, "truncate": False, "original_max_position_embeddings": 4096},
+    "yarn without length": {"factor": 4.0},
+    "longrope": {
+        "short_factor": [1 + i / 64 for i in range(32)],
+        "long_factor": [4.0] * 32,
+        "original_max_position_embeddings": 4096,
+    },
+    "longrope given factor": {
+        "short_factor": [1.5] * 32,
+        "long_factor": [4.0] * 32,
+        "factor": 8.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+@pytest.mark.parametrize("style", ["old", "new"])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000])
+@pytest.mark.parametrize("case", ROPES)
+def test_rope_frequencies_are_those_of_transformers(case, theta, style):
+    rope_type, parameters = case.split()[0], dict(ROPES[case])
+    keys: dict[str, Any] = {"rope_scaling": {"type": rope_type, **parameters}, "rope_theta": theta}
+    if style == "new":
+        keys = {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **parameters}}
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 131072}
+    config = transformers.LlamaConfig(**shape, **{key: _copied(value) for key, value in keys.items()})
+    module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    compute = ROPE_INIT_FUNCTIONS.get(rope_type, module.compute_default_rope_parameters)
+    expected, factor = compute(config)
+    _, spec = read_spec("llama-grouped", **shape, **keys)
+    np.testing.assert_allclose(np.asarray(spec.rope.frequencies, np.float32), expected.numpy(), rtol=1e-6)
+    assert spec.rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    assert spec.max_position_embeddings == (4096 if rope_type == "longrope" else 131072)
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value  # transformers changes the dict that it is given
+
+
+def test_an_original_length_at_the_top_of_the_file_outranks_the_one_in_the_rope():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+    config = config_json("llama-grouped", rope_parameters=yarn, original_max_position_embeddings=32)
+    theirs = transformers.LlamaConfig(**{**config, "rope_parameters": dict(yarn)})
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    at_top, inside = (
+        np.asarray(read_spec("llama-grouped", rope_parameters=yarn, **top)[1].rope.frequencies, np.float32)
+        for top in ({"original_max_position_embeddings": 32}, {})
+    )
+    np.testing.assert_allclose(at_top, expected.numpy(), rtol=1e-6)
+    assert not np.allclose(inside, expected.numpy(), rtol=1e-3)
+
+
+def test_absent_fields_mean_what_they_mean_to_transformers():
+    for name in MODELS:
+        config = config_json(name)
+        for field in ("rms_norm_eps", "sliding_window", "head_dim", "max_position_embeddings", "n_positions"):
+            config.pop(field, None)
+        fields = {key: _copied(value) for key, value in config.items() if key not in ("architectures", "model_type")}
+        theirs = getattr(transformers, config["architectures"][0]).config_class(**fields)
+        ours = load_family(config).Spec.from_config(config)
+        if "longrope" not in name:
+            assert ours.max_position_embeddings == theirs.max_position_embeddings, name
+        assert ours.kv.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+        width = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert ours.kv.head_width == width, name
+        window = getattr(theirs, "sliding_window", None)
+        types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.kv.num_layers
+        assert ours.kv.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_those_of_transformers(activation):
+    x = np.linspace(-6, 6, 301, dtype=np.float32)
+    expected = transformers.activations.ACT2FN[activation](torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(np.asarray(ACTIVATIONS[activation](jnp.asarray(x))), expected, atol=2e-6)
+
+
+REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
+    (UnsupportedError, "llama-grouped", "hidden_act", {"hidden_act": "xielu"}),
+    (UnsupportedError, "opt-plain", "activation_function", {"activation_function": "prelu"}),
+    (UnsupportedError, "llama-grouped", "quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
+    (UnsupportedError, "qwen2-full", "per_layer_config", {"per_layer_config": {"0": {"head_dim": 4}}}),
+    (UnsupportedError, "gpt2-usual", "add_cross_attention", {"add_cross_attention": True}),
+    (UnsupportedError, "gpt2-usual", "pruned_heads", {"pruned_heads": {"0": [1]}}),
+    (UnsupportedError, "llama-grouped", "is_causal", {"is_causal": False}),
+    (UnsupportedError, "llama-grouped", "'mrope'", {"rope_scaling": {"type": "mrope", "mrope_section": []}}),
+    (UnsupportedError, "qwen2-full", "mrope_section", {"rope_scaling": {"type": "default", "mrope_section": [2, 4]}}),
+    (UnsupportedError, "llama-grouped", "'proportional'", {"rope_parameters": {"rope_type": "proportional"}}),
+    (UnsupportedError, "llama-grouped", "partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+    (UnsupportedError, "llama-linear", "partial_rotary", {"rope_scaling": {"type": "x", "partial_rotary_factor": 0.5}}),
+    (UnsupportedError, "qwen3-grouped", "by layer type", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}),
+    (UnsupportedError, "qwen2-full", "chunked_attention", {"layer_types": ["full_attention", "chunked_attention"]}),
+    (UnsupportedError, "mistral-window", "layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
+    (UnsupportedError, "llama-grouped", "FalconForCausalLM", {"architectures": ["FalconForCausalLM"]}),
+    (CheckpointError, "llama-grouped", "architectures", {"architectures": None}),
+    (CheckpointError, "llama-grouped", "model_type", {"model_type": "mistral"}),
+    (CheckpointError, "llama-grouped", "num_key_value_heads", {"num_key_value_heads": 3}),
+    (CheckpointError, "llama-grouped", "num_attention_heads", {"num_attention_heads": 5}),
+    (CheckpointError, "llama-grouped", "even head width", {"head_dim": 7}),
+    (CheckpointError, "llama-grouped", "hidden_size", {"hidden_size": "48"}),
+    (CheckpointError, "llama-grouped", "vocab_size", {"vocab_size": True}),
+    (CheckpointError, "llama-grouped", "rms_norm_eps", {"rms_norm_eps": 0}),
+    (CheckpointError, "llama-grouped", "attention_bias", {"attention_bias": 1}),
+    (CheckpointError, "llama-grouped", "rope_theta", {"rope_theta": None}),
+    (CheckpointError, "llama-grouped", "rope_scaling", {"rope_scaling": [4.0]}),
+    (CheckpointError, "llama-grouped", "needs factor", {"rope_scaling": {"type": "linear"}}),
+    (CheckpointError, "llama-grouped", "factor must", {"rope_scaling": {"type": "linear", "factor": "2"}}),
+    (
+        CheckpointError,
+        "llama-grouped",
+        "make no sense",
+        {"rope_scaling": {"type": "yarn", "factor": 2}, "rope_theta": 1},
+    ),
+    (CheckpointError, "llama-grouped", "low_freq_factor", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+    (CheckpointError, "llama-longrope", "short_factor", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}),
+    (CheckpointError, "llama-linear", "contradict", {"rope_parameters": {"rope_type": "default"}}),
+    (CheckpointError, "gpt2-usual", "contradict", {"hidden_size": 44}),
+    (CheckpointError, "mistral-window", "sliding_window", {"sliding_window": 0}),
+    (CheckpointError, "qwen2-layer-types", "layer_types", {"layer_types": ["full_attention"]}),
+    (CheckpointError, "qwen2-layer-types", "sliding_attention", {"use_sliding_window": False}),
+    (CheckpointError, "opt-plain", "hidden_size", {"hidden_size": 33}),
+]
+
+
+@pytest.mark.parametrize(("error", "name", "says", "overrides"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_honoured_is_refused_by_name(error, name, says, overrides):
+    read_spec(name)
+    with pytest.raises(error, match=says):
+        read_spec(name, **overrides)
+
+
+def test_a_missing_size_is_named():
+    for name, field in (("llama-grouped", "intermediate_size"), ("opt-plain", "ffn_dim"), ("gpt2-usual", "n_embd")):
+        config = config_json(name)
+        del config[field]
+        with pytest.raises(CheckpointError, match=field):
+            load_family(config).Spec.from_config(config)
+
+
+def test_the_registry_lists_the_supported_families_and_gpt2_reads_the_common_names():
+    with pytest.raises(UnsupportedError, match=", ".join(FAMILIES)):
+        load_family({"architectures": ["NoSuchModel"]})
+    assert {MODELS[name][0] for name in MODELS} == set(FAMILIES.values())
+    config = config_json("gpt2-usual")
+    config["hidden_size"] = config.pop("n_embd")
+    assert load_family(config).Spec.from_config(config) == read_spec("gpt2-usual")[1]
+
+
+def test_strict_promotion_holds_in_every_family():
+    with (
+        warnings.catch_warnings(),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        warnings.simplefilter("error")
+        for name in MODELS:
+            family, spec = read_spec(name)
+            graph, parameters = abstract_model(family, spec, jnp.bfloat16)
+
+            def forward(parameters: Parameters, ids_T: jax.Array, graph: Any = graph, spec: Any = spec) -> jax.Array:
+                model = nnx.merge(graph, parameters)
+                pages = (None,) * spec.kv.num_layers
+                return model.logits(model(ids_T, ids_T, pages, lambda q, k, v, page, /, **_: (q, page))[0])
+
+            logits = jax.eval_shape(forward, parameters, jax.ShapeDtypeStruct((5,), jnp.int32))
+            assert (logits.shape, logits.dtype) == ((5, spec.vocab_size), jnp.float32)
