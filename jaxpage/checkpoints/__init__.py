@@ -1,0 +1,25 @@
+"""Checkpoints in and out: find a model, check everything about it from headers alone, load it, convert it.
+
+Nothing here unpickles, runs code that comes with a model, or touches a device before all of the checkpoint fits.
+"""
+
+from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_generation_config
+from jaxpage.checkpoints.conversion import convert
+from jaxpage.checkpoints.loading import LoadPlan, check_weights, load_sharded, load_weights
+from jaxpage.checkpoints.opening import ModelFiles, open_model, weights_bytes
+from jaxpage.checkpoints.resolve import resolve_model
+
+__all__ = [
+    "LoadPlan",
+    "ModelFiles",
+    "check_weights",
+    "convert",
+    "eos_token_ids",
+    "load_sharded",
+    "load_weights",
+    "open_model",
+    "read_config",
+    "read_generation_config",
+    "resolve_model",
+    "weights_bytes",
+]

@@ -1,0 +1,85 @@
+"""Reads config.json and generation_config.json, as data only: a model that brings its own code is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxpage.checkpoints.files import has_file, read_object
+from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.errors import CheckpointError
+
+MAX_CONFIG_BYTES = 10_000_000
+MAX_LAYERS = 4096
+MAX_WIDTH = 2**24
+MAX_LENGTH = 2**31 - 1  # token ids and positions are int32 on the device
+
+# The largest value of each field that decides how much is allocated, long before any family reads it.
+LIMITS = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), MAX_LAYERS),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "head_dim"), MAX_WIDTH),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), MAX_WIDTH),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), MAX_WIDTH),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), MAX_LENGTH),
+}
+CODE_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The model's config.json, checked for what would hurt before any family looks at it.
+
+    Raises one CheckpointError listing all of: missing, not JSON, not an object, empty, NaN or duplicate keys, sizes
+    that are not whole numbers within `LIMITS`, and an `auto_map` in any config file (it asks to run the model's own
+    code, which never happens here).
+    """
+    problems = Problems(Path(directory))
+    config = check_config(Path(directory), problems)
+    problems.raise_if_any()
+    return config
+
+
+def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
+    """As `read_config`, but adds to `problems`, and then returns what could be read."""
+    config: dict[str, Any] = {}
+    for name in CODE_FILES:
+        if name == "config.json" or has_file(directory, name):
+            with problems.collect():
+                content = read_object(directory, name, MAX_CONFIG_BYTES)
+                if name == "config.json":
+                    config = content
+                    _check_sizes(config, problems)
+                if content.get("auto_map"):
+                    problems.add(f"{name} has auto_map: it needs remote code, and remote code is never run")
+    return config
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """generation_config.json, or {} where there is none. Raises CheckpointError when it is not a JSON object."""
+    if not has_file(Path(directory), "generation_config.json"):
+        return {}
+    return read_object(Path(directory), "generation_config.json", MAX_CONFIG_BYTES)
+
+
+def eos_token_ids(directory: Path, config: dict[str, Any]) -> frozenset[int]:
+    """The ids that end a text: those of generation_config.json, else those of config.json, else none.
+
+    Raises CheckpointError when they are not token ids of the vocabulary.
+    """
+    ids = read_generation_config(directory).get("eos_token_id")
+    source = "generation_config.json"
+    if ids is None:
+        ids, source = config.get("eos_token_id"), "config.json"
+    listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    for token_id in listed:
+        if type(token_id) is not int or not 0 <= token_id <= MAX_LENGTH:
+            raise CheckpointError(f"{source} in {directory}: eos_token_id {quoted(token_id)} is not a token id")
+    return frozenset(listed)
+
+
+def _check_sizes(config: dict[str, Any], problems: Problems) -> None:
+    if not config:
+        problems.add("config.json is an empty object")
+    for key, limit in LIMITS.items():
+        value = config.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= limit):
+            problems.add(f"config.json: {key} is {quoted(value)}, not a whole number from 1 to {limit}")

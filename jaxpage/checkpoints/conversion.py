@@ -1,0 +1,89 @@
+"""Converts a model directory between Hugging Face safetensors and Orbax, both ways and bit for bit."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxpage.checkpoints.files import file_in
+from jaxpage.checkpoints.loading import LoadPlan, element_type, insert, stored_arrays
+from jaxpage.checkpoints.opening import open_model
+from jaxpage.checkpoints.orbax_files import save_orbax
+from jaxpage.checkpoints.safetensors_files import write_safetensors
+from jaxpage.errors import CheckpointError
+
+# Everything of a model directory but its weights.
+COPIED = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "README.md", "LICENSE", "LICENSE.txt", "NOTICE"),
+)
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    progress: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write the model in the directory `source` to `destination` in the other layout; returns `destination`.
+
+    Every parameter keeps its dtype and its bits. Tensors that carry nothing (a tied head saved in full, old buffers)
+    are left out; config, tokenizer and generation files are copied. The result appears whole or not at all: it is
+    written beside `destination` and renamed. Into Orbax the host holds the model once, out of it likewise.
+    Raises CheckpointError when the source does not fit, when `destination` exists and is not an empty directory, or
+    when it cannot be written. progress: a bar over bytes on standard error.
+    """
+    source, destination = Path(source), Path(os.path.abspath(destination))
+    if os.path.lexists(destination) and (
+        destination.is_symlink() or not destination.is_dir() or any(destination.iterdir())
+    ):
+        raise CheckpointError(f"{destination} exists and is not an empty directory; nothing was written")
+    plan = open_model(source).plan
+    temporary = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+        for name in COPIED:
+            if os.path.lexists(source / name):
+                shutil.copyfile(file_in(source, name), temporary / name)
+        total = plan.num_bytes()
+        with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=not progress) as bar:
+            if plan.layout == "safetensors":
+                _to_orbax(plan, temporary, bar)
+                bar.update(total - bar.n)
+            else:
+                _to_safetensors(plan, temporary, bar, max_shard_bytes)
+        temporary.replace(destination)
+    except OSError as error:
+        raise CheckpointError(f"{destination} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return destination
+
+
+def _to_orbax(plan: LoadPlan, destination: Path, bar: tqdm[Any]) -> None:
+    tree: dict[str, Any] = {}
+    for weight, _, array in stored_arrays(plan):
+        owned = np.array(array, order="C")
+        insert(tree, weight.name.split("."), owned)
+        bar.update(owned.nbytes // 2)  # half for reading, half for writing
+    save_orbax(destination, tree)
+
+
+def _to_safetensors(plan: LoadPlan, destination: Path, bar: tqdm[Any], max_shard_bytes: int) -> None:
+    def arrays() -> Iterator[np.ndarray]:
+        for _, _, array in stored_arrays(plan):
+            bar.update(array.nbytes)
+            yield array
+
+    tensors = [(weight.name, element_type(None, info), weight.shape) for weight, info in plan.sources]
+    write_safetensors(destination, tensors, arrays(), max_shard_bytes)

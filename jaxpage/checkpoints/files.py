@@ -1,0 +1,124 @@
+"""How a file of a checkpoint is opened: only regular files inside its directory, JSON strictly, sizes bounded.
+
+The Hugging Face cache is the one exception to "inside": a snapshot is made of links into the cache's own `blobs`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jaxpage.checkpoints.problems import quoted
+from jaxpage.errors import CheckpointError
+
+MAX_JSON_BYTES = 100_000_000
+
+
+def file_in(directory: Path, name: str) -> Path:
+    """The regular file `name` of a checkpoint directory.
+
+    Raises CheckpointError when it is missing, is not a regular file (a pipe would block the reader), or lies outside of
+    `directory`: an absolute path, a `..`, or a symbolic link leading out.
+    """
+    if "\\" in name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise CheckpointError(f"{quoted(name)} is a path that leaves the directory")
+    file = directory / name
+    try:
+        real = file.resolve(strict=True)
+        regular = stat.S_ISREG(real.stat().st_mode)
+    except FileNotFoundError:
+        raise CheckpointError(f"{quoted(name)} is missing") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: Python 3.11's word for a loop of links
+        raise CheckpointError(f"{quoted(name)} cannot be opened: {_reason(error)}") from error
+    if not any(real.is_relative_to(root) for root in _roots(directory)):
+        raise CheckpointError(f"{quoted(name)} is a symbolic link that leaves the directory")
+    if not regular:
+        raise CheckpointError(f"{quoted(name)} is not a regular file")
+    return real
+
+
+def has_file(directory: Path, name: str) -> bool:
+    """Whether the directory has an entry `name`; a broken link counts, since it shall be reported and not skipped."""
+    return os.path.lexists(directory / name)
+
+
+def read_object(directory: Path, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in the file `name`; CheckpointError naming the file when it is not exactly that."""
+    file = file_in(directory, name)
+    try:
+        num_bytes = file.stat().st_size
+        if num_bytes > max_bytes:
+            raise CheckpointError(f"{quoted(name)} is {num_bytes} bytes long, more than the {max_bytes} allowed")
+        data = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{quoted(name)} cannot be read: {_reason(error)}") from error
+    try:
+        return parse_object(data)
+    except ValueError as error:
+        raise CheckpointError(f"{quoted(name)} {error}") from error
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object that `data` spells in UTF-8.
+
+    Stricter than `json.loads`: duplicate keys, NaN, infinities and numbers that overflow are refused, and nesting too
+    deep for the parser is an error like any other. Raises ValueError whose text continues a sentence on the file.
+    """
+    if not data.strip():
+        raise ValueError("is empty")
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_object_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("is not JSON: it is not UTF-8 text") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {quoted(key)} is given twice")
+            seen.add(key)
+    return result
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {quoted(text)} is not finite")
+    return value
+
+
+def _roots(directory: Path) -> list[Path]:
+    """Where the files of `directory` may really lie: in it or, for a snapshot in the hub's cache, in the blobs there."""
+    directory = directory.resolve()
+    roots = [directory]
+    repository = directory.parent.parent
+    if directory.parent.name == "snapshots" and repository.name.startswith("models--"):
+        roots += [repository / "blobs", repository.parent / "blobs"]
+    return roots
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or type(error).__name__

@@ -1,0 +1,67 @@
+"""A model directory opened: its config, family, spec and fitted tensors, or one error with all that is wrong."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpage.checkpoints.config_file import check_config
+from jaxpage.checkpoints.loading import LoadPlan, fit, read_layout
+from jaxpage.checkpoints.problems import Problems
+from jaxpage.errors import CheckpointError
+from jaxpage.models.base import Family, ModelSpec
+from jaxpage.models.registry import load_family
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A checkpoint that fits. Nothing of it but headers has been read, and nothing is on a device."""
+
+    directory: Path
+    config: dict[str, Any]
+    family: Family
+    spec: ModelSpec
+    plan: LoadPlan
+
+
+def open_model(directory: str | os.PathLike[str]) -> ModelFiles:
+    """Read everything about a local model but its weights, in Hugging Face or Orbax layout.
+
+    Raises one CheckpointError listing all that does not fit: config, architecture, files and tensors.
+    """
+    return _open(Path(directory), compare=True)
+
+
+def weights_bytes(directory: str | os.PathLike[str], dtype: str | None = None) -> int:
+    """Bytes that the weights will take in `dtype` (None: as stored), from headers alone. Raises as `open_model`."""
+    return _open(Path(directory), compare=False).plan.num_bytes(dtype)
+
+
+def _open(directory: Path, *, compare: bool) -> ModelFiles:
+    problems = Problems(directory)
+    config = check_config(directory, problems)
+    family: Family | None = None
+    spec: ModelSpec | None = None
+    if config:
+        with problems.collect():
+            family = load_family(config)
+    if family and not problems:  # sizes out of bounds must not reach a family
+        with problems.collect():
+            spec = _spec(family, config)
+    if family is None or spec is None:
+        read_layout(directory, problems)  # the files' own faults belong in the same list
+        problems.raise_if_any()
+    assert family is not None and spec is not None
+    plan = fit(directory, family.weights(spec), family.ignored, problems, compare=compare)
+    problems.raise_if_any()
+    return ModelFiles(directory, config, family, spec, plan)
+
+
+def _spec(family: Family, config: dict[str, Any]) -> ModelSpec:
+    try:
+        return family.Spec.from_config(config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A family checks its fields by name; what still trips it is a config of a form that nobody publishes.
+        raise CheckpointError(f"config.json cannot be understood: {type(error).__name__}: {error}") from error

@@ -1,0 +1,114 @@
+"""Orbax behind one door: a nested dict of arrays saved to and restored from a directory, checked before it is read.
+
+The dict has the names and shapes of the Hugging Face checkpoint, nested at the dots: a format that outlives the order in
+which the engine of the day likes its matrices (a square one in the wrong order would go unnoticed).
+Orbax costs seconds to import and most runs never need it, so it is imported on first use, here and nowhere else. The
+stable interface (`StandardCheckpointer`) is used; `orbax.checkpoint.v1` is not in every version that we support.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpage.checkpoints.files import has_file, read_object
+from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.errors import CheckpointError
+
+FOLDER = "orbax"  # beside config.json and the tokenizer files
+COMMIT = "commit_success.txt"  # written last: without it the directory is half a checkpoint
+
+# Orbax stores numpy's names; checkpoints are compared under the names of safetensors.
+_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def _checkpointer() -> Any:
+    import orbax.checkpoint  # lazy on purpose: see above
+
+    return orbax.checkpoint.StandardCheckpointer()
+
+
+def has_orbax(directory: Path) -> bool:
+    return has_file(directory, FOLDER)
+
+
+def read_orbax_tensors(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
+    """Every array of the Orbax checkpoint by its dotted path, from metadata alone; problems are added to `problems`.
+
+    The offsets and sizes of the result mean nothing. Refused unread: a checkpoint that was never committed, links and
+    special files (their targets could lie anywhere), and metadata that is not JSON.
+    """
+    folder = directory / FOLDER
+    before = len(problems.lines)
+    _check_files(folder, problems)
+    with problems.collect():
+        read_object(folder, "_METADATA")
+    if len(problems.lines) > before:
+        return {}
+    try:
+        with _checkpointer() as checkpointer:
+            item = checkpointer.metadata(folder.resolve()).item_metadata
+        leaves = dict(_leaves(item.tree, ()))
+        tensors = {name: _tensor_info(name, leaf, folder) for name, leaf in leaves.items()}
+        for name, leaf in leaves.items():  # a chunk is allocated whole, so it may not be larger than its tensor
+            if any(chunk > max(size, 1) for chunk, size in zip(leaf.storage.chunk_shape, leaf.shape, strict=True)):
+                problems.add(f"{FOLDER}: tensor {quoted(name)} has chunks larger than its shape {leaf.shape}")
+    except Exception as error:  # a damaged database fails in tensorstore with whatever it met first
+        problems.add(f"{FOLDER}: cannot be read as an Orbax checkpoint: {_reason(error)}")
+        return {}
+    return tensors
+
+
+def save_orbax(directory: Path, tree: Mapping[str, Any]) -> None:
+    """Save a nested dict of arrays, keys strings, under `directory`/orbax. Returns when it is committed."""
+    with _checkpointer() as checkpointer:
+        checkpointer.save((directory / FOLDER).resolve(), tree)
+        checkpointer.wait_until_finished()
+
+
+def restore_orbax(directory: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
+    """Restore the whole tree in the form of `targets`, in their dtypes.
+
+    A leaf that is a numpy array comes back as one; a `jax.ShapeDtypeStruct` with a sharding as a jax.Array sharded so,
+    each device reading its part. Shapes must have been compared before: Orbax pads and cuts silently.
+    Raises CheckpointError when the data is damaged.
+    """
+    try:
+        with _checkpointer() as checkpointer:
+            restored: dict[str, Any] = checkpointer.restore((directory / FOLDER).resolve(), target=targets)
+    except Exception as error:  # as above: anything that a damaged file makes tensorstore say
+        raise CheckpointError(f"{directory / FOLDER} cannot be restored: {_reason(error)}") from error
+    return restored
+
+
+def _check_files(folder: Path, problems: Problems) -> None:
+    if folder.is_symlink() or not folder.is_dir():
+        problems.add(f"{FOLDER} is not a directory")
+        return
+    if not (folder / COMMIT).is_file():
+        problems.add(f"{FOLDER} has no {COMMIT}: it was not saved to the end")
+    for root, folders, files in os.walk(folder):
+        for name in sorted([*folders, *files]):
+            mode = (Path(root) / name).lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                where = quoted(str((Path(root) / name).relative_to(folder.parent)))
+                problems.add(f"{where} is a symbolic link or a special file; an Orbax checkpoint has only plain ones")
+
+
+def _leaves(tree: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        return [leaf for key, branch in tree.items() for leaf in _leaves(branch, (*path, str(key)))]
+    return [(".".join(path), tree)]
+
+
+def _tensor_info(name: str, leaf: Any, folder: Path) -> TensorInfo:
+    shape = tuple(int(size) for size in leaf.shape)
+    return TensorInfo(name, _CODES.get(str(leaf.dtype), str(leaf.dtype)), shape, folder, 0, 0)
+
+
+def _reason(error: Exception) -> str:
+    return quoted(str(error).split("\n", 1)[0] or type(error).__name__)

@@ -1,0 +1,51 @@
+"""The list of everything wrong with a checkpoint, so that a reader hears of all of it in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxpage.errors import CheckpointError, UnsupportedError
+
+# A hostile index can name millions of tensors; no terminal is helped by more lines than this.
+MAX_LINES = 1000
+MAX_LINE = 2000  # characters
+
+
+class Problems:
+    """Collects what is wrong with the checkpoint in `directory`; `raise_if_any` turns it into one CheckpointError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lines: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
+
+    def add(self, line: str) -> None:
+        self.lines.append(line[:MAX_LINE])
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Run the body; what it refuses becomes a line of this list instead of an error of its own."""
+        try:
+            yield
+        except (CheckpointError, UnsupportedError) as error:
+            self.add(str(error))
+
+    def raise_if_any(self) -> None:
+        """Raises CheckpointError with every line, when there is one."""
+        if not self.lines:
+            return
+        shown = [f"  - {line}" for line in self.lines[:MAX_LINES]]
+        if len(self.lines) > MAX_LINES:
+            shown.append(f"  - and {len(self.lines) - MAX_LINES} more")
+        count = f"{len(self.lines)} problem{'s' if len(self.lines) > 1 else ''}"
+        raise CheckpointError(f"the checkpoint in {self.directory} does not fit ({count}):\n" + "\n".join(shown))
+
+
+def quoted(name: object, limit: int = 200) -> str:
+    """`name`, which comes from a file, made safe to print: escaped to ASCII and cut after `limit` characters."""
+    text = ascii(name)
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,71 @@
+"""From the name a user gives a model to the directory that holds it: packaged, local, or from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from jaxpage.errors import ConfigError, ModelNotFoundError
+
+DEMO = Path(__file__).parents[1] / "demo"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+
+# What a model needs and nothing else: no pickles, no code, no copies of the weights in other formats.
+HUB_FILES = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.*"),
+    *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "orbax/*"),
+)
+
+
+def resolve_model(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The directory of `model`: "demo" (packaged), a local directory, or a hub id such as "org/name", in this order.
+
+    All files of a hub model come from one snapshot, the one that `revision` (branch, tag or commit) names when asked;
+    what is in the hub's cache is used without a download. Raises ModelNotFoundError, with the nearest names, when there
+    is no such model, and ConfigError for a revision of what is not on the hub.
+    """
+    name = os.fspath(model)
+    local = DEMO if name == "demo" else Path(name).expanduser()
+    if name and os.path.isdir(local):  # "" would be the current directory
+        if revision is not None:
+            raise ConfigError(
+                f"revision = {revision!r} names a version on the hub, but model = {name!r} is a directory"
+            )
+        return local.resolve()
+    if name == "demo":
+        raise ModelNotFoundError(f"the packaged demo model is missing from this installation ({DEMO})")
+    if name and os.path.lexists(local):
+        raise ModelNotFoundError(f"model = {name!r} is not a directory: give the one that holds its config.json")
+    if not HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(f"model = {name!r}: there is no such directory{_near(name)}")
+    return _from_hub(name, revision)
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    try:
+        import huggingface_hub  # lazy on purpose: a local model needs no HTTP client
+
+        snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=revision, allow_patterns=list(HUB_FILES))
+        return Path(snapshot).resolve()
+    except Exception as error:  # offline, unknown, private, gone, disk full: whatever it is, the model is not here
+        version = f" at revision {revision!r}" if revision else ""
+        reason = (str(error).strip().split("\n", 1)[0] or type(error).__name__)[:300]
+        raise ModelNotFoundError(
+            f"model = {name!r}: there is no such directory, and the hub gave no model of that name{version} "
+            f"({type(error).__name__}: {reason}){_near(name)}"
+        ) from error
+
+
+def _near(name: str) -> str:
+    """The names most like `name` among its siblings (and the demo), as the end of a sentence."""
+    path = Path(name).expanduser()
+    try:
+        siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    except (OSError, ValueError):  # no such parent, or a name that no file can have
+        siblings = []
+    near = [str(path.with_name(match)) for match in difflib.get_close_matches(path.name, siblings)] if path.name else []
+    near += difflib.get_close_matches(name, ["demo"])
+    return f". Did you mean {' or '.join(map(repr, near))}?" if near else ""

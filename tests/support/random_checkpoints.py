@@ -1,0 +1,74 @@
+"""Checkpoints with random weights in Hugging Face layout, for every family, written without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxpage.models.registry import load_family
+
+DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def random_tensors(config: dict[str, Any], seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """A checkpoint's tensors by name. Matrices keep the size of what they multiply, so logits are well spread."""
+    family = load_family(config)
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for weight in family.weights(family.Spec.from_config(config)):
+        noise = rng.standard_normal(weight.shape, dtype=np.float32)
+        if len(weight.shape) > 1:
+            values = noise * np.clip(1.6 / np.sqrt(weight.shape[-1]), 0.05, 0.3)
+        else:
+            values = 0.1 * noise + (0.0 if weight.path[-1] == "bias" else 1.0)
+        tensors[weight.name] = values.astype(DTYPES[dtype])
+    return tensors
+
+
+def random_checkpoint(
+    directory: Path,
+    config: dict[str, Any],
+    seed: int = 0,
+    dtype: str = "float32",
+    shards: int = 1,
+    *,
+    tied_head: bool = False,
+    headless_names: bool = False,
+    generation_config: dict[str, Any] | None = None,
+) -> Path:
+    """Write config.json and random weights to `directory`, which is returned. The same seed gives the same weights.
+
+    shards: number of files (more than one comes with an index). tied_head: for tied embeddings, lm_head is saved as
+    well. headless_names: without the prefix of the model inside (as saved from the bare decoder).
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = random_tensors(config, seed, dtype)
+    if tied_head:
+        tensors["lm_head.weight"] = next(iter(tensors.values()))  # every table starts with the token embeddings
+    if headless_names:
+        tensors = {name.removeprefix("model.").removeprefix("transformer."): value for name, value in tensors.items()}
+    (directory / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
+    if generation_config is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation_config))
+    write_tensors(directory, tensors, shards)
+    return directory
+
+
+def write_tensors(directory: Path, tensors: dict[str, np.ndarray], shards: int = 1) -> None:
+    """model.safetensors, or that many shards and their index."""
+    metadata = {"format": "pt"}
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata)
+        return
+    files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    placed = {name: files[i % shards] for i, name in enumerate(tensors)}
+    for file in files:
+        save_file({name: tensors[name] for name in tensors if placed[name] == file}, directory / file, metadata)
+    total = sum(value.nbytes for value in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": placed}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))

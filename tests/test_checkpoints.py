@@ -1,0 +1,858 @@
+"""Checkpoints: what loads must be exact, and what does not fit must be one clear error, whatever the bytes are."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from jaxpage.checkpoints import (
+    check_weights,
+    convert,
+    eos_token_ids,
+    load_sharded,
+    load_weights,
+    open_model,
+    read_config,
+    resolve_model,
+    weights_bytes,
+)
+from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
+from jaxpage.models.base import abstract_model
+from jaxpage.models.registry import load_family
+from jaxpage.models.weights import Weight
+from tests.support.random_checkpoints import DTYPES, random_checkpoint, random_tensors, write_tensors
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+TIED = {**LLAMA, "tie_word_embeddings": True}
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    **{"vocab_size": 50, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 40},
+}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+OPT: dict[str, Any] = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    **{"vocab_size": 50, "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 3},
+    **{"max_position_embeddings": 40, "word_embed_proj_dim": 12, "do_layer_norm_before": False},
+}
+CONFIGS = {"llama": LLAMA, "tied": TIED, "gpt2": GPT2, "qwen3": QWEN3, "opt": OPT}
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def load(directory: Path, dtype: str | None = None) -> dict[tuple[Any, ...], np.ndarray]:
+    return dict(leaves(load_weights(open_model(directory).plan, dtype, lambda array: array)))
+
+
+def expected(config: dict[str, Any], dtype: str = "float32") -> dict[tuple[Any, ...], np.ndarray]:
+    """What must come out for `random_checkpoint(config)`, by path."""
+    tensors = random_tensors(config, dtype=dtype)
+    family = load_family(config)
+    table: list[Weight] = family.weights(family.Spec.from_config(config))
+    return {weight.path: tensors[weight.name].T if weight.transpose else tensors[weight.name] for weight in table}
+
+
+def assert_same_bits(got: dict[Any, Any], want: dict[Any, Any]) -> None:
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert np.asarray(got[key]).dtype == value.dtype, key
+        np.testing.assert_array_equal(
+            np.ascontiguousarray(got[key]).view(np.uint8), np.ascontiguousarray(value).view(np.uint8), str(key)
+        )
+
+
+def refusal(directory: Path) -> str:
+    """The text of the one CheckpointError that opening the directory raises."""
+    with pytest.raises(CheckpointError) as caught:
+        open_model(directory)
+    return str(caught.value)
+
+
+def edit_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+# ---- What fits loads exactly ----
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_of_the_model_gets_its_tensor(tmp_path: Path, name: str) -> None:
+    directory = random_checkpoint(tmp_path, CONFIGS[name])
+    opened = open_model(directory)
+    loaded = load(directory)
+    assert_same_bits(loaded, expected(CONFIGS[name]))
+    _, parameters = abstract_model(opened.family, opened.spec, np.float32)
+    assert {path: leaf.shape for path, leaf in leaves(parameters)} == {p: a.shape for p, a in loaded.items()}
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_and_shards(tmp_path: Path, dtype: str, shards: int) -> None:
+    directory = random_checkpoint(tmp_path, LLAMA, dtype=dtype, shards=shards)
+    assert_same_bits(load(directory), expected(LLAMA, dtype))
+    assert open_model(directory).plan.stored_dtype() == dtype
+
+
+@pytest.mark.parametrize("wanted", DTYPES)
+def test_conversion_is_numpys_and_arrays_are_owned(tmp_path: Path, wanted: str) -> None:
+    directory = random_checkpoint(tmp_path, GPT2, dtype="bfloat16")
+    loaded = load(directory, wanted)
+    assert_same_bits(loaded, {path: value.astype(DTYPES[wanted]) for path, value in expected(GPT2, "bfloat16").items()})
+    for array in loaded.values():  # a view would keep the file mapped under the model
+        assert array.flags.owndata and array.flags.c_contiguous
+    with pytest.raises(ValueError, match="'int8'"):
+        load(directory, "int8")
+
+
+@pytest.mark.parametrize("headless_names", [False, True])
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_tied_weights_either_way(tmp_path: Path, tied_head: bool, headless_names: bool) -> None:
+    directory = random_checkpoint(tmp_path, TIED, tied_head=tied_head, headless_names=headless_names)
+    assert_same_bits(load(directory), expected(TIED))
+
+
+def test_a_tied_model_may_keep_only_its_head(tmp_path: Path) -> None:
+    tensors = random_tensors(TIED)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    write_tensors(random_checkpoint(tmp_path, TIED), tensors)
+    assert_same_bits(load(tmp_path), expected(TIED))
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(TIED)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    write_tensors(random_checkpoint(tmp_path, TIED), tensors)
+    assert "'model.embed_tokens.weight' and 'lm_head.weight' are one parameter, but they differ" in refusal(tmp_path)
+
+
+def test_nan_and_infinite_weights_are_loaded_as_they_are(tmp_path: Path) -> None:
+    tensors = random_tensors(LLAMA)
+    tensors["model.norm.weight"][:3] = [np.nan, np.inf, -np.inf]
+    write_tensors(random_checkpoint(tmp_path, LLAMA), tensors)
+    np.testing.assert_array_equal(load(tmp_path)["norm", "scale"][:3], [np.nan, np.inf, -np.inf])
+
+
+def test_tensors_that_carry_nothing_may_have_any_dtype(tmp_path: Path) -> None:
+    tensors = {**random_tensors(GPT2), "transformer.h.0.attn.bias": np.ones((1, 1, 40, 40), np.uint8)}
+    write_tensors(random_checkpoint(tmp_path, GPT2), tensors)
+    assert_same_bits(load(tmp_path), expected(GPT2))
+
+
+def test_weights_bytes_reads_headers_only(tmp_path: Path) -> None:
+    """A Llama 2 7B whose data is a hole in the file: 13.5 GB that are never read."""
+    config = {**LLAMA, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+    config |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+    random_checkpoint(tmp_path, LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    family = open_model(random_checkpoint(tmp_path / "small", LLAMA)).family
+    header, position = {}, 0
+    for weight in family.weights(family.Spec.from_config(config)):
+        end = position + 2 * int(np.prod(weight.shape))
+        header[weight.name] = {"dtype": "BF16", "shape": weight.shape, "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
+    os.truncate(tmp_path / "model.safetensors", 8 + len(raw) + position)
+    assert weights_bytes(tmp_path) == weights_bytes(tmp_path, "float16") == 2 * 6_738_415_616
+    assert weights_bytes(tmp_path, "float32") == 4 * 6_738_415_616
+
+
+# ---- What does not fit is one error with all of it ----
+
+
+def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path: Path) -> None:
+    tensors = random_tensors(LLAMA)
+    del tensors["model.layers.0.mlp.up_proj.weight"], tensors["lm_head.weight"]
+    tensors["model.norm.weight"] = np.ones(33, np.float32)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].T.copy()
+    tensors["model.layers.1.mlp.gate_proj.weight"] = np.ones((48, 32), np.int64)
+    tensors["extra"] = np.ones(1, np.float32)
+    write_tensors(random_checkpoint(tmp_path, LLAMA), tensors)
+    text = refusal(tmp_path)
+    assert "(6 problems)" in text
+    for line in (
+        "tensor 'model.layers.0.mlp.up_proj.weight' of shape (48, 32) is missing",
+        "tensor 'lm_head.weight' of shape (64, 32) is missing",
+        "tensor 'model.norm.weight' has shape (33,), and the model needs (32,)",
+        "tensor 'model.layers.1.mlp.up_proj.weight' has shape (32, 48), and the model needs (48, 32)",
+        "tensor 'model.layers.1.mlp.gate_proj.weight' has dtype I64, not one of F32, BF16, F16",
+        "tensor 'extra' of shape (1,) is unexpected",
+    ):
+        assert f"  - {line}\n" in text + "\n"
+    family = open_model(random_checkpoint(tmp_path / "good", LLAMA)).family
+    table = family.weights(family.Spec.from_config(LLAMA))
+    with pytest.raises(CheckpointError) as caught:
+        check_weights(tmp_path, table, family.ignored)
+    assert str(caught.value) == text
+
+
+def test_every_missing_tensor_is_listed_even_when_all_are(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors").write_bytes(safetensors({}))
+    assert [name for name in random_tensors(LLAMA) if f"tensor '{name}' of shape" not in refusal(tmp_path)] == []
+
+
+def safetensors(entries: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    raw = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def entry(begin: Any, end: Any, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
+
+
+FILES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "0 bytes are too short"),
+    "cut length": (b"\x01\x00\x00", "3 bytes are too short"),
+    "huge length": (safetensors({}, length=2**62), f"claims {2**62} bytes"),
+    "long header": (safetensors({}, length=100_000_001), "claims 100000001 bytes"),
+    "length beyond file": (safetensors({}, length=3), "claims 3 bytes, and at most 2"),
+    "no header": (safetensors(b""), "does not start with an object"),
+    "not JSON": (safetensors(b"{'a': 1}"), "is not JSON"),
+    "array": (safetensors(b"[]"), "does not start with an object"),
+    "not UTF-8": (safetensors(b'{"\xff": 1}'), "not UTF-8"),
+    "deep": (safetensors(b'{"a":' * 100_000), "nested too deeply"),
+    "NaN": (safetensors(b'{"a": NaN}'), "NaN is not a JSON number"),
+    "long number": (safetensors(b'{"a": ' + b"9" * 10_000 + b"}"), "is not JSON"),
+    "duplicate keys": (
+        safetensors(b'{"a": %s, "a": %s}' % ((json.dumps(entry(0, 8)).encode(),) * 2), bytes(8)),
+        "the key 'a' is given twice",
+    ),
+    "unknown dtype": (safetensors({"a": entry(0, 8, dtype="F33")}, bytes(8)), "unknown dtype 'F33'"),
+    "dtype list": (safetensors({"a": entry(0, 8, dtype=["F32"])}, bytes(8)), "unknown dtype"),
+    "entry is a number": (safetensors({"a": 3}), "not described by exactly"),
+    "extra field": (safetensors({"a": {**entry(0, 8), "x": 1}}, bytes(8)), "not described by exactly"),
+    "negative shape": (safetensors({"a": entry(0, 8, (-2, -1))}, bytes(8)), "impossible shape [-2, -1]"),
+    "huge shape": (safetensors({"a": entry(0, 8, (2**64,))}, bytes(8)), "impossible shape"),
+    "wrapping shape": (safetensors({"a": entry(0, 8, (2**62, 8))}, bytes(8)), "does not fill its 8 bytes"),
+    "long shape": (safetensors({"a": entry(0, 4, (1,) * 100)}, bytes(4)), "impossible shape"),
+    "boolean shape": (safetensors({"a": entry(0, 4, (True,))}, bytes(4)), "impossible shape"),
+    "shape is not a list": (safetensors({"a": entry(0, 8, 2)}, bytes(8)), "impossible shape"),
+    "half a byte": (safetensors({"a": entry(0, 1, (3,), "F4")}, bytes(1)), "does not fill"),
+    "size differs from range": (safetensors({"a": entry(0, 8, (3,))}, bytes(8)), "does not fill its 8 bytes"),
+    "range backwards": (safetensors({"a": entry(8, 0)}, bytes(8)), "impossible data_offsets"),
+    "float range": (safetensors({"a": entry(0, 8.0)}, bytes(8)), "impossible data_offsets"),
+    "overlap": (safetensors({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "'b' overlaps the tensor before it"),
+    "gap": (safetensors({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "'b' leaves a gap before it"),
+    "late start": (safetensors({"a": entry(4, 12)}, bytes(12)), "'a' leaves a gap before it"),
+    "truncated": (safetensors({"a": entry(0, 8)}, bytes(7)), "truncated"),
+    "trailing bytes": (safetensors({"a": entry(0, 8)}, bytes(9)), "1 trailing bytes"),
+    "metadata": (safetensors({"__metadata__": {"a": 1}}), "__metadata__ is not an object of strings"),
+    "float8": (safetensors({"model.norm.weight": entry(0, 32, (32,), "F8_E4M3")}, bytes(32)), "has dtype F8_E4M3"),
+    "integers": (safetensors({"model.norm.weight": entry(0, 256, (32,), "I64")}, bytes(256)), "has dtype I64"),
+    "terminal codes": (safetensors({"\x1b[2J": entry(0, 8)}, bytes(8)), "tensor '\\x1b[2J' of shape (2,) is unexp"),
+    "lone surrogate": (safetensors(b'{"\\ud800": %s}' % json.dumps(entry(0, 8)).encode(), bytes(8)), "'\\ud800'"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_corrupt_files(tmp_path: Path, name: str) -> None:
+    content, text = FILES[name]
+    random_checkpoint(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert text in refusal(tmp_path)
+
+
+def test_faults_of_several_files_are_listed_together(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, LLAMA, shards=3)
+    edit_json(tmp_path / "config.json", lambda c: c.update(vocab_size=2**31, auto_map={"AutoModel": "evil.Model"}))
+    (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"")
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    text = refusal(tmp_path)
+    for part in ("vocab_size is 2147483648", "has auto_map", "00001-of-00003.safetensors': 0 bytes", "00002-of-00003"):
+        assert part in text
+
+
+# ---- Index files ----
+
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00002.safetensors"
+FIRST = "model.embed_tokens.weight"
+
+
+def place(directory: Path, name: str, shard: Any) -> None:
+    edit_json(directory / INDEX, lambda index: index["weight_map"].update({name: shard}))
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_text(text)
+
+
+def link_out(name: str) -> Callable[[Path], object]:
+    """Move the file out of the directory and leave a symbolic link to it."""
+
+    def change(directory: Path) -> None:
+        outside = directory.parent / "outside"
+        shutil.move(directory / name, outside)
+        (directory / name).symlink_to(outside)
+
+    return change
+
+
+INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard missing": (lambda d: (d / SHARD).unlink(), f"'{SHARD}' is missing"),
+    "absolute": (lambda d: place(d, FIRST, str(d / SHARD)), "is a path that leaves the directory"),
+    "parent": (lambda d: place(d, FIRST, f"../x/{SHARD}"), "is a path that leaves the directory"),
+    "backslash": (lambda d: place(d, FIRST, f"..\\{SHARD}"), "is a path that leaves the directory"),
+    "NUL": (lambda d: place(d, FIRST, f"{SHARD}\0"), "is a path that leaves the directory"),
+    "endless name": (lambda d: place(d, FIRST, "x" * 100_000), "cannot be opened"),
+    "not a string": (lambda d: place(d, FIRST, 1), "a file name that is not a string"),
+    "directory": (lambda d: place(d, FIRST, "."), "is not a regular file"),
+    "link leading out": (link_out(SHARD), f"'{SHARD}' is a symbolic link that leaves the directory"),
+    "index leading out": (link_out(INDEX), "is a symbolic link that leaves the directory"),
+    "link to itself": (
+        lambda d: ((d / SHARD).unlink(), (d / SHARD).symlink_to(SHARD)),
+        f"'{SHARD}' cannot be opened",
+    ),
+    "pipe": (lambda d: ((d / SHARD).unlink(), os.mkfifo(d / SHARD)), f"'{SHARD}' is not a regular file"),
+    "in index only": (
+        lambda d: place(d, "extra", SHARD),
+        f"{INDEX} places tensor 'extra' in '{SHARD}', which does not hold it",
+    ),
+    "in shard only": (
+        lambda d: edit_json(d / INDEX, lambda index: index["weight_map"].pop(FIRST)),
+        f"'{SHARD}' holds tensor '{FIRST}', which {INDEX} does not place there",
+    ),
+    "no weight_map": (write(INDEX, "{}"), "weight_map is not an object"),
+    "empty weight_map": (write(INDEX, '{"weight_map": {}}'), "weight_map is not an object"),
+    "not JSON": (write(INDEX, "{"), "is not JSON"),
+    "duplicate": (write(INDEX, '{"weight_map": {"a": "b", "a": "c"}}'), "the key 'a' is given twice"),
+}
+
+
+@pytest.mark.parametrize("name", INDEX_FAULTS)
+def test_faulty_index(tmp_path: Path, name: str) -> None:
+    change, text = INDEX_FAULTS[name]
+    directory = random_checkpoint(tmp_path / "x", LLAMA, shards=2)
+    change(directory)
+    assert text in refusal(directory)
+
+
+def test_links_of_the_hub_cache_are_followed_but_no_others(tmp_path: Path) -> None:
+    snapshot = random_checkpoint(tmp_path / "models--a--b" / "snapshots" / "0123", LLAMA)
+    for folder in (snapshot.parents[1] / "blobs", tmp_path / "blobs"):  # of the model, and shared by all models
+        folder.mkdir()
+        shutil.move(snapshot / "model.safetensors", folder / "data")
+        (snapshot / "model.safetensors").symlink_to(folder / "data")
+        assert_same_bits(load(snapshot), expected(LLAMA))
+        (snapshot / "model.safetensors").unlink()
+        shutil.move(folder / "data", snapshot / "model.safetensors")
+    link_out("model.safetensors")(snapshot)
+    assert "symbolic link that leaves" in refusal(snapshot)
+
+
+# ---- Configs, and what must never run ----
+
+CONFIG_FAULTS: dict[str, tuple[str | None, str]] = {
+    "missing": (None, "'config.json' is missing"),
+    "zero bytes": ("", "'config.json' is empty"),
+    "not JSON": ("{", "'config.json' is not JSON"),
+    "array": ("[]", "holds a JSON list, not an object"),
+    "empty object": ("{}", "config.json is an empty object"),
+    "NaN": ('{"rms_norm_eps": NaN}', "NaN is not a JSON number"),
+    "overflow": ('{"rms_norm_eps": 1e400}', "is not finite"),
+    "duplicate": ('{"a": 1, "a": 2}', "the key 'a' is given twice"),
+    "deep": ("[" * 100_000, "nested too deeply"),
+    "no architecture": (json.dumps({**LLAMA, "architectures": None}), "architectures"),
+    "unknown architecture": (json.dumps({**LLAMA, "architectures": ["Evil"]}), "'Evil' is not one of LlamaForCausalLM"),
+    "vocabulary": (json.dumps({**LLAMA, "vocab_size": 2**31}), "vocab_size is 2147483648, not a whole number from 1"),
+    "layers": (json.dumps({**LLAMA, "num_hidden_layers": 10**9}), "num_hidden_layers is 1000000000"),
+    "zero heads": (json.dumps({**LLAMA, "num_attention_heads": 0}), "num_attention_heads is 0"),
+    "text": (json.dumps({**LLAMA, "hidden_size": "32"}), "hidden_size is '32'"),
+    "truth": (json.dumps({**LLAMA, "hidden_size": True}), "hidden_size is True"),
+    "remote code": (json.dumps({**LLAMA, "auto_map": {"AutoModel": "evil.Model"}}), "remote code is never run"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIG_FAULTS)
+def test_faulty_config(tmp_path: Path, name: str) -> None:
+    content, text = CONFIG_FAULTS[name]
+    random_checkpoint(tmp_path, LLAMA)
+    (tmp_path / "config.json").unlink()
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert text in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_code_of_a_model_is_never_run(tmp_path: Path, name: str) -> None:
+    random_checkpoint(tmp_path, LLAMA)
+    canary = tmp_path / "canary"
+    (tmp_path / "evil.py").write_text(f"open({str(canary)!r}, 'w')")
+    (tmp_path / name).write_text(json.dumps({**LLAMA, "auto_map": {"AutoConfig": "evil.C", "AutoTokenizer": "evil.T"}}))
+    assert f"{name} has auto_map" in refusal(tmp_path)
+    with pytest.raises(CheckpointError, match="remote code"):
+        read_config(tmp_path)
+    assert not canary.exists()
+
+
+opened_files: list[str] = []
+audit_on = [False]
+
+
+def note_opened(event: str, args: tuple[Any, ...]) -> None:
+    if audit_on[0] and event == "open":
+        opened_files.append(str(args[0]))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
+    random_checkpoint(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    sys.addaudithook(note_opened)  # for good: a hook cannot be taken away, only told to be quiet
+    opened_files.clear()
+    audit_on[0] = True
+    text = refusal(tmp_path)
+    audit_on[0] = False
+    assert f"its weights are pickled ('{name}')" in text and "safetensors" in text
+    assert any(file.endswith("config.json") for file in opened_files)
+    assert not any(file.endswith(name) for file in opened_files)
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    assert "(1 problem)" in refusal(tmp_path)
+    assert "neither model.safetensors nor model.safetensors.index.json (found only 'other.s" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [
+        (None, {}, set()),
+        (None, {"eos_token_id": 2}, {2}),
+        (None, {"eos_token_id": None}, set()),
+        ({}, {"eos_token_id": [1, 2]}, {1, 2}),
+        ({"eos_token_id": [7, 8]}, {"eos_token_id": 2}, {7, 8}),
+        ({"eos_token_id": 0}, {"eos_token_id": 2}, {0}),
+    ],
+)
+def test_eos_token_ids(tmp_path: Path, generation: Any, config: dict[str, Any], ids: set[int]) -> None:
+    random_checkpoint(tmp_path, {**LLAMA, **config}, generation_config=generation)
+    assert eos_token_ids(tmp_path, read_config(tmp_path)) == ids
+
+
+@pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, {"a": 1}])
+def test_eos_token_ids_that_are_none(tmp_path: Path, wrong: Any) -> None:
+    random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": wrong})
+    with pytest.raises(CheckpointError, match="generation_config.json.* is not a token id"):
+        eos_token_ids(tmp_path, LLAMA)
+
+
+# ---- Orbax and conversion ----
+
+# After the first damaged tensor Orbax closes its event loop, and reads still on their way then complain to nobody.
+orbax_complaints = pytest.mark.filterwarnings(
+    "ignore:(?s).*Event loop is closed:pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_way_to_orbax_and_back_is_exact(tmp_path: Path, name: str, dtype: str) -> None:
+    source = random_checkpoint(
+        tmp_path / "hf", CONFIGS[name], dtype=dtype, shards=2, generation_config={"eos_token_id": 3}
+    )
+    (source / "tokenizer.json").write_text('{"model": {}}')
+    there = convert(source, tmp_path / "new" / "orbax", progress=False)
+    assert_same_bits(load(there), expected(CONFIGS[name], dtype))
+    assert weights_bytes(there) == weights_bytes(source)
+    back = convert(there, tmp_path / "back", progress=False)
+    assert_same_bits(dict(load_file(back / "model.safetensors")), random_tensors(CONFIGS[name], dtype=dtype))
+    for file in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (back / file).read_bytes() == (there / file).read_bytes() == (source / file).read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["back", "hf", "new"]
+
+
+def test_conversion_writes_shards_and_a_bar_on_standard_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "orbax").mkdir()  # an empty directory is as good as none
+    there = convert(random_checkpoint(tmp_path / "hf", LLAMA), tmp_path / "orbax")
+    assert "converting: 100%" in capfd.readouterr().err
+    back = convert(there, tmp_path / "back", max_shard_bytes=10_000)
+    assert len(list(back.glob("model-*-of-*.safetensors"))) > 2
+    assert_same_bits(load(back), expected(LLAMA))
+    captured = capfd.readouterr()
+    assert captured.out == "" and "converting: 100%" in captured.err
+
+
+def test_mixed_dtypes_convert_exactly(tmp_path: Path) -> None:
+    tensors = random_tensors(LLAMA)
+    for i, name in enumerate(tensors):
+        tensors[name] = tensors[name].astype(list(DTYPES.values())[i % 3])
+    write_tensors(random_checkpoint(tmp_path / "hf", LLAMA), tensors)
+    back = convert(convert(tmp_path / "hf", tmp_path / "a", progress=False), tmp_path / "b", progress=False)
+    assert_same_bits(dict(load_file(back / "model.safetensors")), tensors)
+
+
+def test_conversion_overwrites_nothing_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = random_checkpoint(tmp_path / "hf", LLAMA)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").write_text("x")
+    (tmp_path / "link").symlink_to("nowhere")
+    for taken in (tmp_path / "full", tmp_path / "full" / "precious", tmp_path / "link", source):
+        with pytest.raises(CheckpointError, match="exists and is not an empty directory"):
+            convert(source, taken, progress=False)
+    before = sorted(os.listdir(tmp_path))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxpage.checkpoints.conversion.save_orbax", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "new", progress=False)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        convert(source, tmp_path / "full" / "precious" / "new", progress=False)
+    (source / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="too short"):
+        convert(source, tmp_path / "new", progress=False)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def flip_config(directory: Path) -> None:
+    edit_json(directory / "config.json", lambda config: config.update(intermediate_size=40, num_hidden_layers=1))
+
+
+def truncate_all(directory: Path) -> None:
+    for file in (directory / "orbax").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            os.truncate(file, file.stat().st_size // 2)
+
+
+ORBAX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "uncommitted": (lambda d: (d / "orbax" / "commit_success.txt").unlink(), ["was not saved to the end"]),
+    "shapes and tree": (
+        flip_config,
+        [
+            "'model.layers.0.mlp.up_proj.weight' has shape (48, 32), and the model needs (40, 32)",
+            "'model.layers.1.mlp.up_proj.weight' of shape (48, 32) is unexpected",
+        ],
+    ),
+    "tensor missing": (
+        lambda d: edit_json(d / "config.json", lambda config: config.update(attention_bias=True)),
+        ["'model.layers.0.self_attn.q_proj.bias' of shape (32,) is missing"],
+    ),
+    "truncated": (truncate_all, ["cannot be read as an Orbax checkpoint"]),
+    "no metadata": (lambda d: (d / "orbax" / "_METADATA").unlink(), ["'_METADATA' is missing"]),
+    "metadata": (write("orbax/_METADATA", "{"), ["'_METADATA' is not JSON"]),
+    "other metadata": (write("orbax/_METADATA", '{"tree_metadata": 3}'), ["cannot be read as an Orbax checkpoint"]),
+    "no manifest": (lambda d: (d / "orbax" / "manifest.ocdbt").unlink(), ["cannot be read as an Orbax checkpoint"]),
+    "file leads out": (link_out("orbax/manifest.ocdbt"), ["'orbax/manifest.ocdbt' is a symbolic link"]),
+    "folder leads out": (link_out("orbax/d"), ["'orbax/d' is a symbolic link"]),
+    "orbax leads out": (link_out("orbax"), ["orbax is not a directory"]),
+    "pipe": (lambda d: os.mkfifo(d / "orbax" / "pipe"), ["'orbax/pipe' is a symbolic link or a special file"]),
+    "both layouts": (lambda d: random_checkpoint(d, LLAMA), ["both safetensors files and an orbax directory"]),
+}
+
+
+@pytest.fixture(scope="module")
+def orbax_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("orbax")
+    return convert(random_checkpoint(folder / "hf", LLAMA), folder / "orbax", progress=False)
+
+
+@orbax_complaints
+@pytest.mark.parametrize("name", ORBAX_FAULTS)
+def test_faulty_orbax_directories(tmp_path: Path, orbax_checkpoint: Path, name: str) -> None:
+    change, texts = ORBAX_FAULTS[name]
+    directory = tmp_path / "x"
+    shutil.copytree(orbax_checkpoint, directory)
+    change(directory)
+    text = refusal(directory)
+    assert [part for part in texts if part not in text] == []
+
+
+def test_orbax_holds_the_names_and_shapes_of_the_checkpoint(orbax_checkpoint: Path) -> None:
+    """Read by Orbax alone, without any knowledge of ours."""
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(orbax_checkpoint / "orbax")
+    found = {".".join(path): np.asarray(array) for path, array in leaves(restored)}
+    assert_same_bits(found, random_tensors(LLAMA))
+
+
+@orbax_complaints
+def test_orbax_files_beyond_ours_do_no_harm(tmp_path: Path, orbax_checkpoint: Path) -> None:
+    shutil.copytree(orbax_checkpoint, tmp_path / "x")
+    (tmp_path / "x" / "orbax" / "notes.txt").write_text("mine")
+    assert_same_bits(load(tmp_path / "x"), expected(LLAMA))
+
+
+@orbax_complaints
+def test_orbax_data_lost_after_the_check_is_a_checkpoint_error(tmp_path: Path, orbax_checkpoint: Path) -> None:
+    shutil.copytree(orbax_checkpoint, tmp_path / "x")
+    plan = open_model(tmp_path / "x").plan
+    truncate_all(tmp_path / "x")
+    with pytest.raises(CheckpointError, match="cannot be restored"):
+        load_weights(plan, None, lambda array: array)
+
+
+SHARDED = """
+import sys, jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxpage.checkpoints import load_sharded, load_weights, open_model
+assert len(jax.devices()) == 4
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+def sharding_of(weight):
+    return NamedSharding(mesh, PartitionSpec("a", "b") if len(weight.shape) == 2 else PartitionSpec())
+for directory in sys.argv[1:]:
+    plan = open_model(directory).plan
+    whole = load_weights(plan, "bfloat16", lambda array: array)
+    parts = load_sharded(plan, "bfloat16", sharding_of, progress=True)
+    assert jax.tree.structure(whole) == jax.tree.structure(parts)
+    for want, got in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        spec = PartitionSpec("a", "b") if want.ndim == 2 else PartitionSpec()
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), want.ndim) and len(got.addressable_shards) == 4
+        assert want.ndim == 1 or got.addressable_shards[0].data.size * 4 == want.size
+        assert got.dtype == want.dtype and np.array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
+print("sharded")
+"""
+
+
+@orbax_complaints
+def test_sharded_restore_on_four_devices(tmp_path: Path, orbax_checkpoint: Path) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    source = random_checkpoint(tmp_path / "llama", LLAMA)
+    transposed = convert(random_checkpoint(tmp_path / "gpt2", GPT2), tmp_path / "orbax", progress=False)
+    command = [sys.executable, "-c", SHARDED, str(source), str(orbax_checkpoint), str(transposed)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "sharded\n", done.stderr
+    assert done.stderr.count("loading weights: 100%") >= 3
+
+
+def test_sharded_load_on_one_device(tmp_path: Path) -> None:
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    plan = open_model(random_checkpoint(tmp_path, TIED, dtype="float16")).plan
+    assert_same_bits(dict(leaves(load_sharded(plan, None, lambda weight: one))), expected(TIED, "float16"))
+
+
+def test_nothing_slow_is_imported_before_it_is_needed() -> None:
+    code = (
+        "import sys, jaxpage.checkpoints; print([m for m in ('orbax', 'huggingface_hub', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
+
+
+# ---- Names of models ----
+
+
+class Hub:
+    """Stands for huggingface_hub: one snapshot, or an error."""
+
+    def __init__(self, answer: Path | Exception) -> None:
+        self.answer = answer
+        self.calls: list[dict[str, Any]] = []
+
+    def snapshot_download(self, **arguments: Any) -> str:
+        self.calls.append(arguments)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return str(self.answer)
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> Hub:
+    hub = Hub(answer)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)  # type: ignore[arg-type]
+    return hub
+
+
+def test_local_directories_and_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = use_hub(monkeypatch, RuntimeError("the hub must not be asked"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    assert (
+        resolve_model("models/llama") == resolve_model(tmp_path / "models" / "llama") == tmp_path / "models" / "llama"
+    )
+    monkeypatch.setattr("jaxpage.checkpoints.resolve.DEMO", tmp_path / "models")
+    assert resolve_model("demo") == tmp_path / "models"
+    monkeypatch.setattr("jaxpage.checkpoints.resolve.DEMO", tmp_path / "none")
+    with pytest.raises(ModelNotFoundError, match="packaged demo model is missing"):
+        resolve_model("demo")
+    for name in ("models/llama", str(tmp_path)):
+        with pytest.raises(ConfigError, match="revision = 'v1'"):
+            resolve_model(name, "v1")
+    assert hub.calls == []
+
+
+@pytest.mark.parametrize(
+    "name", ["./models/lama", "{tmp}/models/lama", "models/lama/", "~/x", "a/b/c", "", "\0", "x" * 9999]
+)
+def test_paths_that_lead_nowhere_never_reach_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    hub = use_hub(monkeypatch, RuntimeError("asked"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    with pytest.raises(ModelNotFoundError, match="there is no such directory") as caught:
+        resolve_model(name.replace("{tmp}", str(tmp_path)))
+    if "lama" in name:
+        assert "models/llama'" in str(caught.value) and "Did you mean" in str(caught.value)
+    assert len(hub.calls) == (name[:1] == "x")  # only that could be a hub id; the hub is the one to say it is too long
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, LLAMA)
+    with pytest.raises(ModelNotFoundError, match="is not a directory"):
+        resolve_model(tmp_path / "model.safetensors")
+
+
+def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = use_hub(monkeypatch, random_checkpoint(tmp_path, LLAMA))
+    assert resolve_model("org/name", "abc123") == tmp_path
+    (call,) = hub.calls
+    assert call["repo_id"] == "org/name" and call["revision"] == "abc123"
+    patterns = call["allow_patterns"]
+
+    def asked(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    wanted = [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "model.safetensors",
+        SHARD,
+        INDEX,
+        "chat_template.jinja",
+    ]
+    assert [name for name in wanted if not asked(name)] == []
+    unwanted = [
+        "pytorch_model.bin",
+        "modeling_evil.py",
+        "consolidated.safetensors",
+        "x.pt",
+        "model.onnx",
+        "tf_model.h5",
+    ]
+    assert [name for name in unwanted if asked(name)] == []
+
+
+def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    use_hub(monkeypatch, ConnectionError("no route to host\nand more"))
+    with pytest.raises(
+        ModelNotFoundError, match=r"'org/name'.*at revision 'v2' \(ConnectionError: no route to host\)$"
+    ):
+        resolve_model("org/name", "v2")
+    with pytest.raises(ModelNotFoundError, match="Did you mean 'demo'"):
+        resolve_model("demmo")
+
+
+def test_the_real_hub_client_offline(tmp_path: Path) -> None:
+    code = "from jaxpage.checkpoints import resolve_model; resolve_model('some-org/some-model')"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert "jaxpage.errors.ModelNotFoundError: model = 'some-org/some-model'" in done.stderr
+
+
+# ---- Any bytes at all ----
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+def survive(directory: Path) -> None:
+    """Open and load: it works or it is a CheckpointError."""
+    try:
+        opened = open_model(directory)
+        load_weights(opened.plan, None, lambda array: array)
+        eos_token_ids(directory, opened.config)
+    except CheckpointError:
+        pass
+
+
+def damaged(data: st.DataObject, content: bytes) -> bytes:
+    """`content` with a few bytes flipped, cut, or put in."""
+    changed = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(len(changed) - 1, 0)))
+        kind = data.draw(st.sampled_from(["flip", "cut", "put in"]))
+        if kind == "flip" and changed:
+            changed[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut":
+            del changed[at : at + data.draw(st.integers(1, 50))]
+        else:
+            changed[at:at] = data.draw(st.binary(min_size=1, max_size=8))
+    return bytes(changed)
+
+
+def replaced(data: st.DataObject, value: Any) -> Any:
+    """`value` with one part, anywhere inside, replaced by arbitrary JSON."""
+    if isinstance(value, dict) and value and data.draw(st.integers(0, 9)):
+        key = data.draw(st.sampled_from(sorted(value)))
+        return {**value, key: replaced(data, value[key])}
+    if isinstance(value, list) and value and data.draw(st.integers(0, 3)):
+        at = data.draw(st.integers(0, len(value) - 1))
+        return [*value[:at], replaced(data, value[at]), *value[at + 1 :]]
+    return data.draw(JSON)
+
+
+fuzz = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json"])
+@fuzz
+@given(data=st.data())
+def test_damaged_files_raise_nothing_but_checkpoint_errors(tmp_path: Path, name: str, data: st.DataObject) -> None:
+    config = data.draw(st.sampled_from([LLAMA, GPT2, OPT])) if name == "config.json" else LLAMA
+    if not (tmp_path / "keep").exists():
+        random_checkpoint(tmp_path / "keep", LLAMA, shards=2 if name == INDEX else 1)
+        shutil.copytree(tmp_path / "keep", tmp_path / "x")
+    if name == "config.json":
+        content = json.dumps(config).encode()
+    else:
+        content = (tmp_path / "keep" / name).read_bytes()
+    header_end = 8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
+    if data.draw(st.booleans()):
+        content = damaged(data, content[:header_end]) + content[header_end:]
+    elif name == "model.safetensors":
+        content = safetensors(replaced(data, json.loads(content[8:header_end])), content[header_end:])
+    else:
+        content = json.dumps(replaced(data, json.loads(content))).encode()
+    (tmp_path / "x" / name).write_bytes(content)
+    survive(tmp_path / "x")
