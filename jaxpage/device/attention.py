@@ -1,0 +1,40 @@
+"""Binds the kernels to the layers: the seam `attend` writes a layer's new keys and values, then reads through the block tables."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxpage.device.kv_pages import LayerPages
+from jaxpage.device.step_inputs import StepInputs
+from jaxpage.layers.attention import Attend
+from pallas_kernels import paged_attention, write_kv
+
+
+def make_attend(inputs: StepInputs, *, backend: str, max_query_len: int) -> Attend:
+    """The seam for one step. A backend that fuses write and read would take both arguments here; the layers would not know."""
+
+    def attend(
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        layer_pages: LayerPages,
+        /,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> tuple[jax.Array, LayerPages]:
+        pages = LayerPages(*write_kv(k_TKH, v_TKH, *layer_pages, inputs.slots_T))
+        out_TNH = paged_attention(
+            q_TNH,
+            *pages,
+            inputs.block_table_BM,
+            inputs.context_len_B,
+            inputs.query_start,
+            scale=scale,
+            sliding_window=sliding_window,
+            backend=backend,
+            max_query_len=max_query_len,
+        )
+        return out_TNH, pages
+
+    return attend

@@ -1,0 +1,68 @@
+"""The only place that decides a shape. A step fits the smallest bucket of a small menu; every bucket is compiled before service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A row alone would be computed as a matrix-vector product, which XLA rounds differently from a matrix product: no step has fewer rows.
+SMALLEST_ROWS = 2
+SMALLEST_CHUNK = 16
+CHUNK_ROWS = 16  # sequences that share one prompt step, at most
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The static shape of a step.
+
+    num_tokens: T, query tokens of the stream. num_rows: B, sequences, each with one draw. max_query_len: the longest row, a promise.
+    """
+
+    num_tokens: int
+    num_rows: int
+    max_query_len: int
+
+    def __str__(self) -> str:
+        kind = "decode" if self.max_query_len == 1 else "chunk"
+        return f"{kind} {self.num_tokens} tokens x {self.num_rows} rows"
+
+
+@dataclass(frozen=True)
+class BucketMenu:
+    """All shapes that a step can have, from small to large, and the number of block copies of a copying step."""
+
+    decode: tuple[Bucket, ...]
+    chunk: tuple[Bucket, ...]
+    num_copies: int = 16
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self.decode + self.chunk
+
+    @property
+    def max_chunk_rows(self) -> int:
+        return self.chunk[-1].num_rows
+
+    def choose(self, query_lens: list[int]) -> Bucket:
+        """The smallest bucket for rows of these lengths. A step that fits none is a bug of the scheduler, not a reason to compile."""
+        for bucket in self.decode if max(query_lens) == 1 else self.chunk:
+            if sum(query_lens) <= bucket.num_tokens and len(query_lens) <= bucket.num_rows:
+                return bucket
+        raise ValueError(f"no bucket holds {len(query_lens)} rows of {sum(query_lens)} tokens; the menu has {self.buckets}")
+
+
+def make_menu(max_num_seqs: int, max_num_batched_tokens: int) -> BucketMenu:
+    """Decode buckets by doubling rows, chunk buckets by quadrupling tokens: few shapes, little padding."""
+    rows = min(CHUNK_ROWS, max(SMALLEST_ROWS, max_num_seqs))
+    return BucketMenu(
+        decode=tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, max(SMALLEST_ROWS, max_num_seqs), 2)),
+        chunk=tuple(Bucket(size, rows, size) for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens, 4)),
+    )
+
+
+def _ladder(first: int, last: int, factor: int) -> list[int]:
+    """first, first * factor, ... and last exactly."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return [*sizes, last]

@@ -1,0 +1,84 @@
+"""The table of compiled executables. Everything is compiled ahead of time; the hot path only looks up, it cannot compile."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jaxpage.device.buckets import Bucket, BucketMenu
+from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.step_inputs import packed_size
+from jaxpage.device.steps import StepOptions, copy_step, model_step
+
+
+class Executables:
+    """One executable per bucket, and one that copies blocks. A shape that is not in the table is an error, never a compilation."""
+
+    def __init__(self, menu: BucketMenu, parameters: Any, pages: KVPages, options: StepOptions, *, progress: bool):
+        """parameters and pages give shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do."""
+        started = time.monotonic()
+        jobs: dict[Bucket | str, Callable[[], Any]] = {
+            bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
+        }
+        jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies)
+        self._table = _run_all(jobs, progress)
+        self.compile_total = len(self._table)
+        self.compile_seconds = time.monotonic() - started
+
+    def step(self, bucket: Bucket) -> Callable[[Any, KVPages, Any], tuple[jax.Array, KVPages]]:
+        executable: Callable[[Any, KVPages, Any], tuple[jax.Array, KVPages]] = self._table[bucket]
+        return executable
+
+    @property
+    def copy(self) -> Callable[[KVPages, Any], KVPages]:
+        executable: Callable[[KVPages, Any], KVPages] = self._table["copy"]
+        return executable
+
+    def workspace_bytes(self) -> int:
+        """The most temporary memory that one executable takes, as XLA planned it."""
+        analyses = [executable.memory_analysis() for executable in self._table.values()]
+        return max((analysis.temp_size_in_bytes for analysis in analyses if analysis is not None), default=0)
+
+
+def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
+    packed = jax.ShapeDtypeStruct((packed_size(bucket, options.table_width),), jnp.int32)
+    step = functools.partial(model_step, bucket=bucket, options=options)
+    return jax.jit(step, donate_argnums=1).lower(parameters, pages, packed).compile()
+
+
+def _compile_copy(pages: KVPages, num_copies: int) -> Any:
+    pairs = jax.ShapeDtypeStruct((num_copies, 2), jnp.int32)
+    return jax.jit(copy_step, donate_argnums=0).lower(pages, pairs).compile()
+
+
+def _run_all(jobs: dict[Bucket | str, Callable[[], Any]], progress: bool) -> dict[Bucket | str, Any]:
+    """XLA compiles outside Python's lock, so a few threads help although tracing is serial."""
+    table: dict[Bucket | str, Any] = {}
+    with (
+        ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool,
+        tqdm(total=len(jobs), desc="Compiling", unit="shape", disable=not progress) as bar,
+    ):
+        futures = {key: pool.submit(job) for key, job in jobs.items()}
+        for key, future in futures.items():
+            table[key] = future.result()
+            bar.set_postfix_str(str(key))
+            bar.update()
+    return table
+
+
+def use_compile_cache(directory: Path) -> None:
+    """Keeps executables in `directory` across processes. They are code, so nobody else may write there."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    directory.chmod(0o700)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

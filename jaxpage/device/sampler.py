@@ -1,0 +1,127 @@
+"""Draws a token per row inside the step.
+
+The noise of a draw is a function of (request seed, sample index, position) alone, and a token is the argmax of logits plus Gumbel
+noise, so a draw ignores its batch neighbours and whatever happened to the request before. Temperature, top-k, top-p and min-p act
+in the order of Hugging Face's processors. Cut-offs are found by bisection over the bits of a float32, which is exact and needs no
+sort of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpage.device.step_inputs import StepInputs
+
+NUM_CANDIDATES = 20  # W: candidates whose log probabilities leave the device when a row asks for any
+
+
+def draw(logits_BV: Float[Array, "B V"], inputs: StepInputs, *, by_row: bool) -> Int[Array, "B"]:
+    """One token id per row; -1 where the logits hold no number to choose by.
+
+    by_row: a loop over rows instead of one wide computation: on CPU greedy rows then cost no noise, and a row's sums have one shape.
+    """
+    rows = jnp.arange(logits_BV.shape[0])[:, None]
+    logits_BV = logits_BV.at[rows, inputs.suppressed_BE].set(-jnp.inf, mode="drop", wrap_negative_indices=False)
+
+    def random() -> jax.Array:
+        row_inputs = (
+            logits_BV,
+            inputs.temperature_B,
+            inputs.top_k_B,
+            inputs.top_p_B,
+            inputs.min_p_B,
+            inputs.seed_B2,
+            inputs.sample_index_B,
+            inputs.drawn_position_B,
+        )
+        if by_row:
+            return jax.lax.map(lambda row: _draw_row(*row), row_inputs)
+        return jax.vmap(_draw_row)(*row_inputs)
+
+    return jax.lax.cond(inputs.flags[0] > 0, random, lambda: jax.vmap(_first_of_the_largest)(logits_BV))
+
+
+def _draw_row(
+    logits_V: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    seed_2: jax.Array,
+    sample_index: jax.Array,
+    position: jax.Array,
+) -> jax.Array:
+    def random() -> jax.Array:
+        scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p)
+        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
+        return _first_of_the_largest(scaled_V + jax.random.gumbel(key, logits_V.shape, jnp.float32))
+
+    return jax.lax.cond(temperature > 0.0, random, lambda: _first_of_the_largest(logits_V))
+
+
+def truncate(logits_V: Float[Array, "V"], top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> Float[Array, "V"]:
+    """Sets to -inf what top-k, top-p and min-p leave out, in this order. Ties at a cut-off stay in, as in Hugging Face's top-k.
+
+    top_k: 0 keeps all. top_p: keeps the likeliest tokens until their mass, among those that top-k kept, reaches top_p.
+    min_p: keeps what is at least min_p times as likely as the likeliest.
+    """
+    num_tokens = logits_V.shape[0]
+    kept_V = jax.lax.cond(
+        (top_k > 0) & (top_k < num_tokens),
+        lambda: logits_V >= _largest_cutoff(logits_V, lambda above_V: jnp.sum(above_V, dtype=jnp.int32) >= top_k),
+        lambda: jnp.ones_like(logits_V, bool),
+    )
+    likelihood_V = jnp.where(kept_V, jnp.exp(logits_V - jnp.max(logits_V)), 0.0)  # relative to the likeliest
+    mass = top_p * jnp.sum(likelihood_V)
+    kept_V &= jax.lax.cond(
+        top_p < 1.0,
+        lambda: likelihood_V
+        >= _largest_cutoff(likelihood_V, lambda above_V: jnp.sum(jnp.where(above_V, likelihood_V, 0.0)) >= mass),
+        lambda: jnp.ones_like(logits_V, bool),
+    )
+    kept_V &= likelihood_V >= min_p
+    return jnp.where(kept_V, logits_V, -jnp.inf)
+
+
+def _largest_cutoff(values_V: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest float32 x such that `enough(values_V >= x)`. `enough` must hold for more and more as x falls."""
+
+    def narrow(bit: jax.Array, prefix: jax.Array) -> jax.Array:
+        candidate = prefix | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
+        return jnp.where(enough(values_V >= _from_order(candidate)), candidate, prefix)
+
+    return _from_order(jax.lax.fori_loop(0, 32, narrow, jnp.uint32(0)))
+
+
+def _from_order(order: jax.Array) -> jax.Array:
+    """The float32 with this place in the order of all float32: the bits are flipped such that integers compare as floats do.
+
+    The places of NaN, beyond both infinities, become those infinities.
+    """
+    bits = jnp.where(order >> 31 == 1, order ^ jnp.uint32(0x80000000), ~order)
+    value = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.isnan(value), jnp.where(order >> 31 == 1, jnp.inf, -jnp.inf), value)
+
+
+def _first_of_the_largest(logits_V: jax.Array) -> jax.Array:
+    """Argmax as two plain reductions, which XLA vectorises on CPU; -1 if the largest is no number (NaN, or nothing may be drawn)."""
+    largest = jnp.max(logits_V)
+    index_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
+    first = jnp.min(jnp.where(logits_V == largest, index_V, logits_V.shape[0]))
+    return jnp.where(jnp.isfinite(largest), first, -1)
+
+
+def log_probabilities(
+    logits_BV: Float[Array, "B V"], token_ids_B: Int[Array, "B"]
+) -> tuple[Float[Array, "B"], Int[Array, "B"], Int[Array, "B W"], Float[Array, "B W"]]:
+    """The chosen token's log probability and rank, and the W likeliest tokens with theirs, of the model's own distribution."""
+    normalised_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    chosen_B1 = jnp.take_along_axis(normalised_BV, jnp.maximum(token_ids_B, 0)[:, None], axis=-1)
+    ranks_B = 1 + jnp.sum(normalised_BV > chosen_B1, axis=-1, dtype=jnp.int32)
+    top_BW, ids_BW = jax.lax.top_k(normalised_BV, min(NUM_CANDIDATES, logits_BV.shape[1]))
+    return chosen_B1[:, 0], ranks_B, ids_BW.astype(jnp.int32), top_BW

@@ -1,0 +1,103 @@
+"""How many KV blocks fit, in numbers, before anything is loaded; and the table that says so at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import psutil
+
+from jaxpage.errors import CapacityError
+
+HOST_SHARE = 0.5  # of the free host memory that the pool may take on CPU, where other programs live too
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Where the memory goes. Bytes, except where the name says otherwise."""
+
+    device: str
+    available_bytes: int  # for everything that this engine will allocate
+    weights_bytes: int
+    workspace_bytes: int  # temporary memory of the largest step
+    block_bytes: int
+    block_size: int
+    num_blocks: int  # the null block included
+    max_model_len: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the pool can hold; the null block holds none."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def rows(self) -> list[tuple[str, str]]:
+        sequences = self.num_slots / self.max_model_len
+        return [
+            ("device", self.device),
+            ("available memory", gib(self.available_bytes)),
+            ("weights", gib(self.weights_bytes)),
+            ("workspace", gib(self.workspace_bytes)),
+            ("KV pool", gib(self.pool_bytes)),
+            ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(self.block_bytes)} each"),
+            ("KV tokens", f"{self.num_slots:,}"),
+            (f"sequences of {self.max_model_len:,} tokens", f"{sequences:,.1f}"),
+        ]
+
+
+def gib(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def available_bytes(device: jax.Device, utilization: float) -> int:
+    """What may be allocated: on an accelerator its share of the device, on CPU a part of the memory that is free now."""
+    statistics = device.memory_stats() if device.platform != "cpu" else None
+    if statistics and "bytes_limit" in statistics:
+        return int(statistics["bytes_limit"] * utilization) - int(statistics.get("bytes_in_use", 0))
+    return min(psutil.virtual_memory().available, _cgroup_bytes())
+
+
+def choose_num_blocks(plan: MemoryPlan, *, wanted: int | None, pool_bytes: int | None, max_num_seqs: int) -> MemoryPlan:
+    """The plan with `num_blocks` filled in: the caller's number or bytes, else what fits. Raises CapacityError with the numbers."""
+    free = plan.available_bytes - plan.weights_bytes - plan.workspace_bytes
+    if free < 2 * plan.block_bytes:
+        raise CapacityError(_does_not_fit(plan, "Weights and workspace leave no room for KV blocks"))
+    if wanted is None:
+        useful = 1 + max_num_seqs * -(-plan.max_model_len // plan.block_size)
+        on_host = plan.device.startswith("cpu")
+        budget = pool_bytes or (int(free * HOST_SHARE) if on_host else free)
+        wanted = budget // plan.block_bytes
+        if on_host and pool_bytes is None:
+            wanted = min(wanted, useful)
+    plan = replace(plan, num_blocks=wanted)
+    if plan.pool_bytes > free:
+        raise CapacityError(_does_not_fit(plan, f"{plan.num_blocks} KV blocks take {gib(plan.pool_bytes)}"))
+    if plan.num_slots < 2:
+        raise CapacityError(_does_not_fit(plan, f"A pool of {plan.num_blocks} blocks (one is the null block) holds no sequence"))
+    return plan
+
+
+def _does_not_fit(plan: MemoryPlan, reason: str) -> str:
+    return (
+        f"{reason}: of {gib(plan.available_bytes)} available on {plan.device}, weights take {gib(plan.weights_bytes)} and the "
+        f"workspace {gib(plan.workspace_bytes)}; a block of {plan.block_size} slots takes {gib(plan.block_bytes)}. "
+        "Lower num_blocks or kv_cache_memory_bytes, lower max_num_batched_tokens, use a smaller dtype, or free memory."
+    )
+
+
+def _cgroup_bytes() -> int:
+    """What the control group still allows, if there is one."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 2**62
+    return 2**62 if limit == "max" else max(0, int(limit) - used)

@@ -1,0 +1,82 @@
+"""The pure functions that are compiled: a step of the model over paged memory, and a copy of blocks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+
+from jaxpage.device.attention import make_attend
+from jaxpage.device.buckets import Bucket
+from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
+from jaxpage.device.step_inputs import unpack
+from pallas_kernels import copy_blocks
+
+
+class StepOptions(NamedTuple):
+    """What is fixed for the life of an engine, besides the bucket."""
+
+    graph: Any  # the model's nnx graph definition
+    table_width: int  # M
+    attention_backend: str
+    sample_by_row: bool
+
+
+class Drawn(NamedTuple):
+    """The result of a step on the host. Log probabilities are zeros unless a row asked for them."""
+
+    token_ids: npt.NDArray[np.int32]  # [B]
+    logprobs: npt.NDArray[np.float32]  # [B]
+    ranks: npt.NDArray[np.int32]  # [B]
+    top_token_ids: npt.NDArray[np.int32]  # [B, W]
+    top_logprobs: npt.NDArray[np.float32]  # [B, W]
+
+
+def model_step(
+    parameters: Any, pages: KVPages, packed: jax.Array, *, bucket: Bucket, options: StepOptions
+) -> tuple[jax.Array, KVPages]:
+    """Computes the step's tokens, writes their keys and values, and draws one token per row.
+
+    Returns one int32 array [B, 3 + 2 W] (see `unpack_result`) and the pages. Donate `pages`.
+    """
+    inputs = unpack(packed, bucket, options.table_width)
+    model = nnx.merge(options.graph, parameters)
+    attend = make_attend(inputs, backend=options.attention_backend, max_query_len=bucket.max_query_len)
+    hidden_TD, pages = model(inputs.token_ids_T, inputs.positions_T, pages, attend)
+    logits_BV = model.logits(hidden_TD[inputs.drawn_token_B])
+    token_ids_B = draw(logits_BV, inputs, by_row=options.sample_by_row)
+    return _pack_result(logits_BV, token_ids_B, inputs.flags[1] > 0), pages
+
+
+def copy_step(pages: KVPages, pairs: jax.Array) -> KVPages:
+    """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer. Donate `pages`."""
+    copied: KVPages = copy_blocks(pages, pairs[:, 0], pairs[:, 1])
+    return copied
+
+
+def _pack_result(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array) -> jax.Array:
+    def with_logprobs() -> jax.Array:
+        logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(logits_BV, token_ids_B)
+        return jnp.concatenate([_bits(logprobs_B[:, None]), ranks_B[:, None], ids_BW, _bits(top_BW)], axis=1)
+
+    num_candidates = min(NUM_CANDIDATES, logits_BV.shape[1])
+    width = 2 + 2 * num_candidates
+    rest = jax.lax.cond(wanted, with_logprobs, lambda: jnp.zeros((logits_BV.shape[0], width), jnp.int32))
+    return jnp.concatenate([token_ids_B[:, None], rest], axis=1)
+
+
+def _bits(values: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(values, jnp.int32)
+
+
+def unpack_result(packed: npt.NDArray[np.int32], num_rows: int) -> Drawn:
+    """The first `num_rows` rows of a result, on the host."""
+    rows = np.ascontiguousarray(packed[:num_rows])
+    num_candidates = (rows.shape[1] - 3) // 2
+    floats = rows.view(np.float32)
+    return Drawn(rows[:, 0], floats[:, 1], rows[:, 2], rows[:, 3 : 3 + num_candidates], floats[:, 3 + num_candidates :])

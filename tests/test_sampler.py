@@ -1,0 +1,194 @@
+"""The sampler against transformers' processors, a float64 reference and the distribution that it should draw from."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpage.device.buckets import Bucket
+from jaxpage.device.sampler import draw, log_probabilities, truncate
+from jaxpage.device.step_inputs import packed_size, unpack, views
+
+NUM_ROWS, VOCAB = 512, 8
+BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
+
+
+def reference_truncate(logits, top_k, top_p, min_p):
+    """Sorts, in float64. Ties at the cut-off of top-k stay in."""
+    logits = logits.astype(np.float64)
+    kept = np.ones(len(logits), bool)
+    if 0 < top_k < len(logits):
+        kept &= logits >= np.sort(logits)[-top_k]
+    likelihood = np.where(kept, np.exp(logits - logits.max()), 0.0)
+    if top_p < 1.0:
+        above = np.array([likelihood[likelihood > value].sum() for value in likelihood])
+        kept &= above < top_p * likelihood.sum()
+    return kept & (likelihood >= min_p)
+
+
+run_truncate = jax.jit(truncate)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    scale=st.sampled_from([0.01, 1.0, 30.0]),
+    top_k=st.integers(0, 70),
+    top_p=st.sampled_from([0.001, 0.3, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+)
+def test_truncation_matches_a_float64_sort(seed, scale, top_k, top_p, min_p):
+    logits = np.random.default_rng(seed).standard_normal(64).astype(np.float32) * np.float32(scale)
+    got = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p)))
+    want = reference_truncate(logits, top_k, np.float64(np.float32(top_p)), min_p)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_truncation_matches_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        logits = (rng.standard_normal(200) * rng.choice([0.5, 2.0, 8.0])).astype(np.float32)
+        top_k, top_p, min_p = int(rng.integers(1, 100)), float(rng.uniform(0.05, 0.99)), float(rng.uniform(0.0, 0.3))
+        scores = torch.tensor(logits)[None]
+        for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
+            scores = warper(None, scores)
+        got = run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p))
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(scores[0].numpy()))
+
+
+def test_ties_at_the_cutoff_stay_in():
+    logits = np.array([1.0, 2.0, 2.0, 2.0, 0.0], np.float32)
+    assert np.isfinite(run_truncate(logits, 2, 1.0, 0.0)).tolist() == [False, True, True, True, False]
+
+
+def inputs_for(**fields):
+    packed = np.zeros(packed_size(BUCKET, 1), np.int32)
+    held = views(packed, BUCKET, 1)
+    held["top_p_B"][:] = 1.0
+    held["suppressed_BE"][:] = VOCAB
+    held["flags"][0] = 1
+    for name, value in fields.items():
+        held[name][:] = value
+    return packed
+
+
+@functools.partial(jax.jit, static_argnames="by_row")
+def run_draw(logits, packed, by_row=True):
+    return draw(logits, unpack(packed, BUCKET, 1), by_row=by_row)
+
+
+LOGITS = np.array([0.3, -1.0, 2.0, 0.0, 1.5, -3.0, 0.7, 1.9], np.float32)
+
+
+def draws(num_batches=24, **fields):
+    """One draw for each of many positions."""
+    logits = np.broadcast_to(LOGITS, (NUM_ROWS, VOCAB))
+    tokens = []
+    for batch in range(num_batches):
+        positions = batch * NUM_ROWS + np.arange(NUM_ROWS)
+        tokens.append(np.asarray(run_draw(logits, inputs_for(seed_B2=[0, 7], drawn_position_B=positions, **fields))))
+    return np.concatenate(tokens)
+
+
+def z_score(tokens, probabilities):
+    """How far the counts are from the distribution, in standard deviations of the chi-square statistic."""
+    counts = np.bincount(tokens, minlength=VOCAB)
+    possible = probabilities > 0
+    if counts[~possible].any():
+        return np.inf
+    expected = probabilities[possible] * len(tokens)
+    degrees = possible.sum() - 1
+    if degrees == 0:
+        return 0.0
+    return (((counts[possible] - expected) ** 2 / expected).sum() - degrees) / np.sqrt(2 * degrees)
+
+
+def target(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    logits = LOGITS.astype(np.float64) / temperature
+    probabilities = np.where(reference_truncate(logits, top_k, top_p, min_p), np.exp(logits), 0.0)
+    return probabilities / probabilities.sum()
+
+
+SAMPLERS = [
+    {"temperature": 1.0},
+    {"temperature": 0.5},
+    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.3},
+    {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_draws_follow_the_distribution(sampler):
+    tokens = draws(**{f"{name}_B": value for name, value in sampler.items()})
+    assert abs(z_score(tokens, target(**sampler))) < 4
+    warmer = target(**{**sampler, "temperature": sampler["temperature"] * 1.25})
+    assert z_score(tokens, warmer) > 10  # the test would see a wrong temperature
+
+
+def test_a_draw_is_a_function_of_seed_sample_and_position():
+    logits = np.broadcast_to(LOGITS, (NUM_ROWS, VOCAB))
+    fields = {"temperature_B": 1.0, "drawn_position_B": np.arange(NUM_ROWS), "sample_index_B": 3}
+    seeds = np.random.default_rng(0).integers(0, 2**32, (NUM_ROWS, 2), dtype=np.uint32)
+    plain = np.asarray(run_draw(logits, inputs_for(seed_B2=seeds, **fields)))
+    order = np.random.default_rng(1).permutation(NUM_ROWS)
+    shuffled = inputs_for(seed_B2=seeds[order], **{**fields, "drawn_position_B": np.arange(NUM_ROWS)[order]})
+    np.testing.assert_array_equal(run_draw(logits, shuffled), plain[order])
+    for name, value in (("sample_index_B", 4), ("drawn_position_B", np.arange(NUM_ROWS) + 1), ("seed_B2", seeds ^ 1)):
+        other = inputs_for(**{"seed_B2": seeds, **fields, name: value})
+        assert (np.asarray(run_draw(logits, other)) != plain).mean() > 0.3
+
+
+def test_rows_one_by_one_and_all_at_once_agree():
+    rng = np.random.default_rng(2)
+    logits = rng.standard_normal((NUM_ROWS, VOCAB)).astype(np.float32) * 3
+    packed = inputs_for(
+        temperature_B=rng.choice([0.0, 0.7, 1.0], NUM_ROWS),
+        top_k_B=rng.integers(0, VOCAB, NUM_ROWS),
+        top_p_B=rng.uniform(0.2, 1.0, NUM_ROWS),
+        drawn_position_B=np.arange(NUM_ROWS),
+    )
+    np.testing.assert_array_equal(run_draw(logits, packed, by_row=True), run_draw(logits, packed, by_row=False))
+
+
+def test_greedy_takes_the_first_of_the_largest_and_respects_suppression():
+    logits = np.zeros((NUM_ROWS, VOCAB), np.float32)
+    logits[:, [2, 5]] = 1.0
+    for random in (0, 1):
+        packed = inputs_for(flags=[random, 0])
+        assert set(np.asarray(run_draw(logits, packed)).tolist()) == {2}
+        suppressed = np.full((NUM_ROWS, 16), VOCAB)
+        suppressed[:, 0] = 2
+        assert set(np.asarray(run_draw(logits, inputs_for(suppressed_BE=suppressed, flags=[random, 0]))).tolist()) == {5}
+
+
+def test_logits_without_a_number_to_choose_by_give_minus_one():
+    logits = np.zeros((NUM_ROWS, VOCAB), np.float32)
+    logits[0, 3] = np.nan
+    logits[1] = -np.inf
+    for temperature in (0.0, 1.0):
+        tokens = np.asarray(run_draw(logits, inputs_for(temperature_B=temperature)))
+        assert tokens[:2].tolist() == [-1, -1] and (tokens[2:] >= 0).all()
+
+
+def test_log_probabilities_and_ranks():
+    logits = np.random.default_rng(3).standard_normal((5, 30)).astype(np.float32) * 4
+    token_ids = np.array([0, 5, 29, 7, int(logits[4].argmax())], np.int32)
+    chosen, ranks, top_ids, top = jax.jit(log_probabilities)(jnp.asarray(logits), token_ids)
+    wide = logits.astype(np.float64)
+    want = wide - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)) - wide.max(-1, keepdims=True)
+    rows = np.arange(5)
+    np.testing.assert_allclose(chosen, want[rows, token_ids], atol=1e-5)
+    np.testing.assert_array_equal(ranks, 1 + (wide > wide[rows, token_ids][:, None]).sum(-1))
+    np.testing.assert_array_equal(top_ids, np.argsort(-wide, axis=-1)[:, :20])
+    np.testing.assert_allclose(top, np.take_along_axis(want, np.asarray(top_ids), -1), atol=1e-5)
