@@ -1,0 +1,175 @@
+"""The command `jaxpage`: parses the command line and turns every failure into one line and an exit status.
+
+Generated text and reports go to standard output, everything else to standard error. Status 0: done, 1: failed, 2: wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from jaxpage import __version__
+from jaxpage.cli_flags import UsageError, add_engine_flags, add_sampling_flags
+from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
+
+LATER = ("serve", "plan", "bench latency", "bench serve")  # named by the interface, not in this version
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """As argparse, with the nearest flag when one is unknown."""
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            unknown = message.removeprefix(prefix).split()[0].split("=")[0]
+            close = difflib.get_close_matches(unknown, self.known_options(), n=1)
+            message = f"unknown argument {unknown!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+        super().error(message)
+
+    def known_options(self) -> list[str]:
+        """All flags of this command, or of every command below it."""
+        options: list[str] = []
+        for action in self._actions:
+            options += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                options += [option for parser in action.choices.values() for option in parser.known_options()]
+        return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would report on standard error that torch is missing
+    try:
+        for name in LATER:
+            if words[: len(name.split())] == name.split():
+                raise UnsupportedError(f"'jaxpage {name}' is not in this version")
+        arguments = _parser().parse_args(words)
+        status: int = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return _fail("interrupted", 1)
+    except (ConfigError, UsageError) as error:
+        return _fail(str(error), 2)
+    except JaxpageError as error:
+        return _fail(str(error), 1)
+    except Exception as error:
+        hint = "" if os.environ.get("JAXPAGE_DEBUG") else " (JAXPAGE_DEBUG=1 shows where)"
+        return _fail(f"{type(error).__name__}: {error}{hint}", 1)
+
+
+def _fail(message: str, status: int) -> int:
+    if os.environ.get("JAXPAGE_DEBUG"):
+        traceback.print_exc()
+    print(f"jaxpage: error: {message}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="jaxpage",
+        description="An LLM inference engine in JAX with a paged KV cache.",
+        epilog="Settings also come from JAXPAGE_* variables and from --config FILE. 'jaxpage COMMAND --help' has the flags.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"jaxpage {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_convert(commands)
+    _add_compile(commands)
+    _add_config(commands)
+    _add_bench(commands)
+    doctor = _command(commands, "doctor", "report versions, devices, memory and caches; needs no GPU")
+    doctor.set_defaults(run=_lazily("doctor"))
+    return parser
+
+
+_Commands = argparse._SubParsersAction
+
+
+def _command(commands: _Commands[_Parser], name: str, purpose: str) -> _Parser:
+    return commands.add_parser(name, help=purpose, description=purpose.capitalize() + ".", allow_abbrev=False)
+
+
+def _lazily(name: str) -> Callable[[argparse.Namespace], int | None]:
+    """The function `name` of `cli_commands`, imported when it runs: parsing and `--help` must not wait for jax."""
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        from jaxpage import cli_commands
+
+        function: Callable[[argparse.Namespace], int | None] = getattr(cli_commands, name)
+        return function(arguments)
+
+    return run
+
+
+def _add_generate(commands: _Commands[_Parser]) -> None:
+    parser = _command(commands, "generate", "continue a text; it streams to standard output")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    add_sampling_flags(parser)
+    add_engine_flags(parser, without=("seed",))
+    parser.set_defaults(run=_lazily("generate"))
+
+
+def _add_chat(commands: _Commands[_Parser]) -> None:
+    parser = _command(commands, "chat", "talk with a model that has a chat template")
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    add_sampling_flags(parser)
+    add_engine_flags(parser, without=("seed",))
+    parser.set_defaults(run=_lazily("chat"))
+
+
+def _add_convert(commands: _Commands[_Parser]) -> None:
+    parser = _command(commands, "convert", "convert a checkpoint: Hugging Face safetensors to Orbax, or back")
+    parser.add_argument("source", metavar="SRC", help="model directory, hub id or demo")
+    parser.add_argument("destination", metavar="DST", help="new directory")
+    parser.set_defaults(run=_lazily("convert"))
+
+
+def _add_compile(commands: _Commands[_Parser]) -> None:
+    parser = _command(commands, "compile", "compile every shape of a configuration into the persistent cache")
+    add_engine_flags(parser)
+    parser.set_defaults(run=_lazily("compile_menu"))
+
+
+def _add_config(commands: _Commands[_Parser]) -> None:
+    parser = _command(commands, "config", "show or validate a configuration")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for name, purpose in (
+        ("show", "print the effective settings and where each comes from"),
+        ("validate", "check a configuration without loading anything"),
+    ):
+        action = _command(actions, name, purpose)
+        action.add_argument("file", metavar="FILE", nargs="?", help="YAML file; the same as --config FILE")
+        add_engine_flags(action)
+        action.set_defaults(run=_lazily(f"config_{name}"))
+
+
+def _add_bench(commands: _Commands[_Parser]) -> None:
+    parser = _command(commands, "bench", "measure this engine")
+    kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
+    throughput = _command(kinds, "throughput", "offline throughput of many requests, in tokens per second")
+    add = throughput.add_argument
+    add("--num-prompts", type=int, default=64, metavar="N", help="requests; default: 64")
+    add("--dataset", default="sharegpt", metavar="NAME", help="lengths: sharegpt, alpaca or random; default: sharegpt")
+    add("--max-input", type=int, default=512, metavar="N", help="longest prompt, in tokens; default: 512")
+    add("--max-output", type=int, default=512, metavar="N", help="longest output, in tokens; default: 512")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths; default: 0")
+    add("--baseline", metavar="NAME", help="transformers: the same work by static batches of transformers, beside it")
+    add("--baseline-batch-size", type=int, default=16, metavar="N", help="rows of a static batch; default: 16")
+    add("--output-json", metavar="FILE", help="write the JSON line there as well")
+    add_engine_flags(throughput, without=("seed",))
+    throughput.set_defaults(run=_lazily("bench_throughput"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

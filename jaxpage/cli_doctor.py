@@ -1,0 +1,100 @@
+"""What `jaxpage doctor` reports: versions, devices, memory, caches, the packaged model. It reports failures instead of having them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from jaxpage import __version__
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "safetensors", "orbax-checkpoint")
+OPTIONAL_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
+VARIABLES = (
+    "JAX_PLATFORMS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+)
+
+
+def report() -> Iterator[tuple[str, str]]:
+    """(name, value) lines; a part that cannot be found out says why."""
+    yield "jaxpage", __version__
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    for package in PACKAGES:
+        yield package, _version(package) or "not installed"
+    for package in OPTIONAL_PACKAGES:
+        yield package, _version(package) or "not installed (optional)"
+    yield from _part("devices", _devices)
+    yield from _part("host memory", _host_memory)
+    yield from _part("compile cache", _compile_cache)
+    yield from _part("demo model", _demo_model)
+    for variable in (*VARIABLES, *sorted(name for name in os.environ if name.startswith("JAXPAGE_"))):
+        if variable in os.environ:
+            yield variable, "set" if "KEY" in variable or "TOKEN" in variable else os.environ[variable]
+
+
+def _part(name: str, find: Callable[[], Iterator[str]]) -> Iterator[tuple[str, str]]:
+    try:
+        for value in find():
+            yield name, value
+    except Exception as error:  # whatever is broken is what doctor is run for
+        yield name, f"unknown: {type(error).__name__}: {error}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[str]:
+    import jax
+
+    for device in jax.devices():
+        memory = device.memory_stats() or {}
+        limit, used = memory.get("bytes_limit"), memory.get("bytes_in_use", 0)
+        room = f", {_gib(limit - used)} free of {_gib(limit)}" if limit else ""
+        yield f"{device.platform}:{device.id} {device.device_kind}{room}"
+
+
+def _host_memory() -> Iterator[str]:
+    memory = psutil.virtual_memory()
+    yield f"{_gib(memory.available)} free of {_gib(memory.total)}, {os.cpu_count()} cores"
+
+
+def _compile_cache() -> Iterator[str]:
+    from jaxpage.engine.build import compile_cache_directory
+
+    directory = compile_cache_directory()
+    if not directory.is_dir():
+        yield f"{directory} (not there yet)"
+        return
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    warning = "" if mode & 0o077 == 0 else " (others can enter it: it holds code; chmod 700)"
+    yield f"{directory}, {len(files)} files, {sum(path.stat().st_size for path in files) / 2**20:.1f} MiB, mode {mode:o}{warning}"
+
+
+def _demo_model() -> Iterator[str]:
+    directory = Path(__file__).parent / "demo"
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    present = (directory / "config.json").is_file()
+    yield f"{directory}, {size / 2**20:.1f} MiB" if present else "not in this installation"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,125 @@
+"""The flags of the command line, with vLLM's names. Nothing is imported here but argparse, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be; exit status 2."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag and the setting it gives. What was not given on the command line does not appear in the parsed result."""
+
+    setting: str
+    kind: Callable[[str], Any] | None  # None: a switch with --no- form
+    help: str
+    metavar: str | None = None
+
+    @property
+    def option(self) -> str:
+        return "--" + self.setting.replace("_", "-")
+
+    def add_to(self, parser: argparse._ArgumentGroup) -> None:
+        if self.kind is None:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(self.option, action=action, default=argparse.SUPPRESS, help=self.help)
+        else:
+            metavar = self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")  # type: ignore[call-overload]
+            parser.add_argument(self.option, type=self.kind, metavar=metavar, default=argparse.SUPPRESS, help=self.help)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The value of a flag that takes a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text[:80]!r}")
+    return value
+
+
+# One per field of EngineConfig; a test compares the two.
+ENGINE_FLAGS = (
+    Flag("model", str, '"demo" (packaged), a directory, or a hub id; default: demo'),
+    Flag("tokenizer", str, "directory of the tokenizer's files; default: the model's"),
+    Flag("revision", str, "branch, tag or commit of the hub repository"),
+    Flag("load_format", str, "auto, safetensors or orbax; default: auto"),
+    Flag("dtype", str, "auto, float32, bfloat16 or float16; default: auto (the checkpoint's; float32 on CPU)"),
+    Flag("max_model_len", int, "prompt and output together, in tokens; default: the model's"),
+    Flag("block_size", int, "slots of a KV block, a power of two; default: 16"),
+    Flag("num_blocks", int, "blocks of the KV pool; default: what fits in memory"),
+    Flag("kv_cache_memory_bytes", int, "bytes of the KV pool, in place of --num-blocks"),
+    Flag("gpu_memory_utilization", float, "share of the device's memory that may be used; default: 0.9"),
+    Flag("swap_space_blocks", int, "blocks of host memory to swap to (not supported by this version)"),
+    Flag("max_num_seqs", int, "sequences in a step; default: 64 (1 for generate and chat)"),
+    Flag("max_num_batched_tokens", int, "query tokens in a step; default: by device"),
+    Flag("preemption_mode", str, "auto or recompute; default: auto"),
+    Flag("enable_prefix_caching", None, "share the KV blocks of common prefixes (not supported by this version)"),
+    Flag("attention_backend", str, "auto, or one of the backends of pallas_kernels; default: auto"),
+    Flag("seed", int, "seed of the seeds that requests without one are given; default: 0"),
+    Flag("speculative_config", json_object, "speculation (not supported by this version)", "JSON"),
+    Flag("tensor_parallel_size", int, "devices to split the model over (this version: 1)"),
+)
+
+SAMPLING_FLAGS = (
+    Flag("max_tokens", int, "longest output, in tokens; default: 200"),
+    Flag("min_tokens", int, "no stop before this many tokens; default: 0"),
+    Flag("temperature", float, "0 takes the likeliest token; default: generation_config.json, else 1"),
+    Flag("top_p", float, "draw from the likeliest tokens that have this probability together"),
+    Flag("top_k", int, "draw from this many of the likeliest tokens; 0: from all"),
+    Flag("min_p", float, "drop tokens below this share of the likeliest one's probability"),
+    Flag("seed", int, "seed of the noise; the same seed gives the same text"),
+    Flag("n", int, "sequences per prompt (this version: 1)"),
+    Flag("presence_penalty", float, "not supported by this version"),
+    Flag("frequency_penalty", float, "not supported by this version"),
+    Flag("repetition_penalty", float, "not supported by this version"),
+    Flag("ignore_eos", None, "go on past the end-of-sequence token"),
+    Flag("include_stop_str_in_output", None, "keep the stop string in the text"),
+    Flag("skip_special_tokens", None, "leave special tokens out of the text; default: yes"),
+)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+    """`--config` and the settings of an engine, except those in `without`."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--config", metavar="FILE", help="YAML file with these settings; flags win over it")
+    for flag in ENGINE_FLAGS:
+        if flag.setting not in without:
+            flag.add_to(group)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """The parameters of a request."""
+    group = parser.add_argument_group("sampling")
+    for flag in SAMPLING_FLAGS:
+        flag.add_to(group)
+    add = group.add_argument
+    add("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help="stop before this text; repeatable")
+    add(
+        "--stop-token-ids",
+        type=int,
+        nargs="+",
+        metavar="ID",
+        default=argparse.SUPPRESS,
+        help="stop after any of these tokens",
+    )
+
+
+def engine_settings(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The engine settings that were given on the command line."""
+    names = {flag.setting for flag in ENGINE_FLAGS} - set(without)
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given on the command line."""
+    names = {flag.setting for flag in SAMPLING_FLAGS} | {"stop", "stop_token_ids"}
+    return {name: value for name, value in vars(arguments).items() if name in names}

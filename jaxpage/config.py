@@ -1,0 +1,146 @@
+"""`EngineConfig`: every setting of an engine, checked together before anything is loaded. Where values come from: `config_sources`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from jaxpage.argument_checks import shown
+from jaxpage.errors import ConfigError, UnsupportedError
+
+Problem = tuple[str, str]  # (setting, what is wrong with it)
+
+_MAX_BLOCK_SIZE = 128
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+_Name = Annotated[
+    str,
+    Field(min_length=1),
+    BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value),
+]
+
+
+class InvalidSettings(ConfigError):
+    """One or more settings are wrong; `problems` has them one by one, so that a caller can add where each came from."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"{name}: {text}" if name else text for name, text in self.problems))
+
+
+class UnsupportedSettings(UnsupportedError):
+    """One or more settings are understood but not honoured by this version; `problems` has them one by one."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"{name}: {text}" for name, text in self.problems))
+
+
+class EngineConfig(BaseModel):
+    """The settings of an engine. Immutable; nothing is converted silently (`"8"` is no integer, `True` is not 1).
+
+    Raises:
+        ConfigError: unknown settings (with the nearest name), wrong types, values out of range, contradictions; all of them.
+        UnsupportedError: settings that this version understands but cannot honour.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    model: _Name = "demo"  # "demo", a local directory, or a hub id
+    tokenizer: _Name | None = None  # where its files are; None: with the model
+    revision: str | None = None  # of the hub repository
+    load_format: Literal["auto", "safetensors", "orbax"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights and KV pages
+    max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None  # prompt and output together; None: the model's
+    block_size: _Count = 16  # slots of a KV block
+    num_blocks: Annotated[int, Field(ge=2, lt=2**31)] | None = (
+        None  # of the KV pool, null block included; None: what fits
+    )
+    kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = None  # of the KV pool, in place of num_blocks
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the device's memory that may be used
+    swap_space_blocks: Annotated[int, Field(ge=0)] | None = None
+    max_num_seqs: _Count = 64  # sequences in a step
+    max_num_batched_tokens: _Count | None = None  # query tokens in a step
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    enable_prefix_caching: bool | None = None  # None: on in versions that have it
+    attention_backend: Literal["auto", "reference", "scan", "triton", "mosaic", "cpu"] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # of the seeds that requests without one are given
+    speculative_config: dict[str, Any] | None = None
+    tensor_parallel_size: _Count = 1
+
+    if not TYPE_CHECKING:  # type checkers see the fields as keyword arguments
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise InvalidSettings(_explain(error)) from None
+            if contradictions := list(_contradictions(self)):
+                raise InvalidSettings(contradictions)
+            if refused := list(_not_honoured(self)):
+                raise UnsupportedSettings(refused)
+
+    def replace(self, **settings: Any) -> EngineConfig:
+        """The same settings but for those given, checked again as a whole."""
+        return EngineConfig(**{**self.model_dump(), **settings})
+
+
+def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that was probably meant, if one is at least `cutoff` alike (0 to 1)."""
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def unknown_setting(name: str) -> Problem:
+    """The problem with a name that no setting has, with the name that was probably meant."""
+    nearest = nearest_name(name, EngineConfig.model_fields)
+    hint = f"did you mean {nearest!r}?" if nearest else f"settings are {', '.join(EngineConfig.model_fields)}"
+    return name, f"unknown setting; {hint}"
+
+
+def _explain(error: ValidationError) -> Iterable[Problem]:
+    for item in error.errors(include_url=False, include_context=False):
+        name = str(item["loc"][0])
+        if item["type"] == "extra_forbidden":
+            yield unknown_setting(name)
+        else:
+            message = item["msg"].replace("Input should", "must").replace("String should", "must")
+            yield name, f"{message}, got {shown(item['input'])}"
+
+
+def _contradictions(config: EngineConfig) -> Iterable[Problem]:
+    if config.block_size > _MAX_BLOCK_SIZE or config.block_size.bit_count() != 1:
+        yield "block_size", f"must be a power of two from 1 to {_MAX_BLOCK_SIZE}, got {config.block_size}"
+    if config.num_blocks is not None and config.kv_cache_memory_bytes is not None:
+        yield (
+            "num_blocks",
+            f"cannot be {config.num_blocks} while kv_cache_memory_bytes is {config.kv_cache_memory_bytes}: both size the pool",
+        )
+    if config.max_num_batched_tokens is not None:
+        for name in ("max_num_seqs", "block_size"):
+            if config.max_num_batched_tokens < getattr(config, name):
+                yield (
+                    "max_num_batched_tokens",
+                    f"must be at least {name} ({getattr(config, name)}), got {config.max_num_batched_tokens}",
+                )
+
+
+_REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    # setting: (the values that are honoured, why the others are not)
+    "swap_space_blocks": ((None, 0), "this version does not swap; preempted requests are recomputed"),
+    "preemption_mode": (("auto", "recompute"), "this version does not swap; preempted requests are recomputed"),
+    "enable_prefix_caching": ((None, False), "this version has no prefix cache"),
+    "attention_backend": (("auto", "reference", "scan"), "this version has no such kernel"),
+    "speculative_config": ((None,), "this version does not speculate"),
+    "tensor_parallel_size": ((1,), "this version runs on one device"),
+}
+
+
+def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
+    for name, (honoured, reason) in _REASONS.items():
+        value = getattr(config, name)
+        if value not in honoured:
+            yield name, f"{shown(value)} is not supported: {reason}; use {' or '.join(str(item) for item in honoured)}"

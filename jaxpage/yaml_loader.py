@@ -1,0 +1,133 @@
+"""Strict YAML for configuration files: what a reader sees is what is loaded, and whatever is odd is refused with file and line.
+
+Against PyYAML's defaults: duplicate keys, anchors, aliases and tags are errors; only `true` and `false` are booleans (not `yes`,
+`on`); `1e-6` is a number; `0123`, `12:30` and dates have no second meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxpage.errors import ConfigError
+
+MAX_FILE_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Located:
+    """A value of the file's top-level mapping, with the place of its key as `file:line`."""
+
+    value: Any
+    place: str
+
+
+class _StrictLoader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own attribute)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=event.start_mark)
+        if getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(problem="tags are not allowed", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        check_keys(node)
+        return super().construct_mapping(node, deep=deep)
+
+
+def check_keys(node: yaml.MappingNode) -> None:
+    """Keys are text, and none is there twice."""
+    seen: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+            raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=key.start_mark)
+        if key.value in seen:
+            problem = f"{key.value!r} is given twice, first in line {seen[key.value]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        seen[key.value] = line
+
+
+def _define(tag: str, pattern: str, first_characters: str, convert: Any) -> None:
+    tag = f"tag:yaml.org,2002:{tag}"
+    _StrictLoader.add_implicit_resolver(tag, re.compile(rf"^(?:{pattern})$"), [*first_characters, ""])
+    _StrictLoader.add_constructor(tag, lambda _, node: convert(node.value))
+
+
+_define("null", "~|null|Null|NULL|", "~nN", lambda text: None)
+_define("bool", "true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true")
+_define("int", "[-+]?[0-9]{1,4000}", "-+0123456789", int)
+_define("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789", float)
+
+
+def parse_scalar(text: str) -> Any:
+    """What `text` would be as a value in a file (an environment variable is read so).
+
+    Raises:
+        ConfigError: it is not YAML.
+    """
+    try:
+        return _StrictLoader(text).get_single_data()
+    except (yaml.YAMLError, RecursionError):
+        raise ConfigError(f"cannot be read as a value: {text[:80]!r}") from None
+
+
+def load_mapping(path: Path) -> dict[str, Located]:
+    """The top-level mapping of a YAML file, every value with its place.
+
+    Raises:
+        ConfigError: the file cannot be read, is not strict YAML, or holds no mapping.
+    """
+    text = _read(path)
+    try:
+        return _construct(path, _StrictLoader(text))
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: {error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(f"{path} is not a text file: {error.reason} at character {error.position}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+
+
+def _construct(path: Path, loader: _StrictLoader) -> dict[str, Located]:
+    node = loader.get_single_node()
+    if node is None:
+        raise ConfigError(f"{path} is empty: a configuration is a mapping such as 'model: demo'")
+    if not isinstance(node, yaml.MappingNode):
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: the top level must be a mapping, not {kind}")
+    check_keys(node)
+    return {
+        key.value: Located(loader.construct_object(value, deep=True), f"{path}:{key.start_mark.line + 1}")
+        for key, value in node.value
+    }
+
+
+def _read(path: Path) -> str:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory, not a configuration file")
+    if not path.exists():
+        raise ConfigError(f"there is no configuration file {path}")
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a regular file")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} has {path.stat().st_size} bytes; a configuration has at most {MAX_FILE_BYTES}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file (UTF-8)") from None
+    if "\0" in text:
+        raise ConfigError(f"{path} is not a text file (it contains NUL)")
+    return text

@@ -1,0 +1,42 @@
+"""Settings that hold for every test: CPU, no network, a compile cache of one's own, the same hypothesis examples on every run.
+
+The variables are set here, at import, because jax and transformers read them when they are first imported.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def _private_directory() -> str:
+    """Where compiled executables are kept between runs. They are code, so the directory is its user's alone."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = base / "jaxpage" / "tests"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o700)
+    except OSError:
+        return tempfile.mkdtemp(prefix="jaxpage-tests-")
+    return str(directory)
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _private_directory())
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ["HF_HUB_OFFLINE"] = "1"
+for _variable in [name for name in os.environ if name.startswith("JAXPAGE_")]:
+    del os.environ[_variable]  # a developer's own settings change no test
+
+import hypothesis  # noqa: E402
+import jaxtyping  # noqa: E402
+
+hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
+hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
+
+# The shapes in signatures are checked while jax traces, so it costs nothing per step. Only here: users pay nothing.
+# Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
+jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")

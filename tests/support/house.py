@@ -1,0 +1,250 @@
+"""The laws of the house (docs/architecture.md), read off the syntax trees: who may import whom, what never appears, how large things get.
+
+`violations(root)` lists what breaks them as `file:line: what`, so that the test's message is the place to go to.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+WEST = {"memory", "scheduling", "decoding", "speculation"}
+EAST = {"layers", "models", "device", "checkpoints"}
+HALL = {"engine"}
+FRONT = {
+    "__init__",
+    "__main__",
+    "llm",
+    "serving",
+    "bench",
+    "simulation",
+}  # and every module whose name begins with "cli"
+
+JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
+KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels"}
+SERIALISERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
+BANNED_ATTRIBUTES = {
+    ("torch", "load"),
+    ("yaml", "load"),
+    ("yaml", "load_all"),
+    ("yaml", "full_load"),
+    ("yaml", "unsafe_load"),
+    ("jinja2", "Environment"),
+    ("jinja2", "Template"),
+    ("os", "system"),
+}
+BANNED_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}  # with the value True
+
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 70
+
+# (file, module imported inside a function) -> why it is lazy. `*` stands for the whole file.
+LAZY_IMPORTS: dict[tuple[str, str], str] = {
+    ("jaxpage/checkpoints/orbax_files.py", "orbax.checkpoint"): "costs seconds, and most runs load safetensors",
+    ("jaxpage/checkpoints/resolve.py", "huggingface_hub"): "a local model needs no HTTP client",
+    ("jaxpage/cli.py", "*"): "--help and wrong flags answer before pydantic, jax and transformers are imported",
+    ("jaxpage/cli_commands.py", "*"): "each command imports what it needs: checking a configuration needs no jax",
+    ("jaxpage/cli_doctor.py", "*"): "doctor reports what cannot be imported",
+    (
+        "jaxpage/bench/throughput.py",
+        "jaxpage.bench.baseline_transformers",
+    ): "the baseline needs torch, the rest does not",
+}
+# Files that import modules by name.
+DYNAMIC_IMPORTS: dict[str, str] = {
+    "jaxpage/__init__.py": "import jaxpage touches no device: its names are imported when first used",
+    "jaxpage/checkpoints/orbax_files.py": "Orbax takes seconds to import, and a safetensors directory does without it",
+    "jaxpage/checkpoints/resolve.py": "a local model needs no HTTP client",
+    "jaxpage/models/registry.py": "a family's file is imported when a checkpoint names it",
+}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file and where it stands."""
+
+    path: str  # relative to the root
+    tree: ast.Module
+    num_lines: int
+
+    @property
+    def name(self) -> str:
+        parts = Path(self.path).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def package(self) -> str:
+        return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str
+    line: int
+    in_function: bool
+
+
+def place(module_name: str) -> tuple[int, str]:
+    """(floor, wing) of a module of jaxpage, of `tools` or of `pallas_kernels`; floor -1 when the house has no such room."""
+    top, _, rest = module_name.partition(".")
+    if top == "tools":
+        return 4, "tools"
+    if top == "pallas_kernels":
+        return 0, "kernels"
+    room = rest.partition(".")[0] or "__init__"
+    if room in FRONT or room.startswith("cli"):
+        return 3, "front"
+    for floor, wing, rooms in ((2, "hall", HALL), (1, "west", WEST), (1, "east", EAST)):
+        if room in rooms:
+            return floor, wing
+    return (0, "ground") if "." not in rest else (-1, room)
+
+
+def read_modules(root: Path) -> list[Module]:
+    files = [path for top in ("jaxpage", "pallas_kernels", "tools") for path in sorted((root / top).rglob("*.py"))]
+    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in files}
+    return [Module(path, ast.parse(text, path), text.count("\n")) for path, text in texts.items()]
+
+
+def imports(module: Module, known: set[str]) -> Iterator[Import]:
+    """Every import, `from package import module` resolved to the module where there is one."""
+    inside = {id(child) for node in ast.walk(module.tree) if _is_function(node) for child in ast.walk(node)}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, id(node) in inside)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.package.split(".")
+                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield Import(full if full in known else base, node.lineno, id(node) in inside)
+
+
+def violations(root: Path) -> list[str]:
+    """Everything in `root` that breaks a law, as `file:line: what`."""
+    modules = read_modules(root)
+    known = {module.name for module in modules} | {module.package for module in modules}
+    found: list[str] = []
+    for module in modules:
+        found += _house(module)
+        for item in imports(module, known):
+            found += [f"{module.path}:{item.line}: {text}" for text in _import_laws(module, item)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
+    return found
+
+
+def _house(module: Module) -> list[str]:
+    found = []
+    if place(module.name)[0] < 0:
+        found.append(f"{module.path}:1: the house has no room jaxpage/{place(module.name)[1]}/")
+    if not ast.get_docstring(module.tree):
+        found.append(f"{module.path}:1: a module says in its docstring what lives here")
+    return found
+
+
+def _import_laws(module: Module, item: Import) -> Iterator[str]:
+    floor, wing = place(module.name)
+    top = item.target.partition(".")[0]
+    if item.in_function and not ({(module.path, item.target), (module.path, "*")} & set(LAZY_IMPORTS)):
+        yield f"imports {item.target} inside a function, and LAZY_IMPORTS gives no reason for it"
+    if top in SERIALISERS:
+        yield f"imports {top}: no code-carrying serialiser in the product"
+    if wing == "kernels" and top not in KERNEL_IMPORTS and top not in sys.stdlib_module_names:
+        yield f"pallas_kernels stands alone, but imports {item.target}"
+    if wing in ("west", "ground") and top in JAX:
+        yield f"the host side never imports {top}"
+    if top == "pallas_kernels" and wing not in ("kernels", "tools") and not module.name.startswith("jaxpage.device"):
+        yield "only jaxpage/device/ binds pallas_kernels"
+    if top in ("jaxpage", "tools"):
+        yield from _floor_laws(module.name, item.target, floor, wing)
+
+
+def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[str]:
+    target_floor, target_wing = place(target)
+    if target_floor > floor:
+        yield f"floor {floor} imports {target} of floor {target_floor}: imports go down only"
+    elif {wing, target_wing} == {"west", "east"}:
+        yield f"the {wing} wing imports {target} of the {target_wing} wing"
+    elif wing == "tools" and target_wing != "front" and not target.startswith("tools"):
+        yield f"tools import the front door only, not {target}"
+
+
+def _never(module: Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in BANNED_CALLS:
+                yield node.lineno, f"calls {node.func.id}()"
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called == "import_module" and module.path not in DYNAMIC_IMPORTS:
+                yield node.lineno, "imports by name, and DYNAMIC_IMPORTS gives no reason for it"
+            for keyword in node.keywords:
+                if keyword.arg in BANNED_KEYWORDS and getattr(keyword.value, "value", None) is True:
+                    yield node.lineno, f"{keyword.arg}=True"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if (node.value.id, node.attr) in BANNED_ATTRIBUTES:
+                yield node.lineno, f"uses {node.value.id}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (node.module, alias.name) in BANNED_ATTRIBUTES:
+                    yield node.lineno, f"uses {node.module}.{alias.name}"
+
+
+def _sizes(module: Module) -> Iterator[tuple[int, str]]:
+    if module.num_lines > MAX_MODULE_LINES:
+        yield 1, f"has {module.num_lines} lines; {MAX_MODULE_LINES} are enough for a module"
+    if module.name.startswith("pallas_kernels"):
+        return
+    for node, length in functions(module):
+        if length > MAX_FUNCTION_LINES:
+            yield node.lineno, f"{node.name} has {length} lines; {MAX_FUNCTION_LINES} are enough for a function"
+
+
+def functions(module: Module) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]:
+    """Every function with its number of lines, signature and docstring included."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def median_sizes(root: Path) -> tuple[float, float]:
+    """Median lines of the modules that are more than a docstring, and of the functions."""
+    modules = read_modules(root)
+    lines = [module.num_lines for module in modules if len(module.tree.body) > 1]
+    return statistics.median(lines), statistics.median(length for module in modules for _, length in functions(module))
+
+
+def third_party(root: Path) -> dict[str, str]:
+    """Packages that the product imports, neither its own nor Python's, each with one place where."""
+    found: dict[str, str] = {}
+    modules = [module for module in read_modules(root) if place(module.name)[0] < 4]
+    for module in modules:
+        for item in imports(module, set()):
+            top = item.target.partition(".")[0]
+            if top not in sys.stdlib_module_names and top not in ("jaxpage", "pallas_kernels"):
+                found.setdefault(top, f"{module.path}:{item.line}")
+        for name, line in imports_by_name(module):
+            if not name.startswith("jaxpage"):
+                found.setdefault(name.partition(".")[0], f"{module.path}:{line}")
+    return found
+
+
+def imports_by_name(module: Module) -> Iterator[tuple[str, int]]:
+    """The constant arguments of `import_module`."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield argument.value, node.lineno
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)

@@ -1,0 +1,146 @@
+"""The laws of the house hold in this tree, and each of them is seen to fail on a small tree that breaks it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support import house
+
+ROOT = Path(__file__).parents[1]
+
+# import name -> distribution, where they differ
+DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint"}
+OPTIONAL = {"torch": "jaxpage/bench/baseline_transformers.py"}  # import name -> the one file that may import it
+
+
+def test_the_house_keeps_its_laws() -> None:
+    found = house.violations(ROOT)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_proportions() -> None:
+    module_lines, function_lines = house.median_sizes(ROOT)
+    print(f"median module {module_lines:.0f} lines, median function {function_lines:.0f} lines")
+    assert module_lines <= 150 and function_lines <= 15
+
+
+def test_reasons_are_given_for_files_that_exist() -> None:
+    paths = {path for path, _ in house.LAZY_IMPORTS} | set(house.DYNAMIC_IMPORTS)
+    assert not [path for path in sorted(paths) if not (ROOT / path).is_file()]
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[\[<>=!~; ]", line)[0].lower() for line in project["dependencies"]}
+    for name, where in house.third_party(ROOT).items():
+        if name in OPTIONAL:
+            assert where.startswith(OPTIONAL[name]), f"{where}: {name} is optional, and imported there"
+        else:
+            assert DISTRIBUTIONS.get(name, name) in declared, f"{where}: {name} is not among the dependencies"
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f'__version__ = "{project["version"]}"' in (ROOT / "jaxpage" / "__init__.py").read_text()
+    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def run_python(program: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_jaxpage_touches_no_device() -> None:
+    heavy = "{'jax', 'jaxlib', 'flax', 'transformers', 'orbax', 'pydantic'}"
+    assert run_python(f"import jaxpage, sys; print(sorted({heavy} & set(sys.modules)))") == "[]"
+
+
+def test_the_host_side_runs_without_jax() -> None:
+    names = [
+        module.name
+        for module in house.read_modules(ROOT)
+        if house.place(module.name)[1] in ("west", "ground") and module.name.startswith("jaxpage.")
+    ]
+    assert len(names) > 10
+    program = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
+    program += "print(sorted({'jax', 'jaxlib', 'flax', 'pallas_kernels'} & set(sys.modules)))"
+    assert run_python(program) == "[]"
+
+
+PLANTED = [
+    ("jaxpage/memory/a.py", "import jax", "the host side never imports jax"),
+    ("jaxpage/memory/a.py", "from flax import nnx", "the host side never imports flax"),
+    ("jaxpage/request.py", "import jax.numpy as jnp", "the host side never imports jax"),
+    ("jaxpage/memory/a.py", "from jaxpage.device import b", "the west wing imports jaxpage.device.b of the east wing"),
+    (
+        "jaxpage/models/a.py",
+        "from jaxpage.memory.c import D",
+        "the east wing imports jaxpage.memory.c of the west wing",
+    ),
+    ("jaxpage/models/a.py", "from ..memory import c", "the east wing imports jaxpage.memory.c of the west wing"),
+    ("jaxpage/scheduling/a.py", "import jaxpage.engine.engine", "floor 1 imports jaxpage.engine.engine of floor 2"),
+    ("jaxpage/engine/a.py", "from jaxpage import LLM", "floor 2 imports jaxpage of floor 3"),
+    ("jaxpage/errors.py", "from jaxpage.memory.c import D", "floor 0 imports jaxpage.memory.c of floor 1"),
+    ("jaxpage/llm.py", "import tools.serve", "floor 3 imports tools.serve of floor 4"),
+    ("jaxpage/llm.py", "import pallas_kernels", "only jaxpage/device/ binds pallas_kernels"),
+    ("jaxpage/layers/a.py", "from pallas_kernels import write_kv", "only jaxpage/device/ binds pallas_kernels"),
+    ("pallas_kernels/a.py", "from jaxpage import shapes", "pallas_kernels stands alone, but imports jaxpage"),
+    ("pallas_kernels/a.py", "import flax", "pallas_kernels stands alone, but imports flax"),
+    ("tools/a.py", "from jaxpage.engine.engine import Engine", "tools import the front door only"),
+    ("jaxpage/engine/a.py", "def f():\n    import json", "imports json inside a function"),
+    ("jaxpage/engine/a.py", "class A:\n    def f(self):\n        from os import path", "imports os inside a function"),
+    ("jaxpage/engine/a.py", "import importlib\nimportlib.import_module('x')", "imports by name"),
+    ("jaxpage/engine/a.py", "import pickle", "imports pickle"),
+    ("jaxpage/engine/a.py", "from cloudpickle import dumps", "imports cloudpickle"),
+    ("jaxpage/engine/a.py", "eval('1')", "calls eval()"),
+    ("jaxpage/engine/a.py", "exec('1')", "calls exec()"),
+    ("jaxpage/engine/a.py", "import torch\ntorch.load('x')", "uses torch.load"),
+    ("jaxpage/engine/a.py", "import yaml\nyaml.load('x', yaml.SafeLoader)", "uses yaml.load"),
+    ("jaxpage/engine/a.py", "from jinja2 import Environment", "uses jinja2.Environment"),
+    ("jaxpage/engine/a.py", "import jinja2\njinja2.Environment()", "uses jinja2.Environment"),
+    ("jaxpage/engine/a.py", "f(trust_remote_code=True)", "trust_remote_code=True"),
+    ("jaxpage/engine/a.py", "f(allow_pickle=True)", "allow_pickle=True"),
+    ("jaxpage/attic/a.py", "x = 1", "the house has no room jaxpage/attic/"),
+    ("jaxpage/engine/a.py", "\n" * 400, "has 40"),
+    ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),
+]
+
+
+@pytest.mark.parametrize(("path", "code", "message"), PLANTED, ids=[message[:40] for *_, message in PLANTED])
+def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str, message: str) -> None:
+    good = {"jaxpage/memory/c.py": "D = 1", "jaxpage/device/b.py": "import jax", "jaxpage/engine/engine.py": "x = 1"}
+    for name, text in {**good, path: code}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f'"""What lives here."""\n{text}\n')
+    found = house.violations(tmp_path)
+    assert re.match(rf"{re.escape(path)}:\d+: .*{re.escape(message)}", found[0]), found
+    assert all(line.startswith(path) for line in found), "only the planted file is wrong"
+
+
+def test_a_module_without_a_docstring_is_found(tmp_path: Path) -> None:
+    (tmp_path / "jaxpage").mkdir()
+    (tmp_path / "jaxpage" / "a.py").write_text("x = 1\n")
+    assert house.violations(tmp_path) == ["jaxpage/a.py:1: a module says in its docstring what lives here"]
+
+
+def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
+    files = {
+        "jaxpage/llm.py": "from jaxpage.engine.engine import Engine",
+        "jaxpage/engine/engine.py": "import jax\nfrom jaxpage.memory import c\nfrom jaxpage.device import b",
+        "jaxpage/memory/c.py": "import numpy\nfrom jaxpage.errors import CapacityError",
+        "jaxpage/device/b.py": "import jax\nimport pallas_kernels",
+        "jaxpage/errors.py": "import os",
+        "jaxpage/cli.py": "def main():\n    import jaxpage.llm",
+        "pallas_kernels/a.py": "import jax, numpy, jaxtyping, math",
+        "tools/bench.py": "import torch\nfrom jaxpage import LLM\nimport pallas_kernels\nmodel.eval()\nre.compile('x')",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f'"""What lives here."""\n{text}\n')
+    assert house.violations(tmp_path) == []

@@ -1,0 +1,301 @@
+"""The command line: exit statuses, what goes to which stream, how failures read, and how soon --help answers."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import jaxpage.llm
+from jaxpage import __version__, cli
+from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
+from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.sampling_params import SamplingParams
+
+
+def run(*words: str) -> int:
+    """The exit status, whether it is returned or raised."""
+    try:
+        return cli.main(words)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+class FakeLLM:
+    """Answers with fixed chunks, and remembers what it was asked."""
+
+    calls: ClassVar[list[tuple[Any, SamplingParams]]] = []
+    settings: ClassVar[dict[str, Any]] = {}
+    fails: ClassVar[Exception | None] = None
+    closed: ClassVar[bool] = False
+
+    def __init__(self, **settings: Any) -> None:
+        if FakeLLM.fails is not None:
+            raise FakeLLM.fails
+        FakeLLM.settings = settings
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        FakeLLM.closed = True
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        return SamplingParams(**{"top_k": 40, **overrides})
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        return {"prompt": " | ".join(message["content"] for message in messages)}
+
+    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+        if prompt == "":
+            raise ValueError("The prompt has no tokens; at least one is needed")
+        FakeLLM.calls.append((prompt, params))
+        return self._chunks()
+
+    def _chunks(self) -> Iterator[RequestOutput]:
+        for index, text in enumerate(("Hello", " wörld")):
+            completion = CompletionOutput(
+                index=0, text=text, token_ids=[index], finish_reason="stop" if index else None
+            )
+            yield RequestOutput(
+                request_id="0", prompt=None, prompt_token_ids=[1], outputs=[completion], finished=bool(index)
+            )
+
+    def stats(self) -> dict[str, Any]:
+        return {"compile_total": 7, "compile_seconds_total": 1.5}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    monkeypatch.setattr(jaxpage.llm, "LLM", FakeLLM)
+    FakeLLM.calls, FakeLLM.settings, FakeLLM.fails, FakeLLM.closed = [], {}, None, False
+    return FakeLLM
+
+
+def test_generated_text_alone_goes_to_standard_output(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "Once", "--temperature", "0.5", "--stop", "a", "--stop", "b", "--block-size", "8") == 0
+    out, err = capsys.readouterr()
+    assert out == "Hello wörld\n"
+    assert "top_k=40" in err and "generation_config.json" in err and "2 tokens" in err
+    [(prompt, params)] = fake.calls
+    assert prompt == "Once"
+    assert params == SamplingParams(temperature=0.5, stop=["a", "b"], top_k=40, max_tokens=200)
+    assert fake.settings["block_size"] == 8 and fake.closed
+
+
+def test_a_prompt_from_standard_input(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert run("generate", "-") == 0
+    assert fake.calls[0][0] == "from a pipe"
+
+
+def test_seed_of_generate_is_that_of_the_noise(fake: type[FakeLLM]) -> None:
+    assert run("generate", "x", "--seed", "7") == 0
+    assert fake.calls[0][1].seed == 7 and fake.settings["seed"] == 0
+
+
+def test_one_request_at_a_time_compiles_for_one(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("generate", "x") == 0
+    assert fake.settings["max_num_seqs"] == 1
+    monkeypatch.setenv("JAXPAGE_MAX_NUM_SEQS", "3")
+    assert run("generate", "x") == 0
+    assert fake.settings["max_num_seqs"] == 3
+    assert run("generate", "x", "--max-num-seqs", "64") == 0
+    assert fake.settings["max_num_seqs"] == 64
+
+
+def test_chat_keeps_the_conversation(
+    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAnd?\n/reset\nNew\n"))
+    assert run("chat", "--system", "Be brief") == 0
+    assert [prompt["prompt"] for prompt, _ in fake.calls] == [
+        "Be brief | Hi",
+        "Be brief | Hi | Hello wörld | And?",
+        "Be brief | New",
+    ]
+    assert capsys.readouterr().out == "Hello wörld\n" * 3
+
+
+def test_compile_reports_what_was_compiled(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("compile", "--max-num-seqs", "4") == 0
+    assert "Compiled 7 executables in 1.5 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ModelNotFoundError("no such model"), 1),
+        (CapacityError("needs 3"), 1),
+        (CheckpointError("a\nb"), 1),
+        (KeyError("x"), 1),
+    ],
+)
+def test_failures_are_lines_and_not_tracebacks(
+    fake: type[FakeLLM], error: Exception, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.fails = error
+    assert run("generate", "x") == status
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("jaxpage: error: ") and "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(
+    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.fails = KeyError("x")
+    monkeypatch.setenv("JAXPAGE_DEBUG", "1")
+    assert run("generate", "x") == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_a_line(
+    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: FakeLLM) -> Iterator[RequestOutput]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(FakeLLM, "_chunks", interrupted)
+    assert run("generate", "x") == 1
+    assert capsys.readouterr().err.endswith("jaxpage: error: interrupted\n") and fake.closed
+
+
+WRONG_USE = [
+    ((), "required"),
+    (("generate",), "PROMPT"),
+    (("generate", "x", "--max-tokns", "3"), "did you mean '--max-tokens'?"),
+    (("generate", "x", "--max-token", "3"), "did you mean '--max-tokens'?"),
+    (("generate", "x", "--max-tokens", "many"), "invalid int value: 'many'"),
+    (("generate", "x", "--max-tokens", "0"), "max_tokens must be an integer from 1"),
+    (("generate", "x", "--temperature", "nan"), "temperature must be a finite number from 0 to 2, got nan"),
+    (("generate", "x", "--temperature", "3"), "temperature must be a finite number from 0 to 2, got 3.0"),
+    (("generate", "x", "--stop", ""), "must be a string that is not empty"),
+    (("generate", ""), "The prompt has no tokens"),
+    (("generate", "x", "--block-size", "3"), "command line: block_size: must be a power of two"),
+    (("generate", "x", "--dtype", "int3"), "command line: dtype: must be 'auto', 'float32'"),
+    (("generate", "x", "--config", "missing.yaml"), "there is no configuration file missing.yaml"),
+    (("config", "validate", "a.yaml", "--config", "b.yaml"), "two configuration files"),
+    (("compile", "--speculative-config", "ngram"), "not a JSON object"),
+    (("frobnicate",), "invalid choice: 'frobnicate'"),
+    (("bench",), "required"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_USE, ids=[" ".join(words) for words, _ in WRONG_USE])
+def test_wrong_use_is_status_2(
+    fake: type[FakeLLM], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("generate", "x", "--n", "2"), "does not support n=2"),
+        (("generate", "x", "--repetition-penalty", "1.1"), "does not support repetition_penalty=1.1"),
+        (("generate", "x", "--tensor-parallel-size", "2"), "tensor_parallel_size: 2 is not supported"),
+        (("compile", "--enable-prefix-caching"), "enable_prefix_caching: True is not supported"),
+        (("serve", "demo"), "'jaxpage serve' is not in this version"),
+        (("plan",), "'jaxpage plan' is not in this version"),
+        (("bench", "serve"), "'jaxpage bench serve' is not in this version"),
+    ],
+)
+def test_what_is_not_supported_is_one_line_and_status_1(
+    fake: type[FakeLLM], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1 and not fake.calls
+
+
+def test_config_show_prints_values_and_origins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text("max_num_seqs: 4\nblock_size: 8\n")
+    monkeypatch.setenv("JAXPAGE_BLOCK_SIZE", "32")
+    assert run("config", "show", str(path), "--dtype", "float32") == 0
+    lines = {line.split(":")[0]: " ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert lines["max_num_seqs"] == f"max_num_seqs: 4 # {path}:1"
+    assert lines["block_size"] == "block_size: 32 # JAXPAGE_BLOCK_SIZE"
+    assert lines["dtype"] == "dtype: float32 # command line"
+    assert lines["seed"] == "seed: 0 # built-in"
+
+
+def test_config_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text("max_model_length: 4\n")
+    assert run("config", "validate", str(path)) == 2
+    assert f"{path}:1: max_model_length: unknown setting; did you mean 'max_model_len'?" in capsys.readouterr().err
+    path.write_text("max_model_len: 4\n")
+    assert run("config", "validate", str(path)) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "is valid" in err
+
+
+def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor") == 0
+    report = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert report["jaxpage"] == __version__
+    assert {"jax", "jaxlib", "flax", "transformers", "devices", "host", "compile", "demo", "JAX_PLATFORMS"} <= set(
+        report
+    )
+
+
+def test_doctor_reports_a_broken_jax(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import jax
+
+    def broken() -> list[Any]:
+        raise RuntimeError("no backend")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    assert run("doctor") == 0
+    assert "unknown: RuntimeError: no backend" in capsys.readouterr().out
+
+
+def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jaxpage", *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=600)
+
+
+def test_help_answers_in_half_a_second() -> None:
+    times = []
+    for words in (("--help",), ("generate", "--help"), ("bench", "throughput", "--help")):
+        start = time.perf_counter()
+        result = process(*words)
+        times.append(time.perf_counter() - start)
+        assert result.returncode == 0 and result.stdout.startswith("usage: jaxpage") and not result.stderr
+    assert min(times) < 0.5, "the best of three: the machine may be busy"
+
+
+def test_help_lists_what_exists_and_nothing_else() -> None:
+    text = process("--help").stdout
+    for command in ("generate", "chat", "convert", "compile", "config", "bench", "doctor"):
+        assert f"\n    {command} " in text
+    assert "serve" not in text and "plan " not in text
+    assert process("--version").stdout == f"jaxpage {__version__}\n"
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    command = f"{sys.executable} -m jaxpage config show | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in result.stderr
+
+
+def test_the_first_command_of_the_readme() -> None:
+    """The packaged model, end to end, in a process of its own; the same seed gives the same text."""
+    words = ("generate", "Once upon a time", "--max-tokens", "16", "--seed", "1")
+    first, second = process(*words), process(*words)
+    assert first.returncode == 0, first.stderr
+    assert len(first.stdout.strip()) > 10 and first.stdout == second.stdout
+    assert "Traceback" not in first.stderr

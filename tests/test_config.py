@@ -1,0 +1,269 @@
+"""EngineConfig, strict YAML, and the precedence of sources: what is accepted, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from jaxpage.config import EngineConfig
+from jaxpage.config_sources import resolve_config
+from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.yaml_loader import load_mapping, parse_scalar
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def write(directory: Path, text: str | bytes) -> Path:
+    path = directory / "engine.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def resolve(path: Path | None = None, environment: dict[str, str] | None = None, **settings: Any) -> EngineConfig:
+    return resolve_config(path, settings, environment=environment or {}).config
+
+
+# ---- values
+
+
+def test_fields_and_defaults_are_those_of_the_interface() -> None:
+    assert {name: field.default for name, field in EngineConfig.model_fields.items()} == {
+        "model": "demo",
+        "dtype": "auto",
+        "max_model_len": None,
+        "block_size": 16,
+        "num_blocks": None,
+        "kv_cache_memory_bytes": None,
+        "gpu_memory_utilization": 0.9,
+        "swap_space_blocks": None,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": None,
+        "preemption_mode": "auto",
+        "enable_prefix_caching": None,  # "on" in the interface; None until this version has it, so that no default lies
+        "attention_backend": "auto",
+        "seed": 0,
+        "speculative_config": None,
+        "tensor_parallel_size": 1,
+        "load_format": "auto",
+        "tokenizer": None,
+        "revision": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("block_size", 0, "block_size: must be greater than or equal to 1, got 0"),
+        ("block_size", 3, "block_size: must be a power of two from 1 to 128, got 3"),
+        ("block_size", 256, "block_size: must be a power of two from 1 to 128, got 256"),
+        ("block_size", -16, "block_size: must be greater than or equal to 1, got -16"),
+        ("block_size", 1.5, "block_size: must be a valid integer, got 1.5"),
+        ("block_size", "16", "block_size: must be a valid integer, got '16'"),
+        ("max_num_seqs", 0, "max_num_seqs: must be greater than or equal to 1, got 0"),
+        ("max_num_seqs", True, "max_num_seqs: must be a valid integer, got True"),
+        ("num_blocks", 1, "num_blocks: must be greater than or equal to 2, got 1"),
+        ("max_model_len", 0, "max_model_len: must be greater than or equal to 2, got 0"),
+        ("max_num_batched_tokens", 8, "max_num_batched_tokens: must be at least block_size (16), got 8"),
+        ("max_num_batched_tokens", 63, "max_num_batched_tokens: must be at least max_num_seqs (64), got 63"),
+        ("gpu_memory_utilization", 0.0, "gpu_memory_utilization: must be greater than 0, got 0.0"),
+        ("gpu_memory_utilization", 1.1, "gpu_memory_utilization: must be less than or equal to 1, got 1.1"),
+        ("gpu_memory_utilization", float("nan"), "gpu_memory_utilization: must be a finite number, got nan"),
+        ("dtype", "int3", "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', got 'int3'"),
+        ("seed", -1, "seed: must be greater than or equal to 0, got -1"),
+        ("model", "", "model: must have at least 1 character, got ''"),
+        ("model", None, "model: must be a valid string, got None"),
+        ("max_model_length", 9, "max_model_length: unknown setting; did you mean 'max_model_len'?"),
+        ("zebra", 9, "zebra: unknown setting; settings are model, tokenizer"),
+    ],
+)
+def test_a_bad_value_is_refused_with_name_value_and_what_is_allowed(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(**{name: value})
+    assert message in str(error.value).splitlines() or str(error.value).startswith(message)
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(block_size=0, dtype="int3", zebra=1)  # type: ignore[arg-type, call-arg]
+    assert [line.split(":")[0] for line in str(error.value).splitlines()] == ["dtype", "block_size", "zebra"]
+
+
+def test_two_sizes_of_one_pool_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="num_blocks: cannot be 10 while kv_cache_memory_bytes is 1000"):
+        EngineConfig(num_blocks=10, kv_cache_memory_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("swap_space_blocks", 8),
+        ("preemption_mode", "swap"),
+        ("enable_prefix_caching", True),
+        ("attention_backend", "triton"),
+        ("attention_backend", "mosaic"),
+        ("attention_backend", "cpu"),
+        ("speculative_config", {"method": "ngram"}),
+        ("tensor_parallel_size", 2),
+    ],
+)
+def test_what_this_version_does_not_honour_is_refused_not_ignored(name: str, value: object) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{name}: .* is not supported: this version .*; use "):
+        EngineConfig(**{name: value})
+
+
+def test_neutral_values_of_unsupported_settings_are_accepted() -> None:
+    config = EngineConfig(
+        swap_space_blocks=0,
+        preemption_mode="recompute",
+        enable_prefix_caching=False,
+        attention_backend="reference",
+        tensor_parallel_size=1,
+    )
+    assert config.preemption_mode == "recompute"
+
+
+def test_every_backend_of_the_kernels_can_be_chosen() -> None:
+    kernels = pytest.importorskip("pallas_kernels")
+    for backend in kernels.BACKENDS:
+        EngineConfig(attention_backend=backend)
+
+
+def test_a_config_is_frozen_and_replaced_as_a_whole() -> None:
+    config = EngineConfig(model=Path("/models/a"), max_num_seqs=8)  # type: ignore[arg-type]
+    assert config.model == "/models/a"
+    with pytest.raises(ValidationError, match="frozen"):
+        config.max_num_seqs = 4
+    assert config.replace(max_num_seqs=4) == EngineConfig(model="/models/a", max_num_seqs=4)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        config.replace(max_num_batched_tokens=1)
+
+
+def test_checks_hold_under_python_optimised() -> None:
+    program = "from jaxpage.config import EngineConfig\ntry:\n    EngineConfig(block_size=3)\nexcept ValueError as error:\n    print(error)"
+    result = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "block_size: must be a power of two from 1 to 128, got 3"
+
+
+# ---- YAML
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6), ("1.0e-6", 1e-6), (".5", 0.5), ("0.9", 0.9), ("8", 8), ("-8", -8), ("0123", 123), ("true", True),
+        ("False", False), ("null", None), ("~", None), ("yes", "yes"), ("on", "on"), ("no", "no"), ("12:30:45", "12:30:45"),
+        ("2024-01-01", "2024-01-01"), ("0x1f", "0x1f"), (".nan", ".nan"), ("1_000", "1_000"), ("'8'", "8"), ("<<", "<<"),
+        ("[1, a]", [1, "a"]), ("{a: {b: 1}}", {"a": {"b": 1}}),
+    ],
+)  # fmt: skip
+def test_scalars_mean_what_they_look_like(text: str, value: object) -> None:
+    parsed = parse_scalar(text)
+    assert parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("- model\n", "engine.yaml:1: the top level must be a mapping, not a list"),
+        ("\ndemo\n", "engine.yaml:2: the top level must be a mapping, not a single value"),
+        ("model: a\nmodel: b\n", "engine.yaml:2: 'model' is given twice, first in line 1"),
+        ("speculative_config:\n  a: 1\n  a: 2\n", "engine.yaml:3: 'a' is given twice, first in line 2"),
+        ("model: &name demo\n", "engine.yaml:1: anchors and aliases are not allowed"),
+        ("model: demo\ntokenizer: *model\n", "engine.yaml:2: anchors and aliases are not allowed"),
+        ("model: !!python/object/apply:os.system [ls]\n", "engine.yaml:1: tags are not allowed"),
+        ("model: !!str 5\n", "engine.yaml:1: tags are not allowed"),
+        ("1: demo\n", "engine.yaml:1: a key must be plain text"),
+        ("model: [demo\n", "engine.yaml:2: expected ',' or ']'"),
+        ("model: demo\n---\nmodel: demo\n", "engine.yaml:2: but found another document"),
+        (b"\x7fELF\0\0\0", "is not a text file (it contains NUL)"),
+        (b"\xff\xfe\x80", "is not a text file (UTF-8)"),
+        (b"model: \x07\n", "is not a text file: special characters are not allowed at character 7"),
+        ("model: " + "[" * 20_000, "nested too deeply"),
+        ("#" * 1_000_001, "a configuration has at most 1000000"),
+    ],
+)
+def test_a_file_that_is_not_a_strict_mapping_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_mapping(write(tmp_path, text))
+    assert message in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no configuration file .*missing\.yaml"):
+        load_mapping(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_mapping(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        load_mapping(tmp_path / "pipe")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: demo")
+    path.chmod(0)
+    with pytest.raises(ConfigError, match="cannot read .*Permission denied"):
+        load_mapping(path)
+
+
+# ---- sources
+
+
+def test_precedence_and_origins(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: from-file\nmax_num_seqs: 2\nblock_size: 8\n")
+    environment = {"JAXPAGE_MAX_NUM_SEQS": "3", "JAXPAGE_BLOCK_SIZE": "32", "JAXPAGE_REVISION": "1e3", "PATH": "/bin"}
+    resolved = resolve_config(path, {"block_size": 64}, environment=environment, overrides_origin="--block-size")
+    assert (resolved.config.model, resolved.config.max_num_seqs, resolved.config.block_size) == ("from-file", 3, 64)
+    assert resolved.config.revision == "1e3", "text settings are not parsed"
+    assert resolved.origins["model"] == f"{path}:1"
+    assert resolved.origins["max_num_seqs"] == "JAXPAGE_MAX_NUM_SEQS"
+    assert resolved.origins["block_size"] == "--block-size"
+    assert resolved.origins["dtype"] == "built-in"
+
+
+def test_a_refusal_names_the_source(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: demo\n\nblock_size: 3\n")
+    with pytest.raises(ConfigError, match=r"engine\.yaml:3: block_size: must be a power of two"):
+        resolve(path)
+    with pytest.raises(ConfigError, match="JAXPAGE_MAX_NUM_SEQS: max_num_seqs: must be a valid integer, got 'abc'"):
+        resolve(environment={"JAXPAGE_MAX_NUM_SEQS": "abc"})
+    with pytest.raises(UnsupportedError, match=r"engine\.yaml:1: tensor_parallel_size: 2 is not supported"):
+        resolve(write(tmp_path, "tensor_parallel_size: 2"))
+    with pytest.raises(ConfigError, match="argument: max_num_batched_tokens: must be at least"):
+        resolve(max_num_batched_tokens=1)
+
+
+def test_unknown_names_in_every_source(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.yaml:1: max_model_length: .*did you mean 'max_model_len'"):
+        resolve(write(tmp_path, "max_model_length: 8"))
+    with pytest.raises(ConfigError, match=r"JAXPAGE_MAX_MODEL_LENGTH: .*did you mean 'max_model_len'"):
+        resolve(environment={"JAXPAGE_MAX_MODEL_LENGTH": "8"})
+    resolve(environment={"JAXPAGE_SERVICE_HOST": "10.0.0.1", "JAXPAGE_DEBUG": "1", "JAXPAGE_PORT": "tcp://10.0.0.1"})
+
+
+def test_shown_lines_are_yaml_that_loads_to_the_same_config(tmp_path: Path) -> None:
+    resolved = resolve_config(None, {"model": 'a "b": \\ #c', "revision": "1e3", "seed": 2**64 - 1}, environment={})
+    assert resolve(write(tmp_path, "\n".join(resolved.lines()))) == resolved.config
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_configs_of_the_repository_are_valid(path: Path) -> None:
+    resolve(path)
+    assert path.read_text().startswith("# "), "a line on what it is for"
+
+
+def test_engine_flags_cover_every_setting() -> None:
+    """The command line lists its flags without importing pydantic, so that --help is instant; here both are compared."""
+    from jaxpage.cli_flags import ENGINE_FLAGS
+
+    assert {flag.setting for flag in ENGINE_FLAGS} == set(EngineConfig.model_fields)
+    assert inspect.getdoc(EngineConfig)
