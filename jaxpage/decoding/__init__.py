@@ -1,0 +1,8 @@
+"""How a request turns draws into text: strategies that see tokens and answer with edits, and never touch a block."""
+
+from jaxpage.decoding.advance import advance
+from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork
+from jaxpage.decoding.sampling import SamplingStrategy
+from jaxpage.decoding.stopping import Detokenizer, Stopping
+
+__all__ = ["Append", "Detokenizer", "Drop", "Edit", "Finish", "Fork", "SamplingStrategy", "Stopping", "advance"]

@@ -1,0 +1,31 @@
+"""The plain strategy: every draw is the next token of its sequence, until it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxpage.decoding.edits import Append, Edit, Finish
+from jaxpage.decoding.stopping import Detokenizer, Stopping
+from jaxpage.outputs import TokenLogprobs
+from jaxpage.request import Request
+
+
+class SamplingStrategy:
+    """Greedy decoding and sampling of one request. Keeps, for each of its sequences, how far its text has come."""
+
+    def __init__(self, request: Request, new_detokenizer: Callable[[], Detokenizer]) -> None:
+        self._request = request
+        self._new_detokenizer = new_detokenizer
+        self._stopping_of: dict[int, Stopping] = {}  # by sequence id
+
+    def advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Edit]:
+        """The edits that one drawn token leads to: it is appended, and may end the sequence."""
+        stopping = self._stopping_of.get(sequence_id)
+        if stopping is None:
+            stopping = self._stopping_of[sequence_id] = Stopping(self._request, self._new_detokenizer())
+        verdict = stopping.push(token_id)
+        append = Append(sequence_id, token_id, verdict.text, logprobs)
+        if verdict.reason is None:
+            return [append]
+        del self._stopping_of[sequence_id]
+        return [append, Finish(sequence_id, verdict.reason, verdict.stop_reason, verdict.last_text)]

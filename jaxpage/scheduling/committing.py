@@ -1,0 +1,64 @@
+"""What each edit of a decoding strategy does to sequences and block tables."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork
+from jaxpage.memory import BlockManager
+from jaxpage.request import Sequence, SequenceGroup
+
+Sequences = MutableMapping[int, tuple[SequenceGroup, Sequence]]
+
+
+def apply_edit(edit: Edit, sequences: Sequences, block_manager: BlockManager) -> SequenceGroup | None:
+    """Applies one edit and returns the group it touched; None when its sequence is gone (the request was aborted)."""
+    sequence_id = edit.parent_id if isinstance(edit, Fork) else edit.sequence_id
+    if sequence_id not in sequences:
+        return None
+    group, sequence = sequences[sequence_id]
+    assert not sequence.finished, f"{edit} comes after the end of its sequence"
+    match edit:
+        case Append():
+            _append(sequence, edit)
+        case Fork():
+            child = _forked(sequence, edit)
+            group.sequences.append(child)
+            sequences[child.sequence_id] = (group, child)
+            block_manager.fork(edit.parent_id, edit.child_id)
+        case Drop():
+            block_manager.release(sequence_id)
+            group.sequences.remove(sequence)
+            del sequences[sequence_id]
+        case Finish():
+            block_manager.release(sequence_id)
+            _finish(sequence, edit)
+    return group
+
+
+def _append(sequence: Sequence, edit: Append) -> None:
+    sequence.token_ids.append(edit.token_id)
+    if edit.text:
+        sequence.text += edit.text
+    if edit.logprobs is not None:
+        sequence.logprobs.append(edit.logprobs)
+        sequence.cumulative_logprob += edit.logprobs.logprob
+
+
+def _finish(sequence: Sequence, edit: Finish) -> None:
+    sequence.text += edit.text
+    sequence.finish_reason = edit.reason
+    sequence.stop_reason = edit.stop_reason
+
+
+def _forked(parent: Sequence, edit: Fork) -> Sequence:
+    return Sequence(
+        sequence_id=edit.child_id,
+        sample_index=edit.sample_index,
+        num_prompt_tokens=parent.num_prompt_tokens,
+        token_ids=parent.token_ids.copy(),
+        num_computed_tokens=parent.num_computed_tokens,
+        text=parent.text,
+        logprobs=parent.logprobs.copy(),
+        cumulative_logprob=parent.cumulative_logprob,
+    )

@@ -1,0 +1,51 @@
+"""A step while it is being planned: which sequence computes how many tokens, and what that costs of the step's limits."""
+
+from __future__ import annotations
+
+from jaxpage.memory import BlockManager
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.scheduling.plan import Row, Sample, StepPlan
+
+
+class Draft:
+    """Collects work, copies and preemptions until they are frozen into a plan."""
+
+    def __init__(self) -> None:
+        self.work: list[tuple[SequenceGroup, Sequence, int]] = []  # who computes how many of its next tokens
+        self.num_tokens = 0
+        self.copies: list[tuple[int, int]] = []
+        self.preempted: list[str] = []
+
+    def compute(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
+        self.work.append((group, sequence, num_tokens))
+        self.num_tokens += num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.work)
+
+    def freeze(self, step_id: int, block_manager: BlockManager) -> StepPlan:
+        """The plan, with its rows in the order of the work and a sample wherever a row reaches the last known token."""
+        rows: list[Row] = []
+        samples: list[Sample] = []
+        for group, sequence, num_tokens in self.work:
+            sequence_id, start, known = sequence.sequence_id, sequence.num_computed_tokens, sequence.token_ids
+            if start + num_tokens == len(known):
+                samples.append(sample_of(len(rows), num_tokens, sequence, group.request))
+            token_ids = tuple(known[start : start + num_tokens])
+            rows.append(Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id)))
+        return StepPlan(step_id, tuple(rows), tuple(samples), tuple(self.copies), tuple(self.preempted))
+
+
+def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -> Sample:
+    """The draw from the last token of a row that reaches the last known token of its sequence."""
+    num_known, params = len(sequence.token_ids), request.params
+    below_min = num_known - sequence.num_prompt_tokens < params.min_tokens
+    suppressed = suppressed_token_ids(request) if below_min else ()
+    sample_index = sequence.sample_index
+    return Sample(row, num_tokens - 1, sequence.sequence_id, params, request.seed, sample_index, num_known, suppressed)
+
+
+def suppressed_token_ids(request: Request) -> tuple[int, ...]:
+    """What may not be drawn below min_tokens: every token that would end the sequence."""
+    return tuple(sorted(request.eos_token_ids | set(request.params.stop_token_ids)))

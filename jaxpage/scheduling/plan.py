@@ -1,0 +1,74 @@
+"""What one step is to do (`StepPlan`) and what came of it (`StepResult`): the only two things that cross between the wings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Row:
+    """The part of one sequence in a step: `token_ids` are computed at positions `start`, `start + 1`, ...
+
+    `block_table` covers every position up to the last of them; `start` tokens are already in it.
+    """
+
+    sequence_id: int
+    start: int
+    token_ids: tuple[int, ...]
+    block_table: tuple[int, ...]
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the last query token sees, itself included."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One draw of a step: from the logits of query token `offset` of row `row`.
+
+    The draw's noise is a function of (`seed`, `sample_index`, `position`) alone, where `position` is the place that the drawn
+    token takes in its sequence.
+    """
+
+    row: int
+    offset: int
+    sequence_id: int
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    position: int
+    suppressed_token_ids: tuple[int, ...] = ()  # may not be drawn: end-of-sequence and stop ids below min_tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step, in the order in which it happens: block copies first, then the rows' writes and reads, then the draws."""
+
+    step_id: int
+    rows: tuple[Row, ...]
+    samples: tuple[Sample, ...]
+    copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
+    preempted: tuple[str, ...] = ()  # ids of the requests that gave up their blocks for this step
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the device drew, one entry per `StepPlan.samples`. Log probabilities are natural logarithms of the raw softmax."""
+
+    token_ids: npt.NDArray[np.int32]  # [B]
+    logprobs: npt.NDArray[np.float32]  # [B] of the drawn token
+    ranks: npt.NDArray[
+        np.int32
+    ]  # [B] of the drawn token, 1 = likeliest; 0 where no sample of the step asked for logprobs
+    top_token_ids: npt.NDArray[np.int32]  # [B, W]
+    top_logprobs: npt.NDArray[np.float32]  # [B, W]
