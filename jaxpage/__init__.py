@@ -1,0 +1,41 @@
+"""jaxpage: a compiler-style LLM inference engine in JAX with paged attention.
+
+The names below are loaded at first use, so that `import jaxpage` neither imports JAX nor touches a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxpage.config import EngineConfig
+    from jaxpage.llm import LLM
+    from jaxpage.outputs import CompletionOutput, RequestOutput
+    from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "jaxpage.llm",
+    "EngineConfig": "jaxpage.config",
+    "SamplingParams": "jaxpage.sampling_params",
+    "BeamSearchParams": "jaxpage.sampling_params",
+    "RequestOutput": "jaxpage.outputs",
+    "CompletionOutput": "jaxpage.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxpage' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

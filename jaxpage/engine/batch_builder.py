@@ -1,0 +1,113 @@
+"""Turns a plan into the arrays of a step: the only code that pads, and the last that looks at every id before the device does.
+
+JAX clamps or drops an index that is out of range, without a word; so token ids, slots and blocks are checked here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.device.buckets import Bucket, BucketMenu
+from jaxpage.device.step_inputs import packed_size, views
+from jaxpage.scheduling.plan import Row, Sample, StepPlan
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step ready for the device: which executable, its one input, and the block copies to make before it."""
+
+    bucket: Bucket
+    packed: npt.NDArray[np.int32]
+    copies: tuple[npt.NDArray[np.int32], ...]  # each [num_copies, 2], padded with the null block
+    num_draws: int
+
+
+class BatchBuilder:
+    """Knows the menu of shapes and the limits of every id."""
+
+    def __init__(self, menu: BucketMenu, *, table_width: int, block_size: int, num_blocks: int, vocab_size: int):
+        self.menu = menu
+        self.table_width = table_width
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.vocab_size = vocab_size
+
+    def build(self, plan: StepPlan) -> Batch:
+        bucket = self.menu.choose([len(row.token_ids) for row in plan.rows])
+        packed = np.zeros(packed_size(bucket, self.table_width), np.int32)
+        fields: dict[str, Any] = views(packed, bucket, self.table_width)
+        self._fill_rows(fields, plan.rows)
+        self._fill_draws(fields, plan.samples)
+        self._check(fields)
+        return Batch(bucket, packed, self._copies(plan.copies), len(plan.samples))
+
+    def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
+        """Rows lie one after the other in the stream; rows of padding are empty, tokens of padding go to the null block."""
+        lengths = [len(row.token_ids) for row in rows]
+        ends = list(itertools.accumulate(lengths))
+        total, num_rows = ends[-1], len(rows)
+        fields["token_ids_T"][:total] = list(itertools.chain.from_iterable(row.token_ids for row in rows))
+        fields["query_start"][1:] = total
+        fields["query_start"][1 : num_rows + 1] = ends
+        fields["context_len_B"][:num_rows] = [row.context_length for row in rows]
+        tables = fields["block_table_BM"]
+        for index, row in enumerate(rows):
+            tables[index, : len(row.block_table)] = row.block_table
+        row_T = np.repeat(np.arange(num_rows), lengths)
+        position_T = np.arange(total) - np.repeat(np.array(ends) - lengths, lengths)
+        position_T += np.repeat([row.start for row in rows], lengths)
+        fields["positions_T"][:total] = position_T
+        block_T = tables[row_T, position_T // self.block_size]
+        fields["slots_T"][:total] = block_T * self.block_size + position_T % self.block_size
+
+    def _fill_draws(self, fields: dict[str, Any], samples: tuple[Sample, ...]) -> None:
+        count = len(samples)
+        params = [sample.params for sample in samples]
+        starts = fields["query_start"]
+        fields["drawn_token_B"][:count] = [starts[sample.row] + sample.offset for sample in samples]
+        fields["temperature_B"][:count] = [p.temperature for p in params]
+        fields["top_k_B"][:count] = [min(p.top_k, self.vocab_size) for p in params]
+        fields["top_p_B"][:] = 1.0
+        fields["top_p_B"][:count] = [p.top_p for p in params]
+        fields["min_p_B"][:count] = [p.min_p for p in params]
+        seeds = np.array([sample.seed for sample in samples], np.uint64)
+        fields["seed_B2"][:count, 0] = seeds >> np.uint64(32)
+        fields["seed_B2"][:count, 1] = seeds & np.uint64(0xFFFFFFFF)
+        fields["sample_index_B"][:count] = [sample.sample_index for sample in samples]
+        fields["drawn_position_B"][:count] = [sample.position for sample in samples]
+        suppressed = fields["suppressed_BE"]
+        suppressed[:] = self.vocab_size
+        for index, sample in enumerate(samples):
+            suppressed[index, : len(sample.suppressed_token_ids)] = sample.suppressed_token_ids
+        fields["flags"][0] = any(p.temperature > 0 for p in params)
+        fields["flags"][1] = any(p.logprobs is not None for p in params)
+
+    def _check(self, fields: dict[str, Any]) -> None:
+        for name, limit in (
+            ("token_ids_T", self.vocab_size),
+            ("slots_T", self.num_blocks * self.block_size),
+            ("block_table_BM", self.num_blocks),
+            ("suppressed_BE", self.vocab_size + 1),
+        ):
+            values = fields[name]
+            if values.min() < 0 or values.max() >= limit:
+                raise ValueError(
+                    f"{name} has entries from {values.min()} to {values.max()}, allowed are 0 to {limit - 1}"
+                )
+
+    def _copies(self, copies: tuple[tuple[int, int], ...]) -> tuple[npt.NDArray[np.int32], ...]:
+        size = self.menu.num_copies
+        batches = []
+        for start in range(0, len(copies), size):
+            part = copies[start : start + size]
+            pairs = np.zeros((size, 2), np.int32)
+            pairs[: len(part)] = part
+            if pairs.min() < 0 or pairs.max() >= self.num_blocks:
+                raise ValueError(f"block copies {part} leave the pool of {self.num_blocks} blocks")
+            batches.append(pairs)
+        return tuple(batches)

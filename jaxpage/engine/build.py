@@ -1,0 +1,166 @@
+"""From settings to an engine: find the model, check that it fits in memory, load it, compile every shape."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, read_generation_config, resolve_model
+from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.config import EngineConfig
+from jaxpage.device import kv_pages
+from jaxpage.device.buckets import BucketMenu, make_menu
+from jaxpage.device.executables import Executables, use_compile_cache
+from jaxpage.device.sizing import MemoryPlan, available_bytes, choose_num_blocks
+from jaxpage.device.steps import StepOptions
+from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.runner import Runner
+from jaxpage.engine.text import load_tokenizer
+from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.models.base import abstract_model
+from jaxpage.scheduling import Scheduler, StepLimits
+
+DEFAULT_BATCHED_TOKENS = {"cpu": 256}  # a CPU is busy with that many; elsewhere:
+DEFAULT_BATCHED_TOKENS_ACCELERATOR = 2048
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine and what the front doors need to know about its model."""
+
+    engine: Engine
+    tokenizer: Any | None
+    generation_defaults: dict[str, Any]
+    memory: MemoryPlan
+
+
+def build_engine(config: EngineConfig, *, progress: bool) -> Built:
+    """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything."""
+    use_compile_cache(compile_cache_directory())
+    files = open_model(resolve_model(config.model, config.revision))
+    _check_load_format(config, files)
+    tokenizer = load_tokenizer(Path(config.tokenizer) if config.tokenizer else files.directory)
+    device = jax.devices()[0]
+    dtype = _dtype(config, files, device)
+    menu = make_menu(config.max_num_seqs, _max_num_batched_tokens(config, device))
+    memory = _plan_memory(config, files, device, dtype, menu)
+    if progress:
+        _print_table(memory, dtype)
+    parameters = load_weights(files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress)
+    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
+    table_width = -(-memory.max_model_len // config.block_size)
+    options = StepOptions(graph, table_width, config.attention_backend, sample_by_row=device.platform == "cpu")
+    pages = kv_pages.page_shapes(files.spec.kv, memory.num_blocks, config.block_size, jnp.dtype(dtype))
+    executables = Executables(menu, parameters, pages, options, progress=progress)
+    new_pages = functools.partial(
+        kv_pages.allocate, files.spec.kv, memory.num_blocks, config.block_size, jnp.dtype(dtype)
+    )
+    engine = Engine(
+        scheduler=_scheduler(config, menu, memory),
+        builder=BatchBuilder(
+            menu,
+            table_width=table_width,
+            block_size=config.block_size,
+            num_blocks=memory.num_blocks,
+            vocab_size=files.spec.vocab_size,
+        ),
+        runner=Runner(parameters, new_pages, executables),
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(files.directory, files.config),
+        max_model_len=memory.max_model_len,
+        seed=config.seed,
+    )
+    memory = replace(memory, workspace_bytes=executables.workspace_bytes())
+    return Built(engine, tokenizer, read_generation_config(files.directory), memory)
+
+
+def compile_cache_directory() -> Path:
+    """$JAX_COMPILATION_CACHE_DIR, else a directory of the user's own, per version and platform, below $JAXPAGE_CACHE_DIR."""
+    if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return Path(chosen)
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(os.environ.get("JAXPAGE_CACHE_DIR") or user_cache / "jaxpage")
+    return home / "xla" / f"{jax.__version__}-{jax.default_backend()}"
+
+
+def _check_load_format(config: EngineConfig, files: ModelFiles) -> None:
+    if config.load_format not in ("auto", files.plan.layout):
+        raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
+
+
+def _dtype(config: EngineConfig, files: ModelFiles, device: jax.Device) -> str:
+    """ "auto" follows the checkpoint, but on CPU everything runs in float32, where XLA's bfloat16 products are many times slower."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if device.platform == "cpu" else files.plan.stored_dtype()
+
+
+def _max_num_batched_tokens(config: EngineConfig, device: jax.Device) -> int:
+    if config.max_num_batched_tokens is not None:
+        return max(config.max_num_batched_tokens, 2)
+    return max(DEFAULT_BATCHED_TOKENS.get(device.platform, DEFAULT_BATCHED_TOKENS_ACCELERATOR), config.block_size)
+
+
+def _plan_memory(
+    config: EngineConfig, files: ModelFiles, device: jax.Device, dtype: str, menu: BucketMenu
+) -> MemoryPlan:
+    spec = files.spec
+    longest = spec.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
+    plan = MemoryPlan(
+        device=f"{device.platform} ({device.device_kind})",
+        available_bytes=available_bytes(device, config.gpu_memory_utilization),
+        weights_bytes=files.plan.num_bytes(dtype),
+        workspace_bytes=_workspace_estimate(spec.vocab_size, spec.model_width, menu),
+        block_bytes=kv_pages.bytes_per_block(spec.kv, config.block_size, jnp.dtype(dtype)),
+        block_size=config.block_size,
+        num_blocks=0,
+        max_model_len=config.max_model_len or longest,
+    )
+    plan = choose_num_blocks(
+        plan, wanted=config.num_blocks, pool_bytes=config.kv_cache_memory_bytes, max_num_seqs=config.max_num_seqs
+    )
+    if plan.num_slots >= plan.max_model_len:
+        return plan
+    if config.max_model_len is not None:
+        raise CapacityError(
+            f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the KV pool of {plan.num_slots} slots "
+            f"({plan.num_blocks - 1} blocks of {plan.block_size}). Lower max_model_len to {plan.num_slots} or less, or raise "
+            "num_blocks or kv_cache_memory_bytes."
+        )
+    return replace(plan, max_model_len=plan.num_slots)
+
+
+def _workspace_estimate(vocab_size: int, width: int, menu: BucketMenu) -> int:
+    """Before compilation: logits with what sampling makes of them, and a dozen activations of the widest step, in float32."""
+    rows = max(bucket.num_rows for bucket in menu.buckets)
+    tokens = max(bucket.num_tokens for bucket in menu.buckets)
+    return 4 * (6 * rows * vocab_size + 24 * tokens * width)
+
+
+def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan) -> Scheduler:
+    limits = StepLimits(
+        max_rows=config.max_num_seqs,
+        max_tokens=menu.chunk[-1].num_tokens,
+        max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
+        mixed=False,  # attention in plain XLA pads every row to a tile: prompt chunks and single tokens are better apart
+    )
+    manager = BlockManager(BlockPool(memory.num_blocks), config.block_size)
+    return Scheduler(limits, manager, max_num_seqs=config.max_num_seqs)
+
+
+def _print_table(memory: MemoryPlan, dtype: str) -> None:
+    rows = [*memory.rows(), ("dtype", dtype)]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}", file=sys.stderr)

@@ -1,0 +1,135 @@
+"""The engine: requests in, steps, sequence groups out. `step` is the hall from which every room can be seen."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence as TokenIds
+from typing import Any
+
+from jaxpage.decoding import Edit, Finish, SamplingStrategy, advance
+from jaxpage.engine.admission import Admission
+from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.metrics import EngineMetrics
+from jaxpage.engine.reporting import Reporter
+from jaxpage.engine.runner import Runner
+from jaxpage.engine.text import NoText, StreamDetokenizer
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.scheduling import Scheduler
+from jaxpage.scheduling.plan import StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Drives the scheduler and the runner. Not for several threads at once: the front doors see to that."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        builder: BatchBuilder,
+        runner: Runner,
+        tokenizer: Any | None,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        seed: int,
+    ):
+        self.scheduler = scheduler
+        self.builder = builder
+        self.runner = runner
+        self.metrics = EngineMetrics()
+        self.tokenizer = tokenizer
+        self.admission = Admission(
+            vocab_size=builder.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            has_text=tokenizer is not None,
+            seed=seed,
+        )
+        self._strategies: dict[int, SamplingStrategy] = {}  # by sequence id
+        self._groups: dict[int, SequenceGroup] = {}  # by sequence id
+        self._sequence_ids = itertools.count()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def check(self, prompt_token_ids: TokenIds[int], params: SamplingParams | BeamSearchParams) -> None:
+        """Raises what `add` would raise for this request, and changes nothing."""
+        self.admission.check(prompt_token_ids, params)
+
+    def add(
+        self, request_id: str, prompt: str | None, prompt_token_ids: TokenIds[int], params: SamplingParams
+    ) -> Reporter:
+        """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool."""
+        request = self.admission.admit(request_id, prompt, prompt_token_ids, params)
+        sequence = Sequence(
+            sequence_id=next(self._sequence_ids),
+            sample_index=0,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            token_ids=list(request.prompt_token_ids),
+        )
+        group = SequenceGroup(request, [sequence])
+        self.scheduler.add(group)
+        self._groups[sequence.sequence_id] = group
+        self._strategies[sequence.sequence_id] = SamplingStrategy(request, lambda: self._new_detokenizer(request))
+        return Reporter(group, self.metrics.arrived(request_id), self.tokenizer)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, whatever it is doing; its blocks are free at once. An unknown id, or a finished one, is no error."""
+        if group := self.scheduler.abort(request_id):
+            self._forget(group)
+
+    def step(self) -> list[SequenceGroup]:
+        """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        self.metrics.scheduled(plan, self._groups)
+        try:
+            result = self.runner.run(self.builder.build(plan))
+        except Exception:
+            return self._fail(plan)
+        return self._commit(plan, advance(plan, result, self._strategies))
+
+    def recover(self) -> None:
+        """After an interrupted step: if it took the pages with it, everything running is given up and the pool is made anew."""
+        if self.runner.pages_are_lost:
+            for group in self.scheduler.running:
+                self.abort(group.request.request_id)
+            self.runner.rebuild_pages()
+
+    def stats(self) -> dict[str, Any]:
+        return self.metrics.snapshot(self.scheduler, self.runner.executables)
+
+    def _commit(self, plan: StepPlan, edits: list[Edit]) -> list[SequenceGroup]:
+        groups = self.scheduler.commit(plan, edits)
+        self.metrics.committed(plan, groups)
+        for group in groups:
+            if group.finished:
+                self._forget(group)
+        return groups
+
+    def _fail(self, plan: StepPlan) -> list[SequenceGroup]:
+        """A failed step took the donated pages with it: what was running ends with an error, and the pool is made anew."""
+        logger.exception("step %d failed; running requests end with an error", plan.step_id)
+        edits: list[Edit] = [
+            Finish(sequence.sequence_id, "error") for group in self.scheduler.running for sequence in group.unfinished
+        ]
+        groups = self._commit(plan, edits)
+        self.runner.rebuild_pages()
+        return groups
+
+    def _forget(self, group: SequenceGroup) -> None:
+        self.metrics.ended(group)
+        for sequence in group.sequences:
+            self._strategies.pop(sequence.sequence_id)
+            self._groups.pop(sequence.sequence_id)
+
+    def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
+        if self.tokenizer is None:
+            return NoText()
+        skip = request.params.skip_special_tokens
+        return StreamDetokenizer(self.tokenizer, request.prompt_token_ids, skip_special_tokens=skip)

@@ -1,0 +1,81 @@
+"""What an engine counts. `snapshot` gives the facts under the names of the public interface."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage.device.executables import Executables
+from jaxpage.outputs import RequestMetrics
+from jaxpage.request import SequenceGroup
+from jaxpage.scheduling import Scheduler
+from jaxpage.scheduling.plan import StepPlan
+
+
+@dataclass
+class EngineMetrics:
+    """Counters of one engine, and the times of the requests that it has."""
+
+    engine_steps_total: int = 0
+    prompt_tokens_total: int = 0  # computed; again after a preemption
+    generation_tokens_total: int = 0
+    copy_on_write_blocks_total: int = 0
+    request_success_total: dict[str, int] = field(default_factory=dict)  # by finish reason
+    requests: dict[str, RequestMetrics] = field(default_factory=dict)
+
+    def arrived(self, request_id: str) -> RequestMetrics:
+        metrics = self.requests[request_id] = RequestMetrics(arrival_time=time.monotonic())
+        return metrics
+
+    def scheduled(self, plan: StepPlan, group_of: dict[int, SequenceGroup]) -> None:
+        now = time.monotonic()
+        self.engine_steps_total += 1
+        self.copy_on_write_blocks_total += len(plan.copies)
+        for row in plan.rows:
+            group = group_of[row.sequence_id]
+            self.prompt_tokens_total += max(0, min(row.context_length, len(group.request.prompt_token_ids)) - row.start)
+            metrics = self.requests[group.request.request_id]
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+
+    def committed(self, plan: StepPlan, groups: list[SequenceGroup]) -> None:
+        now = time.monotonic()
+        self.generation_tokens_total += len(plan.samples)
+        for group in groups:
+            metrics = self.requests[group.request.request_id]
+            metrics.num_preemptions = group.num_preemptions
+            if metrics.first_token_time is None and any(s.num_output_tokens for s in group.sequences):
+                metrics.first_token_time = now
+
+    def ended(self, group: SequenceGroup) -> None:
+        self.requests.pop(group.request.request_id).finished_time = time.monotonic()
+        for sequence in group.sequences:
+            reason = sequence.finish_reason or "abort"
+            self.request_success_total[reason] = self.request_success_total.get(reason, 0) + 1
+
+    def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
+        pool, split = scheduler.block_manager.pool, scheduler.usage()
+        total, free = pool.num_usable, pool.num_free
+        return {
+            "num_requests_running": scheduler.num_running,
+            "num_requests_waiting": scheduler.num_waiting,
+            "num_requests_swapped": 0,
+            "kv_cache_usage_perc": (total - free) / total,
+            "num_blocks_total": total,
+            "num_blocks_free": free,
+            "num_blocks_cached": 0,
+            "num_preemptions_total": {"recompute": scheduler.num_preemptions, "swap": 0},
+            "prompt_tokens_total": self.prompt_tokens_total,
+            "generation_tokens_total": self.generation_tokens_total,
+            "copy_on_write_blocks_total": self.copy_on_write_blocks_total,
+            "shared_blocks": split.shared_blocks,
+            "kv_token_slots": split.token_slots,
+            "kv_reserved_slots": split.reserved_slots,
+            "kv_internal_fragmentation_slots": split.internal_fragmentation_slots,
+            "kv_free_slots": split.free_slots,
+            "request_success_total": dict(self.request_success_total),
+            "compile_total": executables.compile_total,
+            "compile_seconds_total": executables.compile_seconds,
+            "engine_steps_total": self.engine_steps_total,
+        }

@@ -1,0 +1,72 @@
+"""Makes `RequestOutput` of sequence groups: whole, or only what is new since the last look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from jaxpage.request import Sequence, SequenceGroup
+
+
+class Reporter:
+    """Reports on one request. Each `delta` starts where the one before ended."""
+
+    def __init__(self, group: SequenceGroup, metrics: RequestMetrics, tokenizer: Any | None):
+        self._group = group
+        self._metrics = metrics
+        self._tokenizer = tokenizer
+        self._seen: dict[int, tuple[int, int]] = {}  # sequence id -> output tokens and characters already reported
+
+    @property
+    def finished(self) -> bool:
+        return self._group.finished
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(sequence.num_output_tokens for sequence in self._group.sequences)
+
+    def whole(self) -> RequestOutput:
+        return self._output([self._completion(sequence, 0, 0) for sequence in self._group.sequences])
+
+    def delta(self) -> RequestOutput:
+        completions = []
+        for sequence in self._group.sequences:
+            tokens, characters = self._seen.get(sequence.sequence_id, (0, 0))
+            completions.append(self._completion(sequence, tokens, characters))
+            self._seen[sequence.sequence_id] = (sequence.num_output_tokens, len(sequence.text))
+        return self._output(completions)
+
+    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
+        request = self._group.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=completions,
+            finished=self._group.finished,
+            metrics=self._metrics,
+        )
+
+    def _completion(self, sequence: Sequence, tokens: int, characters: int) -> CompletionOutput:
+        wanted = self._group.request.params.logprobs
+        return CompletionOutput(
+            index=sequence.sample_index,
+            text=sequence.text[characters:],
+            token_ids=sequence.token_ids[sequence.num_prompt_tokens + tokens :],
+            cumulative_logprob=None if wanted is None else sequence.cumulative_logprob,
+            logprobs=None if wanted is None else [self._logprobs(one, wanted) for one in sequence.logprobs[tokens:]],
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+        )
+
+    def _logprobs(self, token: TokenLogprobs, wanted: int) -> dict[int, Logprob]:
+        """The drawn token first, then the likeliest `wanted`."""
+        entries = {token.token_id: Logprob(token.logprob, token.rank, self._decoded(token.token_id))}
+        for rank, (token_id, logprob) in enumerate(
+            zip(token.top_token_ids[:wanted], token.top_logprobs[:wanted], strict=True), start=1
+        ):
+            entries.setdefault(token_id, Logprob(logprob, rank, self._decoded(token_id)))
+        return entries
+
+    def _decoded(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id])

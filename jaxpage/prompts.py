@@ -1,0 +1,72 @@
+"""The forms in which prompts and their parameters may be given, turned into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of those"
+_Params = TypeVar("_Params")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Text, or token ids, or both when the text has been encoded."""
+
+    text: str | None
+    token_ids: tuple[int, ...] | None
+
+
+def normalise(prompts: Any) -> list[Prompt]:
+    """One `Prompt` per prompt. A list of integers is one prompt; an empty list is none. Raises TypeError naming the forms."""
+    if isinstance(prompts, str | dict) or _is_token_ids(prompts):
+        return [_one(prompts)]
+    if isinstance(prompts, list | tuple):
+        return [_one(prompt) for prompt in prompts]
+    raise TypeError(f"prompts must be {FORMS}; got {type(prompts).__name__}")
+
+
+def _one(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(_valid_text(prompt), None)
+    if isinstance(prompt, dict):
+        return _from_dict(prompt)
+    if isinstance(prompt, list | tuple) and all(type(token_id) is int for token_id in prompt):
+        return Prompt(None, tuple(prompt))
+    raise TypeError(f"a prompt must be {FORMS}; got {prompt!r:.80}")
+
+
+def _from_dict(prompt: dict[str, Any]) -> Prompt:
+    if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+        raise TypeError(f"a prompt has unknown keys {sorted(map(str, unknown))}; it must be {FORMS}")
+    token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if token_ids is None and text is None:
+        raise TypeError(f"a prompt is empty; it must be {FORMS}")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"'prompt' must be a string; got {text!r:.80}")
+    ids = None if token_ids is None else _one(list(token_ids)).token_ids
+    return Prompt(None if text is None else _valid_text(text), ids)
+
+
+def _valid_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt contains invalid Unicode at character {error.start}: {text[error.start]!r}"
+        ) from None
+    return text
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    return isinstance(prompts, list | tuple) and bool(prompts) and all(type(item) is int for item in prompts)
+
+
+def one_each(params: _Params | Sequence[_Params], count: int) -> list[_Params]:
+    """The same parameters for every prompt, or one per prompt. Raises ValueError when the numbers differ."""
+    if not isinstance(params, list | tuple):
+        return [params] * count  # type: ignore[list-item]
+    if len(params) != count:
+        raise ValueError(f"{len(params)} params for {count} prompts: give one, or one per prompt")
+    return list(params)

@@ -1,0 +1,86 @@
+"""Engines for tests, kept by their settings so that tests share compiled work, and a look at the logits that they draw from."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpage import LLM
+from jaxpage.device.step_inputs import unpack
+from jaxpage.device.steps import logits_step
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+    "max_position_embeddings": 256,
+    "eos_token_id": 0,
+}
+
+
+def make_llm(directory: Path, **settings: Any) -> LLM:
+    """An LLM with a small menu of shapes."""
+    small = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129, "max_model_len": 256}
+    return LLM(model=str(directory), use_tqdm=False, **{**small, **settings})
+
+
+def free_blocks(llm: LLM) -> int:
+    return llm.stats()["num_blocks_free"]
+
+
+def invariants(llm: LLM) -> None:
+    """What must hold of an engine that is idle."""
+    llm._engine.scheduler.check()
+    stats = llm.stats()
+    assert stats["num_blocks_free"] == stats["num_blocks_total"]
+    assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
+    assert not llm._engine._strategies and not llm._engine._groups and not llm._engine.metrics.requests
+    assert not llm._changed
+
+
+class LogitsWitness:
+    """Stands in front of an engine's executables and keeps the logits of every draw, computed by the same step function.
+
+    `logits[sequence_id, position]` is what the token at that position was drawn from. Sequence ids count up from 0.
+    """
+
+    def __init__(self, llm: LLM):
+        self.logits: dict[tuple[int, int], np.ndarray] = {}
+        self._engine = llm._engine
+        self._real = llm._engine.runner.executables
+        self._build = llm._engine.builder.build
+        self._jitted: dict[Any, Any] = {}
+        self._engine.runner.executables = self  # type: ignore[assignment]
+        self._engine.builder.build = self._built  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def step(self, bucket: Any) -> Any:
+        def run(parameters: Any, pages: Any, packed: Any) -> Any:
+            if bucket not in self._jitted:
+                self._jitted[bucket] = jax.jit(functools.partial(self._logits_of, bucket))
+            logits = np.asarray(self._jitted[bucket](parameters, pages, packed))
+            for sample, row in zip(self._samples, logits, strict=False):
+                self.logits[sample.sequence_id, sample.position] = row
+            return self._real.step(bucket)(parameters, pages, packed)
+
+        return run
+
+    def _built(self, plan: Any) -> Any:
+        self._samples = plan.samples
+        return self._build(plan)
+
+    def _logits_of(self, bucket: Any, parameters: Any, pages: Any, packed: Any) -> jax.Array:
+        options = self._real.options
+        inputs = unpack(packed, bucket, options.table_width)
+        return logits_step(parameters, pages, inputs, bucket=bucket, options=options)[0]

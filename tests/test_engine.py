@@ -1,0 +1,392 @@
+"""The engine and its front door: what users ask comes out exactly, and nothing is left behind, whatever happens on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.device.buckets import make_menu
+from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
+from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with make_llm(directory, num_blocks=33) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(llm):
+    yield
+    invariants(llm)
+
+
+def prompts_of(*lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 257, length).tolist() for length in lengths]
+
+
+def one(llm, prompt, params):
+    return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+
+
+def test_forms_of_prompts_and_order_of_outputs(llm):
+    first, second = prompts_of(4, 9)
+    both = llm.generate([first, {"prompt_token_ids": second}], GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in both] == [first, second]
+    assert llm.generate(first, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == both[0].outputs[0].token_ids
+    assert llm.generate({"prompt_token_ids": second}, GREEDY, use_tqdm=False)[0].outputs[0] == both[1].outputs[0]
+    assert llm.generate([], GREEDY) == []
+    lengths = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (7, 1)]
+    assert [len(o.outputs[0].token_ids) for o in llm.generate([first, second], lengths, use_tqdm=False)] == [7, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "error", "message"),
+    [
+        (None, GREEDY, TypeError, "prompts must be a string, a list of token ids"),
+        ([None], GREEDY, TypeError, "a prompt must be"),
+        ([[1, 2], []], GREEDY, ValueError, "no tokens"),
+        ([[1, 2.0]], GREEDY, TypeError, "a prompt must be"),
+        ([[1, True]], GREEDY, TypeError, "a prompt must be"),
+        ([[1, 257]], GREEDY, ValueError, "prompt_token_ids has 257, but .* 0 to 256"),
+        ([[1, -1]], GREEDY, ValueError, "prompt_token_ids has -1"),
+        ([[1] * 256], GREEDY, ValueError, "256 tokens, which leaves no room .* 256"),
+        ("text", GREEDY, ValueError, "no tokenizer"),
+        ({"prompt_ids": [1]}, GREEDY, TypeError, "unknown keys"),
+        ([[1]], SamplingParams(stop="x"), ValueError, r"stop=\['x'\] needs text"),
+        ([[1]], SamplingParams(stop_token_ids=[257]), ValueError, "stop_token_ids has 257"),
+        ([[1]], SamplingParams(n=2), UnsupportedError, "n=2"),
+        ([[1]], SamplingParams(presence_penalty=0.5), UnsupportedError, "presence_penalty=0.5"),
+        ([[1]], SamplingParams(logit_bias={3: 1.0}), UnsupportedError, "logit_bias"),
+        ([[1]], SamplingParams(prompt_logprobs=1), UnsupportedError, "prompt_logprobs=1"),
+        ([[1]], BeamSearchParams(beam_width=2), UnsupportedError, "beam_width=2"),
+        ([[1]], SamplingParams(min_tokens=1, stop_token_ids=list(range(20))), UnsupportedError, "20 stop token ids"),
+        ([[1], [2]], [GREEDY], ValueError, "1 params for 2 prompts"),
+        ([[1]], {"temperature": 0}, TypeError, "not dict"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(llm, prompts, params, error, message):
+    steps = llm.stats()["engine_steps_total"]
+    with pytest.raises(error, match=message):
+        llm.generate(prompts, params, use_tqdm=False)
+    with pytest.raises((error, ValueError)):  # at the call, not at the first chunk
+        llm.stream(prompts, params)
+    assert llm.stats()["engine_steps_total"] == steps
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(directory, llm):
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    with make_llm(directory, num_blocks=5, max_model_len=None, max_num_seqs=2) as small:
+        assert small.memory.max_model_len == 64  # what the pool can hold
+        assert len(one(small, [5] * 60, params).token_ids) == 4
+    with pytest.raises(CapacityError, match=r"max_model_len = 200 .* 64 slots .* Lower max_model_len to 64"):
+        make_llm(directory, num_blocks=5, max_model_len=200)
+    with pytest.raises(ConfigError, match="max_model_len is 300, but the model's positions end at 256"):
+        make_llm(directory, max_model_len=300)
+    with pytest.raises(CapacityError, match=r"KV blocks take .* available"):
+        make_llm(directory, num_blocks=2**30)
+
+
+def test_lengths_stop_ids_and_their_reasons(llm):
+    prompt = prompts_of(6)[0]
+    free = one(llm, prompt, GREEDY)
+    assert (free.finish_reason, free.stop_reason, len(free.token_ids)) == ("length", None, 12)
+    stop = free.token_ids[5]
+    first = free.token_ids.index(stop)
+    stopped = one(llm, prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop]))
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert one(llm, prompt, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)).finish_reason == "length"
+
+
+def test_the_end_of_sequence_token_and_min_tokens(llm, directory, tmp_path):
+    prompt = prompts_of(6)[0]
+    free = one(llm, prompt, GREEDY).token_ids
+    end = free[3]
+    place = free.index(end)
+    ending = random_checkpoint(tmp_path / "ending", {**LLAMA, "eos_token_id": end})
+    with make_llm(ending) as other:
+        stopped = one(other, prompt, SamplingParams(temperature=0.0, max_tokens=12))
+        assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (free[: place + 1], "stop", None)
+        assert one(other, prompt, GREEDY).token_ids == free
+        later = one(other, prompt, SamplingParams(temperature=0.0, max_tokens=12, min_tokens=place + 3))
+        assert end not in later.token_ids[: place + 3] and len(later.token_ids) >= place + 3
+        assert later.token_ids[:place] == free[:place]
+
+
+def test_streams_add_up_to_the_whole(llm):
+    prompt = prompts_of(40)[0]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=15, ignore_eos=True, logprobs=2)
+    whole = one(llm, prompt, params)
+    chunks = list(llm.stream(prompt, params))
+    assert [t for chunk in chunks for t in chunk.outputs[0].token_ids] == whole.token_ids
+    assert [p for chunk in chunks for p in chunk.outputs[0].logprobs] == whole.logprobs
+    assert [chunk.finished for chunk in chunks] == [False] * 14 + [True]
+    assert chunks[-1].outputs[0].finish_reason == "length"
+
+
+def test_logprobs(llm):
+    prompt = prompts_of(20)[0]
+    greedy = one(llm, prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3))
+    for token, entries in zip(greedy.token_ids, greedy.logprobs, strict=True):
+        assert next(iter(entries)) == token and entries[token].rank == 1 and len(entries) == 3
+        ranked = sorted(entries.values(), key=lambda entry: entry.rank)
+        assert [entry.rank for entry in ranked] == [1, 2, 3]
+        assert [entry.logprob for entry in ranked] == sorted((e.logprob for e in ranked), reverse=True)
+    assert greedy.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(greedy.token_ids, greedy.logprobs, strict=True))
+    )
+    alone = one(llm, prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0))
+    assert [list(entries) for entries in alone.logprobs] == [[token] for token in alone.token_ids]
+    assert one(llm, prompt, GREEDY).logprobs is None and one(llm, prompt, GREEDY).cumulative_logprob is None
+
+
+def test_seeds(llm, directory):
+    prompt = prompts_of(8)[0]
+    drawn = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
+    seeded = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=2**64 - 1)
+    first, second = (output.outputs[0].token_ids for output in llm.generate([prompt] * 2, drawn, use_tqdm=False))
+    assert first != second
+    assert one(llm, prompt, seeded).token_ids == one(llm, prompt, seeded).token_ids != first
+    runs = []
+    for seed in (0, 0, 1):
+        with make_llm(directory, seed=seed) as fresh:
+            runs.append([one(fresh, prompt, drawn).token_ids for _ in range(2)])
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_closed_stream_frees_its_blocks(llm):
+    before = free_blocks(llm)
+    stream = llm.stream(prompts_of(50)[0], GREEDY)
+    next(stream)
+    assert free_blocks(llm) < before
+    other = one(llm, prompts_of(7)[0], GREEDY)  # another call in the middle of a stream
+    stream.close()
+    assert free_blocks(llm) == before
+    assert other == one(llm, prompts_of(7)[0], GREEDY)
+    del stream
+    assert list(llm.stream([1, 2], GREEDY))
+
+
+def test_two_threads_take_turns(llm):
+    prompts = prompts_of(30, 12)
+    want = [one(llm, prompt, GREEDY) for prompt in prompts]
+    got = {}
+    threads = [threading.Thread(target=lambda i=i: got.update({i: one(llm, prompts[i], GREEDY)})) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[0], got[1]] == want
+
+
+@pytest.mark.parametrize("moment", ["before the step", "in the step", "after the step"])
+def test_an_interrupt_leaves_the_engine_usable(llm, moment, monkeypatch):
+    prompts = prompts_of(30, 5, 60)
+    want = llm.generate(prompts, GREEDY, use_tqdm=False)
+    runner, calls = llm._engine.runner, itertools.count()
+    real_run, real_step = runner.run, runner.executables.step
+
+    def interrupted_run(batch):
+        if next(calls) == 5:
+            if moment == "before the step":
+                raise KeyboardInterrupt
+            if moment == "in the step":  # the pages are donated, and what replaces them never arrives
+                runner.executables.step(batch.bucket)(runner._parameters, runner._pages, batch.packed)
+                raise KeyboardInterrupt
+            real_run(batch)
+            raise KeyboardInterrupt
+        return real_run(batch)
+
+    monkeypatch.setattr(runner, "run", interrupted_run)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    invariants(llm)
+    assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [o.outputs for o in want]
+    assert real_step is not None
+
+
+def test_a_real_ctrl_c(llm):
+    threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            llm.generate(prompts_of(60, 50, 9), GREEDY, use_tqdm=False)
+    invariants(llm)
+    assert len(one(llm, [3, 4], GREEDY).token_ids) == 12
+
+
+def test_a_failed_step_ends_what_runs_and_the_engine_serves_on(llm, monkeypatch, caplog):
+    prompts = prompts_of(30, 5)
+    want = llm.generate(prompts, GREEDY, use_tqdm=False)
+    runner, calls = llm._engine.runner, itertools.count()
+    real = runner.run
+
+    def failing(batch):
+        if next(calls) == 4:
+            runner.executables.step(batch.bucket)(runner._parameters, runner._pages, batch.packed)
+            raise RuntimeError("RESOURCE_EXHAUSTED: planted")
+        return real(batch)
+
+    monkeypatch.setattr(runner, "run", failing)
+    failed = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in failed] == ["error", "error"]
+    assert "planted" in caplog.text
+    assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [o.outputs for o in want]
+
+
+def test_numbers_that_are_none_end_only_their_request(llm, monkeypatch):
+    prompts = prompts_of(30, 5)
+    want = llm.generate(prompts, GREEDY, use_tqdm=False)
+    runner = llm._engine.runner
+    real, calls = runner.run, itertools.count()
+
+    def without_a_number(batch):
+        result = real(batch)
+        if next(calls) != 3:
+            return result
+        token_ids = result.token_ids.copy()
+        token_ids[0] = -1  # what the sampler says when the logits are not finite
+        return dataclasses.replace(result, token_ids=token_ids)
+
+    monkeypatch.setattr(runner, "run", without_a_number)
+    ended, other = (output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False))
+    assert ended.finish_reason == "error" and "not finite" in ended.stop_reason
+    assert other == want[1].outputs[0]
+
+
+def test_nothing_compiles_after_start_up(llm):
+    before = llm.stats()["compile_total"]
+    rng = np.random.default_rng(5)
+    with _jax_compilations() as compilations:
+        for _ in range(6):
+            prompts = prompts_of(*rng.integers(1, 180, 7), seed=int(rng.integers(99)))
+            params = [
+                SamplingParams(
+                    temperature=float(rng.choice([0.0, 1.0])),
+                    top_k=int(rng.integers(0, 9)),
+                    top_p=float(rng.uniform(0.5, 1)),
+                    min_p=float(rng.uniform(0, 0.2)),
+                    logprobs=rng.choice([None, 2]),
+                    max_tokens=int(rng.integers(1, 40)),
+                )
+                for _ in prompts
+            ]
+            llm.generate(prompts, params, use_tqdm=False)
+    assert compilations == []
+    assert llm.stats()["compile_total"] == before == len(llm._engine.builder.menu.buckets) + 1
+
+
+class _jax_compilations(list):
+    """What JAX compiles inside the block, by its own monitoring."""
+
+    def __enter__(self):
+        import jax.monitoring
+
+        self._open = True
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda name, *_, **__: self.append(name) if self._open and "compile" in name else None
+        )
+        return self
+
+    def __exit__(self, *_):
+        self._open = False
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 16), (2, 16), (4, 64), (7, 100), (64, 256)])
+def test_every_plan_within_the_limits_has_a_bucket(rows, tokens):
+    menu = make_menu(rows, tokens)
+    for count in range(1, rows + 1):
+        bucket = menu.choose([1] * count)
+        assert bucket in menu.decode and bucket.num_rows >= max(2, count)
+    for count in range(1, min(menu.max_chunk_rows, rows) + 1):
+        for total in range(count + 1, tokens + 1):
+            bucket = menu.choose([total - count + 1] + [1] * (count - 1))
+            assert bucket in menu.chunk and bucket.num_tokens >= total and bucket.num_rows >= count
+    with pytest.raises(ValueError, match="no bucket holds"):
+        menu.choose([2] * (tokens + 1))
+
+
+def test_plans_of_a_long_run_stay_within_the_menu(llm, monkeypatch):
+    builder = llm._engine.builder
+    real, seen = builder.build, set()
+    monkeypatch.setattr(builder, "build", lambda plan: seen.add((batch := real(plan)).bucket) or batch)
+    llm.generate(prompts_of(*range(1, 200, 9)), GREEDY, use_tqdm=False)
+    assert seen <= set(builder.menu.buckets) and len(seen) >= 4
+
+
+def test_writes_go_in_place(llm):
+    """No executable may hold a second copy of the pool, or even of one layer's pages."""
+    pool = llm.memory.pool_bytes
+    for bucket in llm._engine.builder.menu.buckets:
+        analysis = llm._engine.runner.executables.step(bucket).memory_analysis()
+        assert analysis.alias_size_in_bytes >= pool
+    before = [page.unsafe_buffer_pointer() for page in _pages(llm)]
+    one(llm, prompts_of(30)[0], GREEDY)
+    assert [page.unsafe_buffer_pointer() for page in _pages(llm)] == before
+
+
+def _pages(llm):
+    import jax
+
+    return jax.tree.leaves(llm._engine.runner._pages)
+
+
+def test_the_null_block_reaches_no_output(llm):
+    prompt = prompts_of(21)[0]
+    want = one(llm, prompt, GREEDY)
+    runner = llm._engine.runner
+    import jax
+
+    runner._pages = jax.tree.map(lambda page: page.at[0].set(float("nan")), runner._pages)
+    assert one(llm, prompt, GREEDY) == want
+
+
+def test_after_shutdown_and_as_context_manager(directory, llm):
+    with make_llm(directory) as other:
+        assert one(other, [1, 2, 3], GREEDY).token_ids == one(llm, [1, 2, 3], GREEDY).token_ids
+    with pytest.raises(RuntimeError, match="shut down"):
+        other.generate([1], GREEDY)
+    other.shutdown()
+
+
+def test_from_config(directory, tmp_path, llm):
+    path = tmp_path / "engine.yaml"
+    path.write_text(f"model: {directory}\nmax_num_seqs: 2\nmax_num_batched_tokens: 16\nnum_blocks: 20\n")
+    with LLM.from_config(path, max_model_len=64, use_tqdm=False) as configured:
+        assert (configured.config.max_num_seqs, configured.config.max_model_len) == (2, 64)
+        assert one(configured, [1, 2, 3], GREEDY).token_ids == one(llm, [1, 2, 3], GREEDY).token_ids
+
+
+def test_settings_that_are_not_honoured_are_refused(directory):
+    for name, value in {
+        "enable_prefix_caching": True,
+        "tensor_parallel_size": 2,
+        "attention_backend": "triton",
+    }.items():
+        with pytest.raises(UnsupportedError, match=name):
+            LLM(str(directory), use_tqdm=False, **{name: value})
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        LLM(str(directory), use_tqdm=False, max_num_seq=3)
+
+
+def test_the_reference_backend_gives_the_same_tokens(directory, llm):
+    prompt = prompts_of(50)[0]
+    with make_llm(directory, attention_backend="reference", max_num_seqs=2, max_num_batched_tokens=16) as other:
+        assert one(other, prompt, GREEDY).token_ids == one(llm, prompt, GREEDY).token_ids

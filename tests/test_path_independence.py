@@ -1,0 +1,142 @@
+"""The same request gives the same tokens, alone or among strangers, however chunked, preempted or cut into blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpage import SamplingParams
+from tests.support.engines import LLAMA, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+NUM_TOKENS = 40
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True),
+}
+FAMILIES = {
+    "llama": LLAMA,
+    "opt": {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": 96,
+        "word_embed_proj_dim": 96,
+        "ffn_dim": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "vocab_size": 257,
+        "max_position_embeddings": 256,
+    },
+    "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20},
+}
+# Engines that differ in everything that must not matter.
+ENGINES = {
+    "plain": {},
+    "blocks of 1": {"block_size": 1, "num_blocks": 1025},
+    "blocks of 8": {"block_size": 8, "num_blocks": 257},
+    "blocks of 32": {"block_size": 32, "num_blocks": 65},
+    "wide": {"max_num_seqs": 16, "max_num_batched_tokens": 128},
+    "narrow chunks": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
+    "small pool": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    return {name: random_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(4)
+    return [rng.integers(1, 257, length).tolist() for length in (5, 61, 33, 120, 2, 90)]
+
+
+def tokens_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def lone_tokens(directories, prompts):
+    """Each request by itself."""
+    found = {}
+    for family, directory in directories.items():
+        with make_llm(directory) as llm:
+            for kind, params in KINDS.items():
+                found[family, kind] = [tokens_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt in prompts]
+    return found
+
+
+def test_the_requests_differ(lone_tokens):
+    """Otherwise equality would show nothing."""
+    for tokens in lone_tokens.values():
+        assert len({tuple(one) for one in tokens}) == len(tokens)
+    assert lone_tokens["llama", "greedy"] != lone_tokens["llama", "seeded"]
+    assert lone_tokens["mistral", "greedy"] != lone_tokens["llama", "greedy"]
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [("llama", engine) for engine in ENGINES]
+    + [("opt", "small pool"), ("mistral", "blocks of 8"), ("mistral", "small pool")],
+)
+def test_together_as_alone(family, engine, directories, prompts, lone_tokens):
+    with make_llm(directories[family], **ENGINES[engine]) as llm:
+        for kind, params in KINDS.items():
+            assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == lone_tokens[family, kind]
+        reverse = llm.generate(prompts[::-1], [KINDS["greedy"], KINDS["seeded"]] * 3, use_tqdm=False)
+        mixed = [lone_tokens[family, kind][index] for index, kind in enumerate(["seeded", "greedy"] * 3)]
+        assert tokens_of(reverse)[::-1] == mixed
+        if engine == "small pool":
+            assert llm.stats()["num_preemptions_total"]["recompute"] >= 3
+        invariants(llm)
+
+
+def test_preempted_at_every_step(directories, prompts, lone_tokens):
+    """A request that loses its blocks after k steps, for every k, goes on as if nothing had happened."""
+    with make_llm(directories["llama"]) as llm:
+        engine = llm._engine
+        for kind, params in KINDS.items():
+            short = dataclasses.replace(params, max_tokens=12) if kind == "greedy" else params
+            for lost_after in range(1, 12):
+                reporter = engine.add(f"{kind} {lost_after}", None, prompts[2], short)
+                steps = 0
+                while engine.has_unfinished:
+                    engine.step()
+                    steps += 1
+                    if steps == lost_after:
+                        engine.scheduler.preempt_all()
+                want = lone_tokens["llama", kind][2][: short.max_tokens]
+                assert reporter.whole().outputs[0].token_ids == want
+        invariants(llm)
+
+
+def test_keys_and_values_are_the_same_to_the_last_bit(directories, prompts):
+    """Stronger than tokens: what is in the blocks of a request does not depend on how it got there."""
+    contents = set()
+    for settings in ENGINES.values():
+        with make_llm(directories["llama"], **settings) as llm:
+            for cut in (len(prompts[3]), 7):
+                contents.add(_blocks_of(llm, prompts[3], cut))
+    assert len(contents) == 1
+
+
+def _blocks_of(llm, prompt, cut):
+    """The bytes of a prompt's keys and values; its first `cut` tokens are computed before a stranger joins."""
+    engine = llm._engine
+    engine.add("early", None, prompt[:cut], SamplingParams(max_tokens=2))
+    engine.step()
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    engine.add("watched", None, prompt, params)
+    (group,) = (g for g in (*engine.scheduler.running, *engine.scheduler.waiting) if g.request.request_id == "watched")
+    while group.sequences[0].num_output_tokens < 20:
+        engine.step()
+    table = engine.scheduler.block_manager.block_table(group.sequences[0].sequence_id)
+    length = group.sequences[0].num_computed_tokens
+    rows = [np.asarray(page)[list(table)] for page in jax.tree.leaves(engine.runner._pages)]
+    engine.abort("watched")
+    engine.abort("early")
+    return b"".join(row.reshape(-1, *row.shape[2:])[: min(length, len(prompt) + 15)].tobytes() for row in rows)
