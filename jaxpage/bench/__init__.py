@@ -1,0 +1,1 @@
+"""Workloads, measurement and reports: what `jaxpage bench` runs."""

@@ -1,0 +1,52 @@
+"""Runs a workload through jaxpage and times it, with start-up, compilation and warm-up apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from jaxpage.bench.report import Measurement
+from jaxpage.bench.workloads import WorkItem
+from jaxpage.llm import LLM
+from jaxpage.sampling_params import SamplingParams
+
+
+def parameters(num_output_tokens: int) -> SamplingParams:
+    """Greedy, and exactly that many tokens: the same work for every engine."""
+    return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_output_tokens)
+
+
+def warm_up(llm: LLM, workload: Sequence[WorkItem], num_requests: int = 2, num_tokens: int = 2) -> float:
+    """Seconds of a few short generations; whatever happens only once happens here."""
+    start = time.perf_counter()
+    prompts = [list(item.prompt_token_ids) for item in workload[:num_requests]]
+    llm.generate(prompts, parameters(num_tokens), use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float) -> Measurement:
+    """All requests at once, until the last has finished. `load_seconds`: how long making `llm` took, compilation included."""
+    warmup_seconds = warm_up(llm, workload)
+    before = llm.stats()
+    start = time.perf_counter()
+    outputs = llm.generate(
+        [list(item.prompt_token_ids) for item in workload], [parameters(item.num_output_tokens) for item in workload]
+    )
+    duration = time.perf_counter() - start
+    after = llm.stats()
+    return Measurement.of(
+        "jaxpage",
+        workload,
+        [output.outputs[0].token_ids for output in outputs],
+        duration=duration,
+        load_seconds=load_seconds - before["compile_seconds_total"],
+        compile_seconds=before["compile_seconds_total"],
+        warmup_seconds=warmup_seconds,
+        details={
+            "num_preemptions": sum(after["num_preemptions_total"].values())
+            - sum(before["num_preemptions_total"].values()),
+            "num_steps": after["engine_steps_total"] - before["engine_steps_total"],
+            "compiles_during_run": after["compile_total"] - before["compile_total"],
+            "num_blocks": after["num_blocks_total"],
+        },
+    )

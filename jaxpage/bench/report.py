@@ -1,0 +1,144 @@
+"""What was measured, where, and how it is shown: a table for people and one JSON line with vLLM's key names for programs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpage import __version__
+from jaxpage.bench.workloads import WorkItem
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One engine on one workload. `duration` is the run alone; loading, compilation and warm-up stand beside it. Seconds."""
+
+    engine: str
+    completed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    duration: float
+    load_seconds: float  # start-up without compilation
+    compile_seconds: float
+    warmup_seconds: float
+    outputs: Sequence[Sequence[int]] = ()
+    details: dict[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls, engine: str, workload: Sequence[WorkItem], outputs: Sequence[Sequence[int]], **rest: Any
+    ) -> Measurement:
+        """Checks that the work was done as asked: a shorter output would make a faster engine."""
+        for index, (item, output) in enumerate(zip(workload, outputs, strict=True)):
+            if len(output) != item.num_output_tokens:
+                raise RuntimeError(
+                    f"{engine} gave {len(output)} tokens for request {index}, not {item.num_output_tokens}"
+                )
+        return cls(
+            engine=engine,
+            completed=len(outputs),
+            total_input_tokens=sum(len(item.prompt_token_ids) for item in workload),
+            total_output_tokens=sum(len(output) for output in outputs),
+            outputs=outputs,
+            **rest,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The measurement under the names of vLLM's benchmark results."""
+        return {
+            "engine": self.engine,
+            "completed": self.completed,
+            "duration": self.duration,
+            "total_input_tokens": self.total_input_tokens,
+            "total_output_tokens": self.total_output_tokens,
+            "request_throughput": self.completed / self.duration,
+            "output_throughput": self.total_output_tokens / self.duration,
+            "total_token_throughput": (self.total_input_tokens + self.total_output_tokens) / self.duration,
+            "load_seconds": self.load_seconds,
+            "compile_seconds": self.compile_seconds,
+            "warmup_seconds": self.warmup_seconds,
+            **(self.details or {}),
+        }
+
+
+_ROWS = (
+    ("requests", "completed", "d"),
+    ("input tokens", "total_input_tokens", "d"),
+    ("output tokens", "total_output_tokens", "d"),
+    ("duration (s)", "duration", ".2f"),
+    ("requests/s", "request_throughput", ".2f"),
+    ("output tokens/s", "output_throughput", ".1f"),
+    ("total tokens/s", "total_token_throughput", ".1f"),
+    ("load (s)", "load_seconds", ".2f"),
+    ("compile (s)", "compile_seconds", ".2f"),
+    ("warm-up (s)", "warmup_seconds", ".2f"),
+)
+
+
+def table(measurements: Sequence[Measurement]) -> str:
+    """One column per engine."""
+    columns = [measurement.as_dict() for measurement in measurements]
+    lines = [f"{'':<18}" + "".join(f"{column['engine']:>24}" for column in columns)]
+    for label, key, form in _ROWS:
+        lines.append(f"{label:<18}" + "".join(f"{column[key]:>24{form}}" for column in columns))
+    return "\n".join(lines)
+
+
+def json_line(measurements: Sequence[Measurement], **context: Any) -> str:
+    """The first measurement's numbers at the top level, the others under `baselines`, and where and how it was run."""
+    first, *others = measurements
+    result = {**first.as_dict(), **context, "environment": environment()}
+    if others:
+        result["baselines"] = [other.as_dict() for other in others]
+        result["identical_outputs"] = [
+            sum(list(a) == list(b) for a, b in zip(first.outputs, other.outputs, strict=True)) for other in others
+        ]
+    return json.dumps(result, allow_nan=False)
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to know to repeat or to compare."""
+    device = jax.devices()[0]
+    return {
+        "jaxpage": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "device": f"{device.platform}: {device.device_kind}",
+        "num_devices": len(jax.devices()),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file is in, with `+` if tracked files differ; None outside of one."""
+    directory = Path(__file__).parent
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", *words], cwd=directory, capture_output=True, text=True, check=True, timeout=10
+            ).stdout
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+" if changes.strip() else "")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,85 @@
+"""`jaxpage bench throughput`: tokens per second of many requests given at once, and of a baseline beside it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from jaxpage.bench.measure import run_workload
+from jaxpage.bench.report import Measurement, json_line, table
+from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
+from jaxpage.checkpoints import read_config, resolve_model
+from jaxpage.cli_flags import UsageError
+from jaxpage.config import EngineConfig
+from jaxpage.llm import LLM
+
+BASELINES = ("transformers",)
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
+    _check(arguments)
+    directory = resolve_model(config.model, config.revision)
+    start = time.perf_counter()
+    with LLM(**config.model_dump()) as llm:
+        load_seconds = time.perf_counter() - start
+        max_input, max_output = _caps(arguments, llm.memory.max_model_len)
+        workload = make_workload(
+            arguments.dataset,
+            arguments.num_prompts,
+            seed=arguments.seed,
+            vocab_size=read_config(directory)["vocab_size"],
+            max_input=max_input,
+            max_output=max_output,
+        )
+        measurements = [run_workload(llm, workload, load_seconds=load_seconds)]
+    if arguments.baseline:
+        measurements.append(_baseline(arguments, config, directory, workload))
+    line = json_line(
+        measurements,
+        dataset=arguments.dataset,
+        seed=arguments.seed,
+        max_input=max_input,
+        max_output=max_output,
+        config=config.model_dump(),
+    )
+    print(table(measurements))
+    if arguments.output_json:
+        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("num_prompts", "max_input", "max_output", "baseline_batch_size"):
+        if getattr(arguments, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    for name, known in (("dataset", tuple(DATASETS)), ("baseline", (None, *BASELINES))):
+        if getattr(arguments, name) not in known:
+            names = ", ".join(str(item) for item in known if item)
+            raise UsageError(f"--{name} must be one of {names}, got {getattr(arguments, name)!r}")
+    if arguments.seed < 0:
+        raise UsageError(f"--seed must not be negative, got {arguments.seed}")
+
+
+def _caps(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
+    """The longest prompt and output, such that both together fit the model; says so where they are less than asked for."""
+    max_input = min(arguments.max_input, max_model_len // 2)
+    max_output = min(arguments.max_output, max_model_len - max_input)
+    if (max_input, max_output) != (arguments.max_input, arguments.max_output):
+        print(
+            f"max_model_len is {max_model_len}: prompts are cut to {max_input} tokens, outputs to {max_output}",
+            file=sys.stderr,
+        )
+    return max_input, max_output
+
+
+def _baseline(
+    arguments: argparse.Namespace, config: EngineConfig, directory: Path, workload: list[WorkItem]
+) -> Measurement:
+    try:
+        from jaxpage.bench.baseline_transformers import run_baseline  # torch is optional
+    except ImportError as error:
+        raise UsageError(f"--baseline transformers needs torch: {error}") from None
+    return run_baseline(directory, workload, batch_size=arguments.baseline_batch_size, dtype=config.dtype)

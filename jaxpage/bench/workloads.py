@@ -1,0 +1,71 @@
+"""Seeded workloads: prompts of random token ids with lengths that are distributed as in the PagedAttention paper's traces.
+
+The paper prints means only. For ShareGPT the output's spread follows from its figure 2 (seven slots of 2,048 always full), the
+input's is a guess to which results are insensitive; for Alpaca both are guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Lengths = npt.NDArray[np.int64]
+
+SHAREGPT_MEAN_INPUT, SHAREGPT_INPUT_VARIATION = 161.0, 1.3  # lognormal; variation = standard deviation / mean
+SHAREGPT_MEAN_OUTPUT, SHAREGPT_OUTPUT_SHAPE = 338.0, 1.306  # Gamma
+ALPACA_MEAN_INPUT, ALPACA_INPUT_SHAPE = 19.31, 6.0  # Gamma
+ALPACA_MEAN_OUTPUT, ALPACA_OUTPUT_SHAPE = 58.45, 0.9  # Gamma
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One request: a prompt, and how many tokens are to be generated for it, no more and no fewer."""
+
+    prompt_token_ids: tuple[int, ...]
+    num_output_tokens: int
+
+
+def _sharegpt(draw: np.random.Generator, count: int, max_input: int, max_output: int) -> tuple[Lengths, Lengths]:
+    variance = np.log1p(SHAREGPT_INPUT_VARIATION**2)
+    inputs = draw.lognormal(np.log(SHAREGPT_MEAN_INPUT) - variance / 2, np.sqrt(variance), count)
+    outputs = draw.gamma(SHAREGPT_OUTPUT_SHAPE, SHAREGPT_MEAN_OUTPUT / SHAREGPT_OUTPUT_SHAPE, count)
+    return _whole(inputs, max_input), _whole(outputs, max_output)
+
+
+def _alpaca(draw: np.random.Generator, count: int, max_input: int, max_output: int) -> tuple[Lengths, Lengths]:
+    inputs = draw.gamma(ALPACA_INPUT_SHAPE, ALPACA_MEAN_INPUT / ALPACA_INPUT_SHAPE, count)
+    outputs = draw.gamma(ALPACA_OUTPUT_SHAPE, ALPACA_MEAN_OUTPUT / ALPACA_OUTPUT_SHAPE, count)
+    return _whole(inputs, max_input), _whole(outputs, max_output)
+
+
+def _random(draw: np.random.Generator, count: int, max_input: int, max_output: int) -> tuple[Lengths, Lengths]:
+    """Uniform from a tenth of the longest to the longest."""
+    inputs = draw.integers(max(1, max_input // 10), max_input, count, endpoint=True)
+    outputs = draw.integers(max(1, max_output // 10), max_output, count, endpoint=True)
+    return inputs, outputs
+
+
+def _whole(lengths: npt.NDArray[np.float64], longest: int) -> Lengths:
+    return np.clip(np.rint(lengths), 1, longest).astype(np.int64)
+
+
+DATASETS: dict[str, Callable[[np.random.Generator, int, int, int], tuple[Lengths, Lengths]]] = {
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    "random": _random,
+}
+
+
+def make_workload(
+    dataset: str, num_prompts: int, *, seed: int, vocab_size: int, max_input: int, max_output: int
+) -> list[WorkItem]:
+    """`num_prompts` requests with lengths of `dataset` (a key of `DATASETS`), cut at the caps. The same seed, the same work."""
+    draw = np.random.default_rng(seed)
+    inputs, outputs = DATASETS[dataset](draw, num_prompts, max_input, max_output)
+    return [
+        WorkItem(tuple(draw.integers(0, vocab_size, length).tolist()), int(num_output))
+        for length, num_output in zip(inputs, outputs, strict=True)
+    ]

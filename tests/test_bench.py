@@ -1,0 +1,147 @@
+"""Benchmarks: lengths distributed as stated, equal work for every engine, a report that programs can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpage import cli
+from jaxpage.bench.report import Measurement, environment, json_line, table
+from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
+from tests.support.random_checkpoints import random_checkpoint
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 3,
+}
+
+
+def lengths(dataset: str, count: int, cap: int = 10**6, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return DATASETS[dataset](draw, count, cap, cap)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "mean_input", "mean_output"), [("sharegpt", 161, 338), ("alpaca", 19.31, 58.45), ("random", 550, 550)]
+)
+def test_mean_lengths_are_the_stated_ones(dataset: str, mean_input: float, mean_output: float) -> None:
+    inputs, outputs = lengths(dataset, 100_000, cap=1000 if dataset == "random" else 10**6)
+    assert inputs.mean() == pytest.approx(mean_input, rel=0.02)
+    assert outputs.mean() == pytest.approx(mean_output, rel=0.02)
+
+
+def test_spreads_of_sharegpt_are_the_stated_ones() -> None:
+    inputs, outputs = lengths("sharegpt", 200_000)
+    assert inputs.std() / inputs.mean() == pytest.approx(1.3, rel=0.05)
+    assert outputs.std() == pytest.approx(296, rel=0.02), "what figure 2 of the paper implies"
+    assert abs(np.corrcoef(inputs, outputs)[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_workloads_keep_to_the_caps_and_repeat(dataset: str) -> None:
+    work = make_workload(dataset, 300, seed=5, vocab_size=50, max_input=40, max_output=30)
+    assert work == make_workload(dataset, 300, seed=5, vocab_size=50, max_input=40, max_output=30)
+    assert work != make_workload(dataset, 300, seed=6, vocab_size=50, max_input=40, max_output=30)
+    assert all(1 <= len(item.prompt_token_ids) <= 40 and 1 <= item.num_output_tokens <= 30 for item in work)
+    tokens = {token for item in work for token in item.prompt_token_ids}
+    assert tokens == set(range(50))
+
+
+def measurement(engine: str = "jaxpage", outputs: tuple[tuple[int, ...], ...] = ((1, 2), (3,))) -> Measurement:
+    work = [WorkItem((1, 2, 3), 2), WorkItem((4,), 1)]
+    return Measurement.of(
+        engine, work, outputs, duration=2.0, load_seconds=1.0, compile_seconds=0.5, warmup_seconds=0.25
+    )
+
+
+def test_rates_are_counts_by_duration() -> None:
+    result = measurement().as_dict()
+    assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (2, 4, 3)
+    assert (result["request_throughput"], result["output_throughput"], result["total_token_throughput"]) == (
+        1.0,
+        1.5,
+        3.5,
+    )
+
+
+def test_work_that_was_not_done_is_no_result() -> None:
+    with pytest.raises(RuntimeError, match="jaxpage gave 1 tokens for request 0, not 2"):
+        measurement(outputs=((1,), (3,)))
+
+
+def test_the_table_has_a_column_per_engine() -> None:
+    header, *rows = table([measurement(), measurement("transformers x 16")]).splitlines()
+    assert header.split() == ["jaxpage", "transformers", "x", "16"]
+    assert ["output", "tokens/s", "1.5", "1.5"] in [row.split() for row in rows]
+
+
+def test_the_json_line_is_one_line_with_the_baseline_inside() -> None:
+    line = json_line([measurement(), measurement("other", ((1, 2), (9,)))], dataset="random")
+    assert "\n" not in line
+    result = json.loads(line)
+    assert result["engine"] == "jaxpage" and result["dataset"] == "random"
+    assert result["baselines"][0]["engine"] == "other" and result["identical_outputs"] == [1]
+    assert result["environment"]["device"].startswith("cpu") and result["environment"] == environment()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("bench") / "llama", LLAMA)
+
+
+def flags(model: Path) -> list[str]:
+    sizes = ["--num-prompts", "6", "--max-input", "20", "--max-output", "12", "--max-num-seqs", "4"]
+    return ["--model", str(model), "--dtype", "float32", "--num-blocks", "33", *sizes]
+
+
+def test_bench_throughput_end_to_end(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="the baseline runs on torch")
+    path = tmp_path / "result.json"
+    words = ["bench", "throughput", *flags(model), "--baseline", "transformers", "--baseline-batch-size", "4"]
+    assert cli.main([*words, "--output-json", str(path)]) == 0
+    *shown, line = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    assert json.loads(path.read_text()) == result
+    assert result["completed"] == 6 and result["compiles_during_run"] == 0
+    assert result["baselines"][0]["total_output_tokens"] == result["total_output_tokens"]
+    assert result["identical_outputs"] == [6], "greedy in float32: both engines say the same"
+    assert "output tokens/s" in "\n".join(shown)
+    assert result["config"]["num_blocks"] == 33 and result["seed"] == 0
+
+
+def test_the_tool_is_the_same_program(model: Path) -> None:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "tools/bench_throughput.py", *flags(model), "--max-output", "100"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}  # a script's own path is tools/
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=root, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["max_output"] == 44
+    assert "max_model_len is 64: prompts are cut to 20 tokens, outputs to 44" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
+        (["--dataset", "pile"], "--dataset must be one of sharegpt, alpaca, random, got 'pile'"),
+        (["--baseline", "vllm"], "--baseline must be one of transformers, got 'vllm'"),
+        (["--seed", "-1"], "--seed must not be negative, got -1"),
+    ],
+)
+def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "throughput", *words]) == 2
+    assert message in capsys.readouterr().err
