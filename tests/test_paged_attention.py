@@ -62,7 +62,9 @@ def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_m
     for row, length in enumerate(case.context_len_B):
         start, stop = case.query_start[row : row + 2]
         keys, values = (
-            np.array([pages[case.block_table_BM[row, c // block_size], c % block_size] for c in range(length)], np.float64)
+            np.array(
+                [pages[case.block_table_BM[row, c // block_size], c % block_size] for c in range(length)], np.float64
+            )
             for pages in (case.k_pages, case.v_pages)
         )
         for token in range(start, stop):
@@ -186,7 +188,9 @@ def test_a_token_is_a_function_of_its_row_to_the_last_bit(heads):
     seen = set()
     for block_size in (1, 8, 16, 32, 128):
         for others, queries, hint in (([40], 1, 1), ([90, 400, 3], 1, 1), ([40], 16, None), ([10] * 15, 5, None)):
-            case = make_case(8, [length, *others], [queries, *[1] * len(others)], heads=heads, width=width, block_size=block_size)
+            case = make_case(
+                8, [length, *others], [queries, *[1] * len(others)], heads=heads, width=width, block_size=block_size
+            )
             for position in range(length):
                 block = case.block_table_BM[0, position // block_size]
                 case.k_pages[block, position % block_size] = keys[position]

@@ -169,7 +169,9 @@ def test_greedy_takes_the_first_of_the_largest_and_respects_suppression():
         assert set(np.asarray(run_draw(logits, packed)).tolist()) == {2}
         suppressed = np.full((NUM_ROWS, 16), VOCAB)
         suppressed[:, 0] = 2
-        assert set(np.asarray(run_draw(logits, inputs_for(suppressed_BE=suppressed, flags=[random, 0]))).tolist()) == {5}
+        assert set(np.asarray(run_draw(logits, inputs_for(suppressed_BE=suppressed, flags=[random, 0]))).tolist()) == {
+            5
+        }
 
 
 def test_logits_without_a_number_to_choose_by_give_minus_one():
@@ -186,7 +188,9 @@ def test_log_probabilities_and_ranks():
     token_ids = np.array([0, 5, 29, 7, int(logits[4].argmax())], np.int32)
     chosen, ranks, top_ids, top = jax.jit(log_probabilities)(jnp.asarray(logits), token_ids)
     wide = logits.astype(np.float64)
-    want = wide - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)) - wide.max(-1, keepdims=True)
+    want = (
+        wide - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)) - wide.max(-1, keepdims=True)
+    )
     rows = np.arange(5)
     np.testing.assert_allclose(chosen, want[rows, token_ids], atol=1e-5)
     np.testing.assert_array_equal(ranks, 1 + (wide > wide[rows, token_ids][:, None]).sum(-1))

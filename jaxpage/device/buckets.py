@@ -47,7 +47,9 @@ class BucketMenu:
         for bucket in self.decode if max(query_lens) == 1 else self.chunk:
             if sum(query_lens) <= bucket.num_tokens and len(query_lens) <= bucket.num_rows:
                 return bucket
-        raise ValueError(f"no bucket holds {len(query_lens)} rows of {sum(query_lens)} tokens; the menu has {self.buckets}")
+        raise ValueError(
+            f"no bucket holds {len(query_lens)} rows of {sum(query_lens)} tokens; the menu has {self.buckets}"
+        )
 
 
 def make_menu(max_num_seqs: int, max_num_batched_tokens: int) -> BucketMenu:

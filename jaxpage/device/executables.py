@@ -25,6 +25,7 @@ class Executables:
 
     def __init__(self, menu: BucketMenu, parameters: Any, pages: KVPages, options: StepOptions, *, progress: bool):
         """parameters and pages give shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do."""
+        self.options = options
         started = time.monotonic()
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets

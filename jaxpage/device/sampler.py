@@ -80,8 +80,10 @@ def truncate(logits_V: Float[Array, "V"], top_k: jax.Array, top_p: jax.Array, mi
     mass = top_p * jnp.sum(likelihood_V)
     kept_V &= jax.lax.cond(
         top_p < 1.0,
-        lambda: likelihood_V
-        >= _largest_cutoff(likelihood_V, lambda above_V: jnp.sum(jnp.where(above_V, likelihood_V, 0.0)) >= mass),
+        lambda: (
+            likelihood_V
+            >= _largest_cutoff(likelihood_V, lambda above_V: jnp.sum(jnp.where(above_V, likelihood_V, 0.0)) >= mass)
+        ),
         lambda: jnp.ones_like(logits_V, bool),
     )
     kept_V &= likelihood_V >= min_p

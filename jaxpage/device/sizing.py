@@ -81,7 +81,9 @@ def choose_num_blocks(plan: MemoryPlan, *, wanted: int | None, pool_bytes: int |
     if plan.pool_bytes > free:
         raise CapacityError(_does_not_fit(plan, f"{plan.num_blocks} KV blocks take {gib(plan.pool_bytes)}"))
     if plan.num_slots < 2:
-        raise CapacityError(_does_not_fit(plan, f"A pool of {plan.num_blocks} blocks (one is the null block) holds no sequence"))
+        raise CapacityError(
+            _does_not_fit(plan, f"A pool of {plan.num_blocks} blocks (one is the null block) holds no sequence")
+        )
     return plan
 
 

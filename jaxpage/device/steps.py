@@ -14,7 +14,7 @@ from jaxpage.device.attention import make_attend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
-from jaxpage.device.step_inputs import unpack
+from jaxpage.device.step_inputs import StepInputs, unpack
 from pallas_kernels import copy_blocks
 
 
@@ -45,18 +45,24 @@ def model_step(
     Returns one int32 array [B, 3 + 2 W] (see `unpack_result`) and the pages. Donate `pages`.
     """
     inputs = unpack(packed, bucket, options.table_width)
-    model = nnx.merge(options.graph, parameters)
-    attend = make_attend(inputs, backend=options.attention_backend, max_query_len=bucket.max_query_len)
-    hidden_TD, pages = model(inputs.token_ids_T, inputs.positions_T, pages, attend)
-    logits_BV = model.logits(hidden_TD[inputs.drawn_token_B])
+    logits_BV, pages = logits_step(parameters, pages, inputs, bucket=bucket, options=options)
     token_ids_B = draw(logits_BV, inputs, by_row=options.sample_by_row)
     return _pack_result(logits_BV, token_ids_B, inputs.flags[1] > 0), pages
 
 
+def logits_step(
+    parameters: Any, pages: KVPages, inputs: StepInputs, *, bucket: Bucket, options: StepOptions
+) -> tuple[jax.Array, KVPages]:
+    """The part before the draw: logits [B, V] in float32 of the tokens to draw from, and the pages."""
+    model = nnx.merge(options.graph, parameters)
+    attend = make_attend(inputs, backend=options.attention_backend, max_query_len=bucket.max_query_len)
+    hidden_TD, pages = model(inputs.token_ids_T, inputs.positions_T, pages, attend)
+    return model.logits(hidden_TD[inputs.drawn_token_B]), pages
+
+
 def copy_step(pages: KVPages, pairs: jax.Array) -> KVPages:
     """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer. Donate `pages`."""
-    copied: KVPages = copy_blocks(pages, pairs[:, 0], pairs[:, 1])
-    return copied
+    return copy_blocks(pages, pairs[:, 0], pairs[:, 1])
 
 
 def _pack_result(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array) -> jax.Array:

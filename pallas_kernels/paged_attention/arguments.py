@@ -32,10 +32,14 @@ class Arguments:
             if not jnp.issubdtype(getattr(self, name).dtype, jnp.integer):
                 raise TypeError(f"{name} must hold integers, but holds {getattr(self, name).dtype}")
         if self.k_pages.shape != self.v_pages.shape:
-            raise ValueError(f"k_pages and v_pages must be alike, but are {self.k_pages.shape} and {self.v_pages.shape}")
+            raise ValueError(
+                f"k_pages and v_pages must be alike, but are {self.k_pages.shape} and {self.v_pages.shape}"
+            )
         num_rows, num_kv_heads = self.block_table_BM.shape[0], self.k_pages.shape[2]
         if self.context_len_B.shape != (num_rows,):
-            raise ValueError(f"context_len_B must have the {num_rows} rows of block_table_BM, not {self.context_len_B.shape}")
+            raise ValueError(
+                f"context_len_B must have the {num_rows} rows of block_table_BM, not {self.context_len_B.shape}"
+            )
         if self.query_start.shape != (num_rows + 1,):
             raise ValueError(f"query_start must have {num_rows + 1} entries (rows + 1), not {self.query_start.shape}")
         if self.q_TNH.shape[2] != self.k_pages.shape[3]:

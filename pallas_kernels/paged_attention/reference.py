@@ -17,7 +17,9 @@ def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
     position_C = jnp.arange(num_positions)[None, :]
     seen_TC = position_C <= rows.position_T[:, None]
     if arguments.tree_mask_TQ is not None:
-        place_TC = position_C - (rows.position_T - rows.offset_T)[:, None]  # of a context position among its row's query tokens
+        place_TC = (
+            position_C - (rows.position_T - rows.offset_T)[:, None]
+        )  # of a context position among its row's query tokens
         width = arguments.tree_mask_TQ.shape[1]
         branch_TC = jnp.take_along_axis(arguments.tree_mask_TQ, jnp.clip(place_TC, 0, width - 1), axis=1)
         seen_TC = jnp.where(place_TC < 0, seen_TC, branch_TC & (place_TC < width))

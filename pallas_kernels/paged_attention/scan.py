@@ -20,7 +20,9 @@ from pallas_kernels.paged_attention.arguments import Arguments, token_rows
 
 CONTEXT_TILE = 64  # positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
 QUERY_TILE = 16  # tokens of a row, at most
-QUERY_ROWS = 32  # rows of a tile's matrix products, at most: XLA computes products of 64 rows and more on yet another path
+QUERY_ROWS = (
+    32  # rows of a tile's matrix products, at most: XLA computes products of 64 rows and more on yet another path
+)
 MASKED = -1e30  # finite, so that a row that sees nothing gives no NaN
 
 
@@ -79,7 +81,11 @@ def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
     num_kv_heads, width = arguments.k_pages.shape[2:]
     num_tiles, query_tile = tiles.token_RQ.shape
     q = arguments.q_TNH[tiles.token_RQ].astype(jnp.float32) * arguments.scale
-    q = q.reshape(num_tiles, query_tile, num_kv_heads, -1, width).swapaxes(1, 2).reshape(num_tiles, num_kv_heads, -1, width)
+    q = (
+        q.reshape(num_tiles, query_tile, num_kv_heads, -1, width)
+        .swapaxes(1, 2)
+        .reshape(num_tiles, num_kv_heads, -1, width)
+    )
     return jnp.repeat(q, 2, axis=2) if q.shape[2] == 1 else q
 
 
