@@ -15,6 +15,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.reporting import Reporter
+from jaxpage.interrupts import uninterrupted
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt, normalise, one_each
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
@@ -203,7 +204,8 @@ class LLM:
             while not (news := self._changed & request_ids):
                 if self._closed:
                     raise RuntimeError("This LLM was shut down")
-                self._changed.update(group.request.request_id for group in self._engine.step())
+                with uninterrupted():
+                    self._changed.update(group.request.request_id for group in self._engine.step())
             self._changed -= news
             return news
 

@@ -13,6 +13,7 @@ import pytest
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.device.buckets import make_menu
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
+from jaxpage.interrupts import uninterrupted
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -221,6 +222,36 @@ def test_an_interrupt_leaves_the_engine_usable(llm, moment, monkeypatch):
     invariants(llm)
     assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [o.outputs for o in want]
     assert real_step is not None
+
+
+def test_another_stream_survives_an_interrupt_that_took_the_pages(llm, monkeypatch):
+    want = one(llm, prompts_of(40)[0], GREEDY)
+    stream = llm.stream(prompts_of(40)[0], GREEDY)
+    pieces = [next(stream).outputs[0].token_ids]
+    runner = llm._engine.runner
+
+    def interrupted(batch):
+        runner.executables.step(batch.bucket)(runner._parameters, runner._pages, batch.packed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one(llm, prompts_of(9)[0], GREEDY)
+    monkeypatch.undo()
+    pieces += [chunk.outputs[0].token_ids for chunk in stream]
+    assert list(itertools.chain.from_iterable(pieces)) == want.token_ids
+
+
+def test_a_step_is_not_cut_by_ctrl_c_but_a_second_one_comes_through():
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        reached = True
+    assert reached
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        reached = False
+    assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_real_ctrl_c(llm):

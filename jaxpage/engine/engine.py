@@ -95,10 +95,9 @@ class Engine:
         return self._commit(plan, advance(plan, result, self._strategies))
 
     def recover(self) -> None:
-        """After an interrupted step: if it took the pages with it, everything running is given up and the pool is made anew."""
+        """After an interrupted step: if it took the pages with it, the pool is made anew and what was running computes it again."""
         if self.runner.pages_are_lost:
-            for group in self.scheduler.running:
-                self.abort(group.request.request_id)
+            self.scheduler.preempt_all()
             self.runner.rebuild_pages()
 
     def stats(self) -> dict[str, Any]:

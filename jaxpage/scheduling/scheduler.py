@@ -131,7 +131,6 @@ class Scheduler:
         if self.limits.holds_chunks_beside(num_decoding):
             self._plan_decoding(draft, decoding)
             self._plan_chunks(draft, computing)
-            self._sort_by_arrival(draft)
         elif self._last_was_chunk:
             self._plan_decoding(draft, decoding)
             self._last_was_chunk = False
@@ -183,7 +182,10 @@ class Scheduler:
         return copies
 
     def _plan_chunks(self, draft: Draft, computing: list[Members]) -> None:
-        """Tokens for the running groups that do not decode yet, then for those that can be admitted, up to the step's limits."""
+        """Tokens for the running groups that do not decode yet, then for those that can be admitted, up to the step's limits.
+
+        Who comes first takes all it can, so nobody decodes before an older group does: rows are in order of arrival.
+        """
         for group, sequences in computing:
             if not draft.preempted or group.request.request_id in self._running:
                 self._add_chunks(draft, group, sequences)
@@ -251,10 +253,6 @@ class Scheduler:
             self._queue.remove(request_id)
         for sequence in group.sequences:
             del self._sequences[sequence.sequence_id]
-
-    def _sort_by_arrival(self, draft: Draft) -> None:
-        arrival = {request_id: index for index, request_id in enumerate(self._running)}
-        draft.work.sort(key=lambda item: arrival[item[0].request.request_id])
 
     def commit(self, plan: StepPlan, edits: Iterable[Edit]) -> list[SequenceGroup]:
         """Books a step that happened: its rows are computed, then the edits apply, in order.

@@ -1,0 +1,35 @@
+"""Keeps Ctrl-C out of what must happen as a whole."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds a first Ctrl-C back until the block is done; a second one comes through, should the block hang.
+
+    Only Python's own handler, which raises KeyboardInterrupt, is held back; a program's own is left alone.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: Any) -> None:
+        if held:
+            signal.default_int_handler(number, frame)
+        held.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if held:
+        raise KeyboardInterrupt

@@ -1,0 +1,195 @@
+"""A device without a model, for tests of the host wing: slots hold token ids, and a draw is a hash of what its row reads.
+
+Whatever breaks paging shows: a row that reads another sequence's token, a lost copy or a stale block draws other tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable
+
+from jaxpage.decoding import Append, Edit, Finish, Fork
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.scheduling import Scheduler, StepLimits, StepPlan
+
+EOS = 7
+NUM_TOKEN_IDS = 40
+NOTHING = -1
+
+
+def draw(context: Iterable[int], seed: int, sample_index: int, suppressed: Iterable[int] = ()) -> int:
+    """The token that follows `context`: a function of the context and the noise key alone."""
+    banned = set(suppressed)
+    for attempt in itertools.count():
+        key = f"{list(context)} {seed} {sample_index} {attempt}"
+        token_id = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()) % NUM_TOKEN_IDS
+        if token_id not in banned:
+            return token_id
+    raise AssertionError
+
+
+def make_group(
+    request_id: str,
+    sequence_id: int,
+    prompt: Iterable[int],
+    *,
+    max_tokens: int = 4,
+    n: int = 1,
+    min_tokens: int = 0,
+    ignore_eos: bool = False,
+) -> SequenceGroup:
+    token_ids = tuple(prompt)
+    request = Request(
+        request_id=request_id,
+        prompt=None,
+        prompt_token_ids=token_ids,
+        params=SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens),
+        seed=sequence_id,
+        eos_token_ids=frozenset() if ignore_eos else frozenset({EOS}),
+        max_total_tokens=len(token_ids) + max_tokens,
+    )
+    return SequenceGroup(request, [Sequence(sequence_id, 0, len(token_ids), list(token_ids))])
+
+
+def alone(request: Request, sample_index: int = 0) -> list[int]:
+    """The output that the request must have whatever happens around it: drawn one by one, without blocks or steps."""
+    known = list(request.prompt_token_ids)
+    while True:
+        too_early = len(known) - len(request.prompt_token_ids) < request.params.min_tokens
+        known.append(draw(known, request.seed, sample_index, request.eos_token_ids if too_early else ()))
+        if ends(request, known):
+            return known[len(request.prompt_token_ids) :]
+
+
+def ends(request: Request, known: list[int]) -> bool:
+    return known[-1] in request.eos_token_ids or len(known) >= request.max_total_tokens
+
+
+class FakeDevice:
+    """The pages of a pool, with one token id per slot."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots = [[NOTHING] * block_size for _ in range(num_blocks)]
+
+    def copy(self, copies: Iterable[tuple[int, int]]) -> None:
+        for source, destination in copies:
+            self.slots[destination] = self.slots[source].copy()
+
+    def write(self, table: tuple[int, ...], start: int, token_ids: Iterable[int]) -> None:
+        for position, token_id in enumerate(token_ids, start):
+            self.slots[table[position // self.block_size]][position % self.block_size] = token_id
+
+    def read(self, table: tuple[int, ...], num_tokens: int) -> list[int]:
+        return [self.slots[table[p // self.block_size]][p % self.block_size] for p in range(num_tokens)]
+
+    def run(self, plan: StepPlan) -> list[int]:
+        """Copies, then all writes, then all draws."""
+        self.copy(plan.copies)
+        for row in plan.rows:
+            self.write(row.block_table, row.start, row.token_ids)
+        token_ids = []
+        for sample in plan.samples:
+            row = plan.rows[sample.row]
+            context = self.read(row.block_table, row.start + sample.offset + 1)
+            assert sample.position == len(context)
+            token_ids.append(draw(context, sample.seed, sample.sample_index, sample.suppressed_token_ids))
+        return token_ids
+
+
+EditsOf = Callable[[SequenceGroup, Sequence, int], list[Edit]]
+
+
+class Driver:
+    """Steps a scheduler on a fake device and asserts, at every step, what every plan promises."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.device = FakeDevice(scheduler.block_manager.pool.num_blocks, scheduler.block_manager.block_size)
+        self.new_sequence_id = itertools.count(1_000_000).__next__
+        self.plans: list[StepPlan] = []
+        self._steps_missed = 0  # in a row, by the oldest running group
+
+    def step(self, change: EditsOf | None = None) -> list[SequenceGroup]:
+        """One step; `change` may answer a draw with edits of its own. Returns the touched groups."""
+        scheduler = self.scheduler
+        before = scheduler.running
+        plan = scheduler.plan()
+        if plan is None:
+            assert not scheduler.has_unfinished
+            return []
+        self.plans.append(plan)
+        self._check_preemption(plan, before)
+        sequences = {s.sequence_id: (g, s) for g in scheduler.running for s in g.unfinished}
+        check_limits(plan, scheduler.limits, {i: s for i, (_, s) in sequences.items()})
+        token_ids = self.device.run(plan)
+        for row in plan.rows:
+            known = sequences[row.sequence_id][1].token_ids
+            assert self.device.read(row.block_table, row.context_length) == known[: row.context_length]
+        edits: list[Edit] = []
+        for sample, token_id in zip(plan.samples, token_ids, strict=True):
+            group, sequence = sequences[sample.sequence_id]
+            edits += (change or self.edits_of)(group, sequence, token_id)
+        touched = scheduler.commit(plan, edits)
+        scheduler.check()
+        return touched
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished:
+                return
+            self.step()
+        raise AssertionError(f"unfinished after {max_steps} steps")
+
+    def edits_of(self, group: SequenceGroup, sequence: Sequence, token_id: int) -> list[Edit]:
+        """Sampling: the token is appended; the first draw of a request with n > 1 forks its other samples off."""
+        request = group.request
+        edits: list[Edit] = []
+        drawn = {sequence.sequence_id: token_id}
+        if len(group.sequences) < request.params.n:
+            banned = request.eos_token_ids if request.params.min_tokens else ()
+            for sample_index in range(1, request.params.n):
+                child_id = self.new_sequence_id()
+                edits.append(Fork(sequence.sequence_id, child_id, sample_index))
+                drawn[child_id] = draw(sequence.token_ids, request.seed, sample_index, banned)
+        for sequence_id, token in drawn.items():
+            edits.append(Append(sequence_id, token))
+            if ends(request, [*sequence.token_ids, token]):
+                edits.append(Finish(sequence_id, "stop" if token in request.eos_token_ids else "length"))
+        return edits
+
+    def _check_preemption(self, plan: StepPlan, before: tuple[SequenceGroup, ...]) -> None:
+        newest = [group.request.request_id for group in reversed(before)][: len(plan.preempted)]
+        assert list(plan.preempted) == newest, "the newest give way first"
+        assert len(plan.preempted) < max(len(before), 1), "the oldest gave way"
+        in_step = {row.sequence_id for row in plan.rows}
+        assert not in_step & {s.sequence_id for g in self.scheduler.waiting for s in g.sequences}
+        oldest = self.scheduler.running[0]
+        self._steps_missed = 0 if in_step & {s.sequence_id for s in oldest.sequences} else self._steps_missed + 1
+        assert self._steps_missed <= 1, "the oldest stands still"
+
+
+def check_limits(plan: StepPlan, limits: StepLimits, sequences: dict[int, Sequence]) -> None:
+    """Asserts that the backend's shapes hold the plan and that its parts fit together."""
+    lengths = [len(row.token_ids) for row in plan.rows]
+    assert lengths and min(lengths) > 0
+    if max(lengths) == 1:
+        assert len(lengths) <= limits.max_rows
+    else:
+        assert sum(lengths) <= limits.max_tokens and len(lengths) <= limits.max_chunk_rows
+        decoding = [row for row in plan.rows if sequences[row.sequence_id].num_pending_tokens == 1 and row.start > 0]
+        assert limits.mixed or not decoding, "decoding rows in a step with prompts"
+    reaching = {}
+    for index, row in enumerate(plan.rows):
+        sequence = sequences[row.sequence_id]
+        assert row.start == sequence.num_computed_tokens and 0 not in row.block_table
+        assert row.token_ids == tuple(sequence.token_ids[row.start : row.context_length])
+        if row.context_length == sequence.num_known_tokens:
+            reaching[index] = row.sequence_id
+    assert {sample.row: sample.sequence_id for sample in plan.samples} == reaching
+    order = list(sequences)
+    assert [order.index(row.sequence_id) for row in plan.rows] == sorted(
+        order.index(row.sequence_id) for row in plan.rows
+    )

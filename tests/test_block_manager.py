@@ -1,0 +1,294 @@
+"""BlockManager: a state machine against a model that knows only which tokens each sequence has written, and single cases."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxpage.errors import CapacityError
+from jaxpage.memory import BlockManager, BlockPool
+from tests.support.fake_device import FakeDevice
+
+
+class BlockTables(RuleBasedStateMachine):
+    """The model: for each sequence the tokens that it wrote or inherited. The pages: what was really written, by block table.
+
+    A block that is shared and written, a copy that is missing or late, a block in two hands: each shows as a token in the
+    pages that the model does not have.
+    """
+
+    manager_class: type[BlockManager] = BlockManager
+
+    @initialize(block_size=st.sampled_from([1, 2, 3, 8]), num_blocks=st.integers(4, 16))
+    def start(self, block_size: int, num_blocks: int) -> None:
+        self.manager = self.manager_class(BlockPool(num_blocks), block_size)
+        self.pages = FakeDevice(num_blocks, block_size)
+        self.tokens: dict[int, list[int]] = {}
+        self.num_slots: dict[int, int] = {}  # that were reserved, at least
+        self.next_token = 0
+        self.next_id = 0
+
+    def new_id(self) -> int:
+        self.next_id += 1
+        return self.next_id
+
+    def write(self, sequence_id: int, start: int, num_tokens: int) -> None:
+        manager, stop = self.manager, start + num_tokens
+        num_new = manager.num_new_blocks(sequence_id, start, stop)
+        num_free = manager.pool.num_free
+        if num_new > num_free:
+            with pytest.raises(CapacityError):
+                manager.reserve(sequence_id, start, stop)
+            assert manager.pool.num_free == num_free
+            return
+        expected_copies = self.expected_copies(sequence_id, start)
+        copies = manager.reserve(sequence_id, start, stop)
+        assert num_free - manager.pool.num_free == num_new
+        table = manager.block_table(sequence_id)
+        assert [source for source, _ in copies] == expected_copies
+        assert all(destination == table[start // manager.block_size] for _, destination in copies)
+        self.pages.copy(copies)
+        written = list(range(self.next_token, self.next_token + num_tokens))
+        self.next_token += num_tokens
+        self.pages.write(table, start, written)
+        self.tokens[sequence_id] = self.tokens.get(sequence_id, [])[:start] + written
+        self.num_slots[sequence_id] = max(stop, self.num_slots.get(sequence_id, 0))
+
+    def expected_copies(self, sequence_id: int, start: int) -> list[int]:
+        """The block that is shared and keeps the tokens before `start`, counted from the block tables alone."""
+        entries = Counter(b for i in self.manager.sequence_ids for b in self.manager.block_table(i))
+        if start % self.manager.block_size == 0 or sequence_id not in self.tokens:
+            return []
+        block = self.manager.block_table(sequence_id)[start // self.manager.block_size]
+        return [block] if entries[block] > 1 else []
+
+    @rule(num_tokens=st.integers(1, 12))
+    def begin(self, num_tokens: int) -> None:
+        self.write(self.new_id(), 0, num_tokens)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), num_tokens=st.integers(1, 5))
+    def extend(self, data: st.DataObject, num_tokens: int) -> None:
+        sequence_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.write(sequence_id, len(self.tokens[sequence_id]), num_tokens)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), num_tokens=st.integers(1, 5))
+    def rewrite(self, data: st.DataObject, num_tokens: int) -> None:
+        """Writes again from an earlier position, as after rejected drafts."""
+        sequence_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.write(sequence_id, data.draw(st.integers(0, len(self.tokens[sequence_id]))), num_tokens)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent_id, child_id = data.draw(st.sampled_from(sorted(self.tokens))), self.new_id()
+        num_free = self.manager.pool.num_free
+        self.manager.fork(parent_id, child_id)
+        assert self.manager.pool.num_free == num_free
+        self.tokens[child_id] = self.tokens[parent_id].copy()
+        self.num_slots[child_id] = self.num_slots[parent_id]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def trim(self, data: st.DataObject) -> None:
+        sequence_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        num_tokens = data.draw(st.integers(0, len(self.tokens[sequence_id])))
+        self.manager.trim(sequence_id, num_tokens)
+        del self.tokens[sequence_id][num_tokens:]
+        self.num_slots[sequence_id] = num_tokens
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        sequence_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.manager.release(sequence_id)
+        del self.tokens[sequence_id], self.num_slots[sequence_id]
+
+    @invariant()
+    def the_pages_hold_what_was_written(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check()
+        assert set(self.manager.sequence_ids) == set(self.tokens)
+        for sequence_id, tokens in self.tokens.items():
+            table = self.manager.block_table(sequence_id)
+            assert len(table) == self.manager.blocks_for(self.num_slots[sequence_id])
+            assert self.pages.read(table, len(tokens)) == tokens
+
+    @invariant()
+    def the_split_adds_up(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        split = self.manager.usage({sequence_id: len(tokens) for sequence_id, tokens in self.tokens.items()})
+        entries = Counter(b for i in self.tokens for b in self.manager.block_table(i))
+        # Every token of the model has a slot of its own unless it was inherited: all written values differ.
+        held = {
+            (self.manager.block_table(i)[p // self.manager.block_size], p % self.manager.block_size)
+            for i, tokens in self.tokens.items()
+            for p in range(len(tokens))
+        }
+        assert split.token_slots == len(held)
+        assert split.free_slots == self.manager.pool.num_free * self.manager.block_size
+        assert split.num_slots == self.manager.pool.num_usable * self.manager.block_size
+        assert split.shared_blocks == sum(count > 1 for count in entries.values())
+
+    def teardown(self) -> None:
+        for sequence_id in list(getattr(self, "tokens", ())):
+            self.manager.release(sequence_id)
+        if hasattr(self, "manager"):
+            assert self.manager.pool.num_free == self.manager.pool.num_usable
+
+
+STATE_MACHINE = settings(max_examples=150, stateful_step_count=30)
+
+
+def test_block_tables_agree_with_the_model() -> None:
+    run_state_machine_as_test(BlockTables, settings=STATE_MACHINE)
+
+
+class WritesSharedBlocks(BlockManager):
+    def _unshare(self, blocks, start, stop):
+        return ()
+
+    def num_new_blocks(self, sequence_id, start, stop):
+        num_blocks = len(self._tables[sequence_id].blocks) if sequence_id in self._tables else 0
+        return max(0, self.blocks_for(stop) - num_blocks)
+
+
+class ForgetsTheCopy(BlockManager):
+    def reserve(self, sequence_id, start, stop):
+        super().reserve(sequence_id, start, stop)
+        return ()
+
+
+class CopiesTheWrongWay(BlockManager):
+    def reserve(self, sequence_id, start, stop):
+        return tuple((destination, source) for source, destination in super().reserve(sequence_id, start, stop))
+
+
+class UnsharesOnlyTheFirstBlock(BlockManager):
+    def _unshare(self, blocks, start, stop):
+        return super()._unshare(blocks, start, min(stop, (start // self.block_size + 1) * self.block_size))
+
+
+class ForksWithoutReference(BlockManager):
+    def fork(self, parent_id, child_id):
+        super().fork(parent_id, child_id)
+        for block in self._tables[child_id].blocks[-1:]:
+            self.pool.release(block)
+
+
+class TrimsOneTooMany(BlockManager):
+    def trim(self, sequence_id, num_tokens):
+        super().trim(sequence_id, max(0, num_tokens - 1))
+
+
+class KeepsAStaleTuple(BlockManager):
+    def trim(self, sequence_id, num_tokens):
+        before = self.block_table(sequence_id)
+        super().trim(sequence_id, num_tokens)
+        self._tables[sequence_id].frozen = before
+
+
+class LeaksOnRelease(BlockManager):
+    def release(self, sequence_id):
+        self._tables.pop(sequence_id)
+
+
+class SharesTheTableItself(BlockManager):
+    def fork(self, parent_id, child_id):
+        super().fork(parent_id, child_id)
+        self._tables[child_id].blocks = self._tables[parent_id].blocks
+
+
+@pytest.mark.parametrize(
+    "mistaken",
+    [
+        WritesSharedBlocks,
+        ForgetsTheCopy,
+        CopiesTheWrongWay,
+        UnsharesOnlyTheFirstBlock,
+        ForksWithoutReference,
+        TrimsOneTooMany,
+        KeepsAStaleTuple,
+        LeaksOnRelease,
+        SharesTheTableItself,
+    ],
+)
+def test_the_state_machine_sees_planted_mistakes(mistaken: type[BlockManager]) -> None:
+    machine = type("Mistaken", (BlockTables,), {"manager_class": mistaken})
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=300))
+
+
+def test_reserve_refuses_gaps_and_empty_ranges() -> None:
+    manager = BlockManager(BlockPool(8), 4)
+    with pytest.raises(ValueError, match="cannot reserve"):
+        manager.reserve(1, 5, 6)
+    with pytest.raises(ValueError, match="cannot reserve"):
+        manager.reserve(1, 0, 0)
+    assert not manager.sequence_ids
+    manager.reserve(1, 0, 4)
+    with pytest.raises(ValueError, match="cannot reserve"):
+        manager.reserve(1, 5, 6)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    manager = BlockManager(BlockPool(3), 4)
+    with pytest.raises(CapacityError, match="3 KV blocks are needed, 2 of 2 are free"):
+        manager.reserve(1, 0, 9)
+    assert not manager.sequence_ids
+
+
+def test_a_child_needs_a_new_id_and_a_living_parent() -> None:
+    manager = BlockManager(BlockPool(8), 4)
+    manager.reserve(1, 0, 4)
+    with pytest.raises(ValueError, match="sequence 1 has a block table"):
+        manager.fork(1, 1)
+    with pytest.raises(KeyError):
+        manager.fork(2, 3)
+
+
+def test_the_table_is_built_anew_only_when_it_changes() -> None:
+    manager = BlockManager(BlockPool(8), 4)
+    manager.reserve(1, 0, 5)
+    table = manager.block_table(1)
+    manager.reserve(1, 5, 8)
+    assert manager.block_table(1) is table
+    manager.reserve(1, 8, 9)
+    assert manager.block_table(1) == (*table, 3)
+
+
+def test_the_head_of_a_released_sequence_is_handed_out_last() -> None:
+    manager = BlockManager(BlockPool(4), 1)
+    manager.reserve(1, 0, 3)
+    manager.release(1)
+    manager.reserve(2, 0, 3)
+    assert manager.block_table(2) == (3, 2, 1)
+
+
+def test_the_split_counts_shared_slots_once_and_known_tokens_as_reserved() -> None:
+    manager = BlockManager(BlockPool(11), 4)
+    manager.reserve(1, 0, 10)
+    manager.fork(1, 2)
+    split = manager.usage({1: 6, 2: 6}, {1: 9, 2: 9})
+    assert (split.token_slots, split.reserved_slots, split.internal_fragmentation_slots) == (6, 3, 3)
+    assert (split.free_slots, split.shared_blocks, split.num_slots) == (28, 3, 40)
+
+
+@pytest.mark.parametrize("block_size", [0, -1])
+def test_a_block_has_slots(block_size: int) -> None:
+    with pytest.raises(ValueError, match="block_size"):
+        BlockManager(BlockPool(4), block_size)

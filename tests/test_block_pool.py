@@ -1,0 +1,85 @@
+"""BlockPool: what is handed out, in which order, and what check() sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage.memory import NULL_BLOCK, BlockPool
+
+
+def test_every_block_but_the_null_block_is_handed_out_once() -> None:
+    pool = BlockPool(6)
+    assert (pool.num_usable, pool.num_free) == (5, 5)
+    blocks = [pool.allocate() for _ in range(5)]
+    assert sorted(blocks) == [1, 2, 3, 4, 5]
+    assert NULL_BLOCK not in blocks
+    assert pool.num_free == 0
+    pool.check()
+
+
+def test_the_free_order_can_be_given_and_what_is_released_goes_last() -> None:
+    pool = BlockPool(6, free_order=[4, 2])
+    assert [pool.allocate(), pool.allocate()] == [4, 2]
+    pool.release(4)
+    assert [pool.allocate() for _ in range(4)] == [1, 3, 5, 4]
+
+
+@pytest.mark.parametrize("free_order", [[1, 1], [0], [6], [-1]])
+def test_a_wrong_free_order_is_refused(free_order: list[int]) -> None:
+    with pytest.raises(ValueError, match="free_order"):
+        BlockPool(6, free_order=free_order)
+
+
+def test_a_pool_of_the_null_block_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_blocks=1"):
+        BlockPool(1)
+
+
+def test_a_shared_block_is_free_after_its_last_release() -> None:
+    pool = BlockPool(3)
+    block = pool.allocate()
+    pool.share(block)
+    pool.release(block)
+    assert (pool.ref_count(block), pool.num_free) == (1, 1)
+    pool.release(block)
+    assert (pool.ref_count(block), pool.num_free) == (0, 2)
+    pool.check()
+
+
+@pytest.mark.parametrize("misuse", ["release", "share"])
+def test_a_free_block_can_be_neither_released_nor_shared(misuse: str) -> None:
+    pool = BlockPool(3)
+    with pytest.raises(AssertionError, match="block 1 is not in use"):
+        getattr(pool, misuse)(1)
+
+
+def test_an_empty_pool_hands_nothing_out() -> None:
+    pool = BlockPool(2)
+    pool.allocate()
+    with pytest.raises(AssertionError, match="no free block"):
+        pool.allocate()
+
+
+def _hand_out_null(pool: BlockPool) -> None:
+    pool._ref_counts[NULL_BLOCK] = 1
+
+
+def _lose(pool: BlockPool) -> None:
+    pool._free.popleft()
+
+
+def _free_twice(pool: BlockPool) -> None:
+    pool._free.append(pool._free[0])
+
+
+def _free_while_used(pool: BlockPool) -> None:
+    pool._free.append(pool.allocate())
+
+
+@pytest.mark.parametrize("damage", [_hand_out_null, _lose, _free_twice, _free_while_used])
+def test_check_sees_damage(damage) -> None:
+    pool = BlockPool(4)
+    pool.check()
+    damage(pool)
+    with pytest.raises(AssertionError):
+        pool.check()

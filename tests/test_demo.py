@@ -1,0 +1,150 @@
+"""The packaged demo model: it fits its size, speaks fluently enough to be recognised, and carries the tests that need text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxpage
+from jaxpage import LLM, SamplingParams
+from jaxpage.engine.text import StreamDetokenizer
+from tests.support.engines import invariants
+
+DEMO = Path(jaxpage.__file__).parent / "demo"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(llm):
+    yield
+    invariants(llm)
+
+
+def one(llm, prompt, params):
+    return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+
+
+def test_size_and_card():
+    assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) < 12_000_000
+    card = (DEMO / "README.md").read_text()
+    for word in ("licence", "nats per token", "held out", "Jane Austen", "steps"):
+        assert word.lower() in card.lower()
+    manifest = json.loads((DEMO / "corpus_manifest.json").read_text())
+    assert "sha256" in json.dumps(manifest)
+
+
+def test_it_speaks_from_the_prompt_of_the_readme(llm):
+    """Most of what it says are words of its tokenizer's own language: no run of letters longer than words are, few fragments."""
+    text = one(llm, "Once upon a time", SamplingParams(temperature=0.7, seed=1, max_tokens=150)).text
+    words = text.split()
+    assert len(words) > 60 and max(map(len, words)) < 25
+    common = {
+        "the",
+        "and",
+        "a",
+        "to",
+        "of",
+        "was",
+        "in",
+        "he",
+        "she",
+        "it",
+        "that",
+        "they",
+        "her",
+        "his",
+        "said",
+        "for",
+    }
+    assert sum(word.strip('.,"').lower() in common for word in words) / len(words) > 0.25
+
+
+def test_tokens_are_those_of_transformers(llm):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, local_files_only=True)
+    for prompt in ("Once upon a time", "It was a dark night, and", "{"):
+        ids = torch.tensor([llm.tokenizer(prompt)["input_ids"]])
+        want = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, pad_token_id=0
+        )
+        assert one(llm, prompt, GREEDY).token_ids == want[0, ids.shape[1] :].tolist()
+
+
+def test_the_loss_on_held_out_text_is_what_a_trained_model_has(llm):
+    """Far below a uniform guess over the vocabulary, by the model's own log probabilities of a text by a person."""
+    text = "It was late in the evening when the carriage stopped before the door, and she went up to her room without a word."
+    ids = llm.tokenizer(text)["input_ids"]
+    total = 0.0
+    for place in range(1, len(ids)):
+        output = one(llm, ids[:place], SamplingParams(temperature=0.0, max_tokens=1, logprobs=20))
+        entry = output.logprobs[0].get(ids[place])
+        total -= entry.logprob if entry else -9.0
+    assert total / (len(ids) - 1) < 5.5 < np.log(len(llm.tokenizer))
+
+
+def test_text_is_the_tokenizers_own_decoding(llm):
+    params = [SamplingParams(temperature=1.3, seed=seed, max_tokens=60, ignore_eos=True) for seed in range(6)]
+    for output in llm.generate(["Once upon a time"] * 6, params, use_tqdm=False):
+        assert output.outputs[0].text == llm.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+
+
+@settings(max_examples=100)
+@given(text=st.text(max_size=30), cut=st.integers(0, 30))
+def test_detokenizing_a_stream_gives_the_text(llm, text, cut):
+    ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    stream = StreamDetokenizer(llm.tokenizer, tuple(ids[:cut]), skip_special_tokens=True)
+    pieces = [stream.push(token_id) for token_id in ids[cut:]] + [stream.flush()]
+    want = llm.tokenizer.decode(ids, skip_special_tokens=True)
+    before = llm.tokenizer.decode(ids[:cut], skip_special_tokens=True)
+    if not before.endswith("\ufffd"):  # a cut within a character leaves its halves to both sides
+        assert before + "".join(pieces) == want
+
+
+def test_stop_strings_cut_exactly_and_never_leak_into_a_stream(llm):
+    free = one(llm, "Once upon a time", GREEDY)
+    for start, length in ((3, 1), (10, 4), (17, 9), (25, 2)):
+        stop = free.text[start : start + length]
+        params = SamplingParams(temperature=0.0, max_tokens=48, stop=[stop, "never said"])
+        place = free.text.index(stop)
+        ended = one(llm, "Once upon a time", params)
+        assert (ended.text, ended.finish_reason, ended.stop_reason) == (free.text[:place], "stop", stop)
+        pieces = [chunk.outputs[0].text for chunk in llm.stream("Once upon a time", params)]
+        assert "".join(pieces) == free.text[:place]
+    kept = SamplingParams(temperature=0.0, max_tokens=48, stop=stop, include_stop_str_in_output=True)
+    assert one(llm, "Once upon a time", kept).text == free.text[: free.text.index(stop) + len(stop)]
+
+
+def test_chat_goes_through_the_template(llm):
+    messages = [{"role": "user", "content": "Tell me a tale."}]
+    prompt = llm.chat_prompt(messages)
+    assert "Tell me a tale." in prompt["prompt"]
+    assert prompt["prompt_token_ids"] == llm.tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]
+    assert (
+        llm.chat(messages, GREEDY, use_tqdm=False)[0].outputs == llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs
+    )
+    assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+
+
+def test_prompts_with_a_lone_surrogate_are_refused(llm):
+    with pytest.raises(ValueError, match="invalid Unicode at character 2"):
+        llm.generate("ab\ud800", GREEDY)
+
+
+def test_defaults_come_from_generation_config(llm):
+    asked = json.loads((DEMO / "generation_config.json").read_text())
+    params = llm.default_sampling_params(max_tokens=7)
+    assert params.max_tokens == 7
+    assert params.temperature == pytest.approx(asked.get("temperature", 1.0))

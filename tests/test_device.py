@@ -1,0 +1,87 @@
+"""The small rooms of the device wing: packed inputs, buckets, memory planning, the compile cache."""
+
+from __future__ import annotations
+
+import stat
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpage.device.buckets import Bucket, make_menu
+from jaxpage.device.executables import use_compile_cache
+from jaxpage.device.sizing import MemoryPlan, choose_num_blocks
+from jaxpage.device.step_inputs import StepInputs, packed_size, unpack, views
+from jaxpage.errors import CapacityError
+
+
+def test_what_is_packed_on_the_host_is_unpacked_on_the_device():
+    bucket, width = Bucket(6, 3, 6), 5
+    packed = np.zeros(packed_size(bucket, width), np.int32)
+    rng = np.random.default_rng(0)
+    want = {}
+    for name, view in views(packed, bucket, width).items():
+        if view.dtype == np.float32:
+            view[...] = rng.standard_normal(view.shape)
+        else:
+            view[...] = rng.integers(0, 2**31, view.shape)
+        want[name] = view.copy()
+    assert set(want) == set(StepInputs._fields)
+    got = jax.jit(lambda vector: unpack(vector, bucket, width))(packed)
+    for name, value in want.items():
+        np.testing.assert_array_equal(np.asarray(getattr(got, name)), value)
+
+
+@given(rows=st.integers(1, 300), tokens=st.integers(2, 5000))
+def test_menus_are_small_and_hold_their_limits(rows, tokens):
+    menu = make_menu(rows, tokens)
+    assert menu.decode[-1].num_rows == max(2, rows) and menu.chunk[-1].num_tokens == tokens
+    assert len(menu.buckets) <= 2 + np.log2(max(rows, 2)) + np.log2(tokens)
+    assert all(bucket.num_rows >= 2 and bucket.num_tokens >= 2 for bucket in menu.buckets)
+    assert list(menu.decode) == sorted(set(menu.decode)) and list(menu.chunk) == sorted(set(menu.chunk))
+
+
+PLAN = MemoryPlan(
+    device="gpu (test)",
+    available_bytes=10_000,
+    weights_bytes=4_000,
+    workspace_bytes=1_000,
+    block_bytes=100,
+    block_size=16,
+    num_blocks=0,
+    max_model_len=64,
+)
+
+
+def test_blocks_are_counted_from_what_is_left():
+    assert choose_num_blocks(PLAN, wanted=None, pool_bytes=None, max_num_seqs=8).num_blocks == 50
+    assert choose_num_blocks(PLAN, wanted=None, pool_bytes=2_050, max_num_seqs=8).num_blocks == 20
+    assert choose_num_blocks(PLAN, wanted=7, pool_bytes=None, max_num_seqs=8).num_slots == 6 * 16
+    on_host = MemoryPlan(**{**PLAN.__dict__, "device": "cpu (test)"})
+    assert choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=80).num_blocks == 25
+    assert choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=2).num_blocks == 9  # no use for more
+
+
+@pytest.mark.parametrize(("wanted", "weights"), [(51, 4_000), (None, 8_900), (1, 4_000)])
+def test_what_does_not_fit_says_so_in_numbers(wanted, weights):
+    plan = MemoryPlan(**{**PLAN.__dict__, "weights_bytes": weights})
+    with pytest.raises(CapacityError, match=r"9\.77 KiB available on gpu .*weights take .* Lower num_blocks"):
+        choose_num_blocks(plan, wanted=wanted, pool_bytes=None, max_num_seqs=8)
+
+
+def test_the_table_names_every_part():
+    plan = choose_num_blocks(PLAN, wanted=None, pool_bytes=None, max_num_seqs=8)
+    rows = dict(plan.rows())
+    assert rows["KV tokens"] == "784" and rows["sequences of 64 tokens"] == "12.2" and rows["weights"] == "3.91 KiB"
+
+
+def test_the_compile_cache_is_the_users_alone(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        use_compile_cache(tmp_path / "deep" / "cache")
+        assert stat.S_IMODE((tmp_path / "deep" / "cache").stat().st_mode) == 0o700
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "deep" / "cache")
+    finally:
+        use_compile_cache(tmp_path if before is None else type(tmp_path)(before))

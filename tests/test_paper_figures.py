@@ -1,0 +1,198 @@
+"""Golden tests: the walk-throughs of the PagedAttention paper (SOSP 2023, arXiv 2309.06180), with the numbers that it prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from jaxpage.memory import BlockManager, BlockPool, MemorySplit
+from tests.support.fake_device import FakeDevice
+
+A, B = 1, 2  # the paper's requests
+FOUR_SCORE = ["Four", "score", "and", "seven", "years", "ago", "our", "fathers", "brought", "forth"]
+BEST_OF_TIMES = ["It", "was", "the", "best", "of", "times", "it", "was"]
+
+
+class Story:
+    """Sequences that write words into paged memory, block size 4, one word per token."""
+
+    def __init__(self, free_order: list[int], num_blocks: int = 10) -> None:
+        self.pool = BlockPool(num_blocks, free_order=free_order)
+        self.manager = BlockManager(self.pool, block_size=4)
+        self.pages = FakeDevice(num_blocks, 4)
+        self.lengths: dict[int, int] = {}
+
+    def write(self, sequence_id: int, words: list) -> tuple[tuple[int, int], ...]:
+        """Appends words and returns the block copies that this took."""
+        start = self.lengths.get(sequence_id, 0)
+        copies = self.manager.reserve(sequence_id, start, start + len(words))
+        self.pages.copy(copies)
+        self.pages.write(self.manager.block_table(sequence_id), start, words)
+        self.lengths[sequence_id] = start + len(words)
+        self.manager.check()
+        return copies
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        self.manager.fork(parent_id, child_id)
+        self.lengths[child_id] = self.lengths[parent_id]
+
+    def release(self, sequence_id: int) -> None:
+        self.manager.release(sequence_id)
+        del self.lengths[sequence_id]
+
+    def read(self, sequence_id: int) -> list:
+        return self.pages.read(self.manager.block_table(sequence_id), self.lengths[sequence_id])
+
+    def table(self, sequence_id: int) -> list[tuple[int, int]]:
+        """The block table as the paper draws it: (physical block, number of filled slots), by logical block.
+
+        The filled slots are counted in the pages, not derived from the length.
+        """
+        empty = self.pages.slots[0][0]
+        return [
+            (block, sum(word != empty for word in self.pages.slots[block]))
+            for block in self.manager.block_table(sequence_id)
+        ]
+
+    def usage(self) -> MemorySplit:
+        return self.manager.usage(self.lengths)
+
+
+def test_figure_5_and_6_one_request() -> None:
+    story = Story(free_order=[7, 1, 3])
+    story.write(A, FOUR_SCORE[:7])  # 1: the prompt takes logical blocks 0 and 1
+    assert story.table(A) == [(7, 4), (1, 3)]
+    story.write(
+        A, FOUR_SCORE[7:8]
+    )  # 2: the first word that is generated goes into the slot that is left: #filled 3 -> 4
+    assert story.table(A) == [(7, 4), (1, 4)]
+    story.write(A, FOUR_SCORE[8:9])  # 3: the next one takes a new block
+    assert story.table(A) == [(7, 4), (1, 4), (3, 1)]
+    story.write(A, FOUR_SCORE[9:])  # figure 5: the query "forth" reads three blocks that are not contiguous
+    assert story.pages.slots[7] == ["Four", "score", "and", "seven"]
+    assert story.pages.slots[1] == ["years", "ago", "our", "fathers"]
+    assert story.pages.slots[3][:2] == ["brought", "forth"]
+    assert story.read(A) == FOUR_SCORE
+
+
+def test_figure_7_two_requests_interleave() -> None:
+    story = Story(free_order=[7, 1, 5, 2, 3])
+    story.write(A, FOUR_SCORE[:7])
+    story.write(B, BEST_OF_TIMES[:6])
+    assert story.table(A) == [(7, 4), (1, 3)]
+    assert story.table(B) == [(5, 4), (2, 2)]
+    for step in range(2):
+        story.write(A, [FOUR_SCORE[7 + step]])
+        story.write(B, [BEST_OF_TIMES[6 + step]])
+    assert story.table(A) == [(7, 4), (1, 4), (3, 1)]
+    assert story.table(B) == [(5, 4), (2, 4)]
+    assert story.read(A) == FOUR_SCORE[:9]
+    assert story.read(B) == BEST_OF_TIMES
+
+
+def test_figure_8_parallel_sampling_copies_on_write_once() -> None:
+    story = Story(free_order=[7, 1, 3])
+    a1, a2 = 1, 2
+    story.write(a1, FOUR_SCORE[:7])
+    story.fork(a1, a2)
+    assert story.manager.block_table(a1) == story.manager.block_table(a2) == (7, 1)
+    assert (story.pool.ref_count(7), story.pool.ref_count(1)) == (2, 2)
+    assert story.write(a1, ["fathers"]) == ((1, 3),)  # A1 writes first: its last block is copied to block 3
+    assert (story.pool.ref_count(7), story.pool.ref_count(1), story.pool.ref_count(3)) == (2, 1, 1)
+    num_free = story.pool.num_free
+    assert story.write(a2, ["mothers"]) == ()  # A2 writes in place: nobody else reads block 1 any more
+    assert story.pool.num_free == num_free
+    assert story.manager.block_table(a1) == (7, 3)
+    assert story.manager.block_table(a2) == (7, 1)
+    assert story.read(a1) == [*FOUR_SCORE[:7], "fathers"]
+    assert story.read(a2) == [*FOUR_SCORE[:7], "mothers"]
+
+
+def test_figure_9_beam_search_shares_and_frees() -> None:
+    """Beam width 4. The paper numbers blocks from 0; here block 0 is the null block, so every number is one higher."""
+
+    def ours(*blocks: int) -> list[int]:
+        return [block + 1 for block in blocks]
+
+    # Before the dotted line: candidate 0 holds blocks 0 1 3 5, candidate 1 0 1 3 6, candidate 2 0 1 3 7, candidate 3 0 2 4 8.
+    story = Story(free_order=ours(0, 1, 3, 5, 6, 7, 2, 4, 8, 9, 10, 11, 12), num_blocks=14)
+    story.write(0, [f"prompt {i}" for i in range(4)])  # block 0
+    story.fork(0, 3)
+    story.write(0, [f"shared {i}" for i in range(8)])  # blocks 1 and 3
+    story.fork(0, 1)
+    story.fork(0, 2)
+    for candidate in (0, 1, 2):
+        story.write(candidate, [f"beam {candidate} {i}" for i in range(4)])  # blocks 5, 6, 7
+    story.write(3, [f"beam 3 {i}" for i in range(12)])  # blocks 2, 4, 8
+    before = {0: [0, 1, 3, 5], 1: [0, 1, 3, 6], 2: [0, 1, 3, 7], 3: [0, 2, 4, 8]}
+    assert {c: list(story.manager.block_table(c)) for c in before} == {c: ours(*b) for c, b in before.items()}
+    assert [story.pool.ref_count(block) for block in ours(*range(9))] == [4, 3, 1, 3, 1, 1, 1, 1, 1]
+
+    # The four likeliest continuations come from candidates 1 (two of them) and 2 (two): 0 and 3 are not extended.
+    free_before = story.pool.num_free
+    survivors = {10: 1, 11: 1, 12: 2, 13: 2}
+    for child, parent in survivors.items():
+        story.fork(parent, child)
+    for candidate in before:
+        story.release(candidate)
+    assert [block for block in ours(*range(9)) if story.pool.ref_count(block) == 0] == ours(2, 4, 5, 8)  # freed
+    assert story.pool.num_free == free_before + 4
+    assert [story.write(child, [f"next {child}"]) for child in survivors] == [()] * 4  # whole blocks: nothing to copy
+
+    # All share blocks 0, 1, 3; candidates 0 and 1 share 6, candidates 2 and 3 share 7; each has a new block of 9 to 12.
+    after = {10: [0, 1, 3, 6, 9], 11: [0, 1, 3, 6, 10], 12: [0, 1, 3, 7, 11], 13: [0, 1, 3, 7, 12]}
+    assert {c: list(story.manager.block_table(c)) for c in after} == {c: ours(*b) for c, b in after.items()}
+    assert [story.pool.ref_count(block) for block in ours(0, 1, 3, 6, 7, 9, 10, 11, 12)] == [4, 4, 4, 2, 2, 1, 1, 1, 1]
+    for child, parent in survivors.items():
+        prefix = [f"prompt {i}" for i in range(4)] + [f"shared {i}" for i in range(8)]
+        assert story.read(child) == [*prefix, *(f"beam {parent} {i}" for i in range(4)), f"next {child}"]
+
+
+@dataclass(frozen=True)
+class Contiguous:
+    """What systems before paging do: a request reserves its longest possible length in one piece."""
+
+    max_length: int
+    num_prompt: int
+    num_to_come: int  # tokens that it will really generate after the current one
+
+    def kinds(self) -> tuple[int, int, int, int]:
+        """(prompt states, slot of the current token, reserved for tokens to come, never used)."""
+        return (
+            self.num_prompt,
+            1,
+            self.num_to_come,
+            self.max_length - self.num_prompt - 1 - self.num_to_come,
+        )
+
+
+@pytest.mark.parametrize(
+    ("request_", "printed"),
+    [(Contiguous(2048, 7, 2), (7, 1, 2, 2038)), (Contiguous(512, 3, 1), (3, 1, 1, 507))],
+    ids=["A", "B"],
+)
+def test_figure_3_waste_of_reservation_and_of_paging(request_: Contiguous, printed: tuple[int, ...]) -> None:
+    """The same two requests in one contiguous piece, as printed, and in blocks, whose waste is below one block at every step."""
+    assert request_.kinds() == printed
+    assert sum(request_.kinds()) == request_.max_length
+    story = Story(free_order=[])
+    story.write(A, ["prompt"] * request_.num_prompt)
+    for num_generated in range(1, 2 + request_.num_to_come):
+        story.write(A, ["word"])
+        used = story.usage()
+        assert used.token_slots == request_.num_prompt + num_generated
+        assert used.reserved_slots == 0
+        assert used.internal_fragmentation_slots == -used.token_slots % 4 < 4
+        assert used.token_slots + used.internal_fragmentation_slots + used.free_slots == used.num_slots == 36
+
+
+def test_figure_3_both_requests_at_once() -> None:
+    story = Story(free_order=[])
+    story.write(A, ["prompt"] * 7 + ["current"])
+    story.write(B, ["prompt"] * 3 + ["current"])
+    # 12 slots for 12 tokens in three blocks; the reservations hold 2560 slots for the same.
+    assert story.usage() == MemorySplit(12, 0, 0, 24, 0)
+    story.write(A, ["to come"] * 2)
+    story.write(B, ["to come"])
+    assert story.usage() == MemorySplit(15, 0, 5, 16, 0)

@@ -1,0 +1,504 @@
+"""Scheduler: a state machine on a fake device whose draws depend on what is read, the naive model being each request alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxpage.decoding import Append, Drop, Edit, Finish, Fork
+from jaxpage.errors import CapacityError
+from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.outputs import TokenLogprobs
+from jaxpage.request import Sequence, SequenceGroup
+from jaxpage.scheduling import Scheduler, StepLimits
+from tests.support.fake_device import EOS, NUM_TOKEN_IDS, Driver, alone, ends, make_group
+
+
+def make_driver(
+    *,
+    num_blocks: int = 65,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_tokens: int = 16,
+    max_chunk_rows: int = 4,
+    mixed: bool = False,
+    scheduler_class: type[Scheduler] = Scheduler,
+) -> Driver:
+    limits = StepLimits(max_num_seqs, max_tokens, max_chunk_rows, mixed)
+    manager = BlockManager(BlockPool(num_blocks), block_size)
+    return Driver(scheduler_class(limits, manager, max_num_seqs=max_num_seqs))
+
+
+def query_lens(driver: Driver) -> list[list[int]]:
+    return [[len(row.token_ids) for row in plan.rows] for plan in driver.plans]
+
+
+class Scheduling(RuleBasedStateMachine):
+    """Requests come, go and step in any order. What a request draws must be what it draws alone, in exactly as many tokens."""
+
+    scheduler_class: type[Scheduler] = Scheduler
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 2, 4, 8]),
+        num_usable=st.integers(3, 24),
+        max_num_seqs=st.integers(1, 6),
+        max_tokens=st.integers(1, 24),
+        max_chunk_rows=st.integers(1, 6),
+        mixed=st.booleans(),
+    )
+    def start(self, num_usable: int, **settings_: int) -> None:
+        self.driver = make_driver(num_blocks=num_usable + 1, scheduler_class=self.scheduler_class, **settings_)
+        self.arrived: list[SequenceGroup] = []  # in order, without the aborted
+        self.ended: set[str] = set()
+
+    @rule(
+        seed=st.integers(0, 2**32),
+        num_prompt=st.integers(1, 20),
+        max_tokens=st.integers(1, 24),
+        n=st.sampled_from([1, 1, 2, 3]),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool) -> None:
+        scheduler = self.driver.scheduler
+        sequence_id = self.driver.new_sequence_id()
+        if seed % 4:  # else it may be too long, and be refused
+            num_slots = scheduler.block_manager.pool.num_usable // n * scheduler.block_manager.block_size
+            num_prompt = max(1, min(num_prompt, num_slots // 2))
+            max_tokens = max(1, min(max_tokens, num_slots - num_prompt))
+        prompt = random.Random(seed).choices(range(NUM_TOKEN_IDS), k=num_prompt)
+        minimum = seed % (max_tokens + 1)
+        group = make_group(
+            str(sequence_id),
+            sequence_id,
+            prompt,
+            max_tokens=max_tokens,
+            n=n,
+            min_tokens=minimum,
+            ignore_eos=ignore_eos,
+        )
+        block_size, usable = scheduler.block_manager.block_size, scheduler.block_manager.pool.num_usable
+        most = n * -(-(num_prompt + max_tokens - 1) // block_size)
+        if most > usable or n > scheduler.max_num_seqs:
+            with pytest.raises(CapacityError):
+                scheduler.add(group)
+        else:
+            scheduler.add(group)
+            self.arrived.append(group)
+        scheduler.check()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        alive = [group for group in self.arrived if group.request.request_id not in self.ended]
+        request_id = data.draw(st.sampled_from([g.request.request_id for g in alive])) if alive else "unknown"
+        group = self.driver.scheduler.abort(request_id)
+        assert (group is None) == (not alive)
+        if group is not None:
+            assert group.finished and not any(s.finish_reason is None for s in group.sequences)
+            self.arrived.remove(group)
+            assert self.driver.scheduler.abort(request_id) is None
+        self.driver.scheduler.check()
+
+    @rule(num_steps=st.integers(1, 12))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            for group in self.driver.step():
+                if group.finished:
+                    self.verify(group)
+
+    @precondition(lambda self: self.driver.scheduler.num_running)
+    @rule()
+    def lose_the_step(self) -> None:
+        """A step that is planned and does not happen."""
+        self.driver.scheduler.plan()
+        self.driver.scheduler.preempt_all()
+        self.driver.scheduler.check()
+
+    def verify(self, group: SequenceGroup) -> None:
+        self.ended.add(group.request.request_id)
+        assert len(group.sequences) == group.request.params.n
+        for sequence in group.sequences:
+            assert sequence.output_token_ids == alone(group.request, sequence.sample_index)
+            assert len(sequence.output_token_ids) > 0
+
+    @invariant()
+    def running_ones_are_the_oldest(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        alive = [group for group in self.arrived if group.request.request_id not in self.ended]
+        scheduler = self.driver.scheduler
+        assert [*scheduler.running, *scheduler.waiting] == alive
+        assert sum(len(group.unfinished) for group in scheduler.running) <= scheduler.max_num_seqs
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        while self.driver.scheduler.has_unfinished:
+            self.step(1)
+            assert len(self.driver.plans) < 20_000, "no end"
+        assert self.ended >= {group.request.request_id for group in self.arrived}
+        pool = self.driver.scheduler.block_manager.pool
+        assert pool.num_free == pool.num_usable
+
+
+STATE_MACHINE = settings(max_examples=200, stateful_step_count=25)
+
+
+def test_scheduler_agrees_with_every_request_alone() -> None:
+    run_state_machine_as_test(Scheduling, settings=STATE_MACHINE)
+
+
+class PreemptsTheOldest(Scheduler):
+    def _preempt_newest(self, draft=None):
+        oldest = next(iter(self._running))
+        self._running[oldest] = self._running.pop(oldest)
+        return super()._preempt_newest(draft)
+
+
+class KeepsCountAfterPreemption(Scheduler):
+    def _preempt_newest(self, draft=None):
+        computed = {s: s.num_computed_tokens for s in list(self._running.values())[-1].sequences}
+        group = super()._preempt_newest(draft)
+        for sequence, num_computed in computed.items():
+            sequence.num_computed_tokens = num_computed
+        return group
+
+
+class OverfillsChunks(Scheduler):
+    def _has_room(self, draft):
+        return draft.num_tokens < self.limits.max_tokens
+
+
+class DrawsAGroupApart(Scheduler):
+    """Admits a group without room for all of its sequences."""
+
+    def _admit(self, group, draft):
+        unfinished, group.sequences = group.sequences, group.sequences[:1]
+        admitted = super()._admit(group, draft)
+        group.sequences = unfinished
+        return admitted
+
+
+class LeaksSeats(Scheduler):
+    def _forget(self, group):
+        num_seats = self._num_seats
+        super()._forget(group)
+        self._num_seats = num_seats
+
+
+class AdmitsOutOfOrder(Scheduler):
+    def _plan_chunks(self, draft, computing):
+        if len(self._queue) > 1:
+            first = self._queue.first()
+            self._queue.remove(first.request.request_id)
+            self._queue.add(first)
+        super()._plan_chunks(draft, computing)
+
+
+class DropsCopies(Scheduler):
+    def _make_room(self, group, sequences, draft):
+        copies = super()._make_room(group, sequences, draft)
+        return None if copies is None else []
+
+
+class NeverAlternates(Scheduler):
+    def plan(self):
+        self._last_was_chunk = False
+        return super().plan()
+
+
+class ForgetsMinTokens(Scheduler):
+    def plan(self):
+        plan = super().plan()
+        return plan and replace(plan, samples=tuple(replace(s, suppressed_token_ids=()) for s in plan.samples))
+
+
+@pytest.mark.parametrize(
+    "mistaken",
+    [
+        PreemptsTheOldest,
+        KeepsCountAfterPreemption,
+        OverfillsChunks,
+        DrawsAGroupApart,
+        LeaksSeats,
+        AdmitsOutOfOrder,
+        DropsCopies,
+        NeverAlternates,
+        ForgetsMinTokens,
+    ],
+)
+def test_the_state_machine_sees_planted_mistakes(mistaken: type[Scheduler]) -> None:
+    machine = type("Mistaken", (Scheduling,), {"scheduler_class": mistaken})
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=500))
+
+
+def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
+    driver = make_driver(max_tokens=16)
+    driver.scheduler.add(make_group("a", 0, range(40), max_tokens=2, ignore_eos=True))
+    driver.run()
+    assert query_lens(driver) == [[16], [16], [8], [1]]
+    assert [len(plan.samples) for plan in driver.plans] == [0, 0, 1, 1]
+    sample = driver.plans[2].samples[0]
+    assert (sample.row, sample.offset, sample.position) == (0, 7, 40)
+
+
+def test_chunks_and_decoding_alternate_where_they_do_not_mix() -> None:
+    driver = make_driver(max_tokens=16, mixed=False)
+    driver.scheduler.add(make_group("a", 0, range(4), max_tokens=8, ignore_eos=True))
+    driver.step()
+    driver.scheduler.add(make_group("b", 1, range(40), max_tokens=2, ignore_eos=True))
+    for _ in range(5):
+        driver.step()
+    assert query_lens(driver) == [[4], [1], [16], [1], [16], [1]]
+
+
+def test_decoding_rows_come_first_where_steps_mix() -> None:
+    driver = make_driver(max_tokens=16, mixed=True)
+    driver.scheduler.add(make_group("a", 0, range(4), max_tokens=8, ignore_eos=True))
+    driver.step()
+    driver.scheduler.add(make_group("b", 1, range(40), max_tokens=3, ignore_eos=True))
+    for _ in range(4):
+        driver.step()
+    assert query_lens(driver) == [[4], [1, 15], [1, 15], [1, 10], [1, 1]]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_prompts_get_their_turn_beside_more_decoding_rows_than_a_chunk_step_holds(mixed: bool) -> None:
+    driver = make_driver(max_num_seqs=8, max_chunk_rows=2, max_tokens=8, mixed=mixed)
+    for i in range(4):
+        driver.scheduler.add(make_group(f"decoding {i}", i, range(2), max_tokens=40, ignore_eos=True))
+    for _ in range(8):
+        driver.step()
+    late = make_group("late", 9, range(20), max_tokens=2, ignore_eos=True)
+    driver.scheduler.add(late)
+    for _ in range(9):
+        driver.step()
+    assert late.finished and not driver.scheduler.running[0].finished
+
+
+def test_newest_give_way_and_come_back_in_order() -> None:
+    driver = make_driver(num_blocks=7, block_size=2, max_tokens=32)
+    groups = [make_group(str(i), i, range(3), max_tokens=8, ignore_eos=True) for i in range(3)]
+    for group in groups:
+        driver.scheduler.add(group)
+    driver.run()
+    preempted = [request_id for plan in driver.plans for request_id in plan.preempted]
+    assert preempted and "0" not in preempted
+    assert driver.scheduler.num_preemptions == len(preempted) == sum(group.num_preemptions for group in groups)
+    assert all(group.sequences[0].output_token_ids == alone(group.request) for group in groups)
+
+
+def test_nobody_overtakes_the_preempted() -> None:
+    driver = make_driver(num_blocks=9, block_size=2, max_tokens=32)
+    driver.scheduler.add(make_group("old", 0, range(4), max_tokens=12, ignore_eos=True))
+    driver.scheduler.add(make_group("big", 1, range(8), max_tokens=8, ignore_eos=True))
+    while not driver.scheduler.num_preemptions:
+        driver.step()
+    assert driver.plans[-1].preempted == ("big",)
+    driver.scheduler.add(make_group("small", 2, range(1), max_tokens=1, ignore_eos=True))
+    driver.step()
+    assert [group.request.request_id for group in driver.scheduler.waiting] == ["big", "small"]
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    driver = make_driver(num_blocks=5, block_size=4, max_num_seqs=2)
+    with pytest.raises(CapacityError, match=r"may need 5 KV blocks \(1 x 18 tokens in blocks of 4\); the pool has 4"):
+        driver.scheduler.add(make_group("long", 0, range(10), max_tokens=8))
+    with pytest.raises(CapacityError, match="may need 6 KV blocks"):
+        driver.scheduler.add(make_group("wide", 1, range(8), max_tokens=2, n=2))
+    with pytest.raises(CapacityError, match="asks for 3 sequences at once; max_num_seqs is 2"):
+        driver.scheduler.add(make_group("wider", 2, range(1), max_tokens=1, n=3))
+    assert not driver.scheduler.has_unfinished
+    driver.scheduler.add(
+        make_group("just", 3, range(10), max_tokens=7, ignore_eos=True)
+    )  # 16 computed, the 17th is drawn
+    driver.run()
+
+
+@pytest.mark.parametrize("num_prompt", [0, 5])
+def test_a_prompt_has_a_token_and_leaves_room_for_one(num_prompt: int) -> None:
+    driver = make_driver()
+    group = make_group("a", 0, range(5), max_tokens=1)
+    object.__setattr__(group.request, "prompt_token_ids", tuple(range(num_prompt)))
+    object.__setattr__(group.request, "max_total_tokens", num_prompt)
+    with pytest.raises(ValueError, match="room for one more"):
+        driver.scheduler.add(group)
+
+
+def test_an_id_is_used_once_at_a_time() -> None:
+    driver = make_driver()
+    driver.scheduler.add(make_group("a", 0, range(5)))
+    with pytest.raises(ValueError, match="'a' exists already"):
+        driver.scheduler.add(make_group("a", 1, range(5)))
+    driver.run()
+    driver.scheduler.add(make_group("a", 2, range(5)))
+
+
+def test_abort_gives_the_blocks_back_at_once_even_while_a_step_is_under_way() -> None:
+    driver = make_driver()
+    scheduler = driver.scheduler
+    for i in range(2):
+        scheduler.add(make_group(str(i), i, range(5), ignore_eos=True))
+    plan = scheduler.plan()
+    assert plan is not None and len(plan.rows) == 2
+    aborted = scheduler.abort("0")
+    assert aborted is not None and aborted.sequences[0].finish_reason == "abort"
+    assert set(scheduler.block_manager.sequence_ids) == {1}
+    touched = scheduler.commit(plan, [Append(0, 3), Append(1, 4), Finish(0, "length")])
+    assert [group.request.request_id for group in touched] == ["1"]
+    assert aborted.sequences[0].output_token_ids == []
+    scheduler.check()
+
+
+def test_min_tokens_suppresses_every_token_that_would_end_the_sequence() -> None:
+    driver = make_driver()
+    group = make_group("a", 0, range(5), max_tokens=4, min_tokens=2)
+    object.__setattr__(group.request.params, "stop_token_ids", (3, 1))
+    driver.scheduler.add(group)
+
+    def go_on(_: SequenceGroup, sequence: Sequence, token_id: int) -> list[Edit]:
+        return [Append(sequence.sequence_id, token_id)]
+
+    for _ in range(3):
+        driver.step(go_on)
+    assert [plan.samples[0].suppressed_token_ids for plan in driver.plans] == [(1, 3, EOS), (1, 3, EOS), ()]
+
+
+def test_edits_change_sequences() -> None:
+    driver = make_driver()
+    driver.scheduler.add(make_group("a", 0, range(5), n=3, max_tokens=8, ignore_eos=True))
+    first = TokenLogprobs(token_id=9, logprob=-0.5, rank=1)
+
+    def begin(*_: object) -> list[Edit]:
+        return [Append(0, 9, "nine", first), Fork(0, 100, 1), Fork(0, 101, 2)]
+
+    (group,) = driver.step(begin)
+    twin = group.sequences[1]
+    assert (twin.token_ids, twin.text, twin.logprobs, twin.cumulative_logprob) == (
+        [*range(5), 9],
+        "nine",
+        [first],
+        -0.5,
+    )
+    assert driver.scheduler.usage().shared_blocks == 2
+
+    def go_on(_: SequenceGroup, sequence: Sequence, __: int) -> list[Edit]:
+        if sequence.sequence_id == 0:
+            return [Append(0, 3, "three", first), Finish(0, "stop", 3, "!")]
+        if sequence.sequence_id == 100:
+            return [Drop(100)]
+        return [Append(sequence.sequence_id, 4)]
+
+    driver.step(go_on)
+    assert [s.sequence_id for s in group.sequences] == [0, 101]
+    ended = group.sequences[0]
+    assert (ended.text, ended.finish_reason, ended.stop_reason) == ("ninethree!", "stop", 3)
+    assert set(driver.scheduler.block_manager.sequence_ids) == {101}
+    assert (ended.logprobs, ended.cumulative_logprob) == ([first, first], -1.0)
+    assert (group.sequences[1].text, group.sequences[1].logprobs) == ("nine", [first])
+    assert group.sequences[1].token_ids == [*range(5), 9, 4]
+
+
+def test_random_forks_and_drops_keep_every_beam_intact() -> None:
+    """Beams in miniature: at each step losers are dropped and winners forked, under a pool that forces preemption."""
+    rng = random.Random(5)
+    driver = make_driver(num_blocks=41, block_size=4, max_num_seqs=24, mixed=True)
+    width, groups = 4, []
+    for i in range(6):
+        groups.append(
+            make_group(str(i), i, rng.choices(range(NUM_TOKEN_IDS), k=rng.randint(1, 9)), n=width, max_tokens=30)
+        )
+        driver.scheduler.add(groups[-1])
+    seen: dict[str, int] = {}
+
+    def beams(group: SequenceGroup, sequence: Sequence, token_id: int) -> list[Edit]:
+        """Group-wise: the edits of all beams come with the first; all beams draw in one step."""
+        request_id = group.request.request_id
+        if seen.get(request_id) == len(driver.plans):
+            return []
+        seen[request_id] = len(driver.plans)
+        beams = group.unfinished
+        assert len({beam.num_known_tokens for beam in beams}) == 1, "beams are in lock step"
+        if ends(group.request, [*sequence.token_ids, -1]):
+            return [e for b in beams for e in (Append(b.sequence_id, token_id), Finish(b.sequence_id, "length"))]
+        winners = rng.choices(beams, k=width)
+        edits: list[Edit] = [Fork(winner.sequence_id, driver.new_sequence_id(), 0) for winner in winners]
+        children = [edit.child_id for edit in edits]
+        edits += [Drop(beam.sequence_id) for beam in beams]
+        return edits + [Append(child_id, rng.randrange(NUM_TOKEN_IDS)) for child_id in children]
+
+    while driver.scheduler.has_unfinished:
+        driver.step(beams)
+        assert len(driver.plans) < 5_000
+    assert driver.scheduler.num_preemptions > 0
+    assert sum(len(plan.copies) for plan in driver.plans) > 0
+    assert all(len(group.sequences) == width for group in groups)
+    assert driver.scheduler.block_manager.pool.num_free == 40
+
+
+def test_a_draw_of_another_step_is_refused() -> None:
+    driver = make_driver()
+    driver.scheduler.add(make_group("a", 0, range(5)))
+    plan = driver.scheduler.plan()
+    assert plan is not None
+    driver.scheduler.commit(plan, [Append(0, 3)])
+    with pytest.raises(AssertionError, match="out of turn"):
+        driver.scheduler.commit(plan, [Append(0, 3)])
+
+
+def test_a_decoding_row_carries_one_token_and_the_same_table_until_it_grows() -> None:
+    driver = make_driver(block_size=4)
+    driver.scheduler.add(make_group("a", 0, range(9), max_tokens=8, ignore_eos=True))
+    driver.run()
+    rows = [plan.rows[0] for plan in driver.plans]
+    assert all(len(row.token_ids) == 1 for row in rows[1:])
+    tables = [row.block_table for row in rows]
+    assert [later is earlier for earlier, later in itertools.pairwise(tables)] == [True] * 3 + [False] + [True] * 3
+
+
+def test_the_split_of_a_running_prompt() -> None:
+    driver = make_driver(num_blocks=11, block_size=4, max_tokens=6)
+    driver.scheduler.add(make_group("a", 0, range(10), max_tokens=4, ignore_eos=True))
+    driver.step()
+    split = driver.scheduler.usage()
+    assert (split.token_slots, split.reserved_slots, split.internal_fragmentation_slots, split.free_slots) == (
+        6,
+        4,
+        2,
+        28,
+    )
+
+
+def test_limits_are_positive_and_rows_hold_the_sequences() -> None:
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        StepLimits(4, 0, 4, mixed=False)
+    manager = BlockManager(BlockPool(4), 4)
+    for max_num_seqs in (0, 5):
+        with pytest.raises(ValueError, match=f"max_num_seqs={max_num_seqs}"):
+            Scheduler(StepLimits(4, 8, 4, mixed=False), manager, max_num_seqs=max_num_seqs)
+
+
+def test_admission_leaves_a_reserve_free_while_others_run() -> None:
+    """With every block given away, the next token of the older request would preempt the newcomer at once."""
+    driver = make_driver(num_blocks=7, block_size=4, max_tokens=32)
+    driver.scheduler.add(make_group("old", 0, range(12), max_tokens=8, ignore_eos=True))
+    driver.scheduler.add(
+        make_group("new", 1, range(12), max_tokens=2, ignore_eos=True)
+    )  # would take the three that are left
+    driver.step()
+    assert (driver.scheduler.num_running, driver.scheduler.block_manager.pool.num_free) == (1, 3)
+    driver.run()
+    assert driver.scheduler.num_preemptions == 0
