@@ -77,11 +77,20 @@ def test_the_table_names_every_part():
     assert rows["KV tokens"] == "784" and rows["sequences of 64 tokens"] == "12.2" and rows["weights"] == "3.91 KiB"
 
 
-def test_the_compile_cache_is_the_users_alone(tmp_path):
-    before = jax.config.jax_compilation_cache_dir
+def test_the_compile_cache_is_the_users_alone(tmp_path, caplog):
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
     try:
-        use_compile_cache(tmp_path / "deep" / "cache")
+        assert use_compile_cache(tmp_path / "deep" / "cache")
         assert stat.S_IMODE((tmp_path / "deep" / "cache").stat().st_mode) == 0o700
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "deep" / "cache")
+        (tmp_path / "file").touch()
+        assert not use_compile_cache(tmp_path / "file" / "cache")
+        assert "no compile cache at" in caplog.text
     finally:
-        use_compile_cache(tmp_path if before is None else type(tmp_path)(before))
+        for name, value in before.items():
+            jax.config.update(name, value)

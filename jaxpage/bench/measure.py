@@ -48,5 +48,6 @@ def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float)
             "num_steps": after["engine_steps_total"] - before["engine_steps_total"],
             "compiles_during_run": after["compile_total"] - before["compile_total"],
             "num_blocks": after["num_blocks_total"],
+            "num_blocks_free_afterwards": after["num_blocks_free"],
         },
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.step_inputs import packed_size
 from jaxpage.device.steps import StepOptions, copy_step, model_step
+
+logger = logging.getLogger(__name__)
 
 
 class Executables:
@@ -76,10 +79,20 @@ def _run_all(jobs: dict[Bucket | str, Callable[[], Any]], progress: bool) -> dic
     return table
 
 
-def use_compile_cache(directory: Path) -> None:
-    """Keeps executables in `directory` across processes. They are code, so nobody else may write there."""
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    directory.chmod(0o700)
+def use_compile_cache(directory: Path) -> bool:
+    """Keeps executables in `directory` across processes. They are code, so it must be ours and nobody else may write there.
+
+    Returns False, with a warning, where that cannot be had: everything is then compiled anew at each start.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if directory.stat().st_uid != os.geteuid():
+            raise PermissionError("it belongs to another user")
+        directory.chmod(0o700)
+    except OSError as error:
+        logger.warning("no compile cache at %s: %s", directory, error)
+        return False
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return True

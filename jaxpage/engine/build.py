@@ -45,7 +45,8 @@ class Built:
 
 def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything."""
-    use_compile_cache(compile_cache_directory())
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # JAX reads that one itself
+        use_compile_cache(compile_cache_directory())
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
     tokenizer = load_tokenizer(Path(config.tokenizer) if config.tokenizer else files.directory)
