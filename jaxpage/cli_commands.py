@@ -68,8 +68,10 @@ def chat(arguments: argparse.Namespace) -> None:
 def convert(arguments: argparse.Namespace) -> None:
     """`jaxpage convert SRC DST`."""
     from jaxpage.checkpoints import convert as convert_checkpoint
+    from jaxpage.checkpoints import resolve_model
 
-    say(f"Written to {convert_checkpoint(arguments.source, arguments.destination, progress=True)}")
+    source = resolve_model(arguments.source)
+    say(f"Written to {convert_checkpoint(source, arguments.destination, progress=True)}")
 
 
 def compile_menu(arguments: argparse.Namespace) -> None:

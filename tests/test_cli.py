@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -268,14 +268,29 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=600)
 
 
-def test_help_answers_in_half_a_second() -> None:
-    times = []
-    for words in (("--help",), ("generate", "--help"), ("bench", "throughput", "--help")):
-        start = time.perf_counter()
-        result = process(*words)
-        times.append(time.perf_counter() - start)
-        assert result.returncode == 0 and result.stdout.startswith("usage: jaxpage") and not result.stderr
-    assert min(times) < 0.5, "the best of three: the machine may be busy"
+@pytest.mark.parametrize("words", [["--help"], ["generate", "--help"], ["bench", "throughput", "--help"]], ids=" ".join)
+def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
+    """Half a second is the promise; what would break it is an import, and that can be told without a clock."""
+    code = (
+        "import sys, contextlib\n"
+        "from jaxpage.cli import main\n"
+        f"with contextlib.suppress(SystemExit): main({words!r})\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.startswith("usage: jaxpage")
+    loaded = set(ast.literal_eval(result.stderr))
+    assert not loaded & {
+        "jax",
+        "flax",
+        "transformers",
+        "torch",
+        "numpy",
+        "orbax",
+        "tokenizers",
+        "psutil",
+        "safetensors",
+    }
 
 
 def test_help_lists_what_exists_and_nothing_else() -> None:
