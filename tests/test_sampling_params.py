@@ -9,7 +9,6 @@ import math
 import pickle
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -176,13 +175,11 @@ def test_no_float_slips_through(value: float) -> None:
                 SamplingParams(**{name: value})
 
 
-def test_a_refusal_is_fast_and_short_whatever_the_value() -> None:
-    start = time.perf_counter()
+def test_a_refusal_is_short_whatever_the_value() -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(stop=5 * [""] + ["x" * 10**6])
     with pytest.raises(ValueError) as salt_error:
         SamplingParams(cache_salt="x" * 10**6)
-    assert time.perf_counter() - start < 1.0
     assert len(str(error.value)) < 200 and len(str(salt_error.value)) < 200
 
 
