@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -49,13 +51,14 @@ def _shapes(bucket: Bucket, table_width: int) -> dict[str, tuple[int, ...]]:
 
 
 def packed_size(bucket: Bucket, table_width: int) -> int:
-    return sum(int(np.prod(shape)) for shape in _shapes(bucket, table_width).values())
+    return max(place.stop for place, _ in _slices(bucket, table_width).values())
 
 
+@functools.cache  # asked for at every step, for a handful of buckets
 def _slices(bucket: Bucket, table_width: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
     start, slices = 0, {}
     for name, shape in _shapes(bucket, table_width).items():
-        stop = start + int(np.prod(shape))
+        stop = start + math.prod(shape)
         slices[name] = (slice(start, stop), shape)
         start = stop
     return slices
