@@ -5,10 +5,14 @@ It reads T x M x S positions, so it is for tests and as the last resort of the c
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.arguments import Arguments, token_rows
+
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
 
 
 def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
@@ -41,7 +45,7 @@ def attend(arguments: Arguments) -> jax.Array:
     k_TCKH = arguments.k_pages[table_TM].reshape(num_tokens, num_positions, num_kv_heads, width).astype(jnp.float32)
     v_TCKH = arguments.v_pages[table_TM].reshape(num_tokens, num_positions, num_kv_heads, width).astype(jnp.float32)
     q_TKGH = arguments.q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, width).astype(jnp.float32)
-    scores = jnp.einsum("tkgh,tckh->tkgc", q_TKGH * arguments.scale, k_TCKH)
+    scores = _product("tkgh,tckh->tkgc", q_TKGH * arguments.scale, k_TCKH)
     if arguments.logit_softcap is not None:
         scores = arguments.logit_softcap * jnp.tanh(scores / arguments.logit_softcap)
     seen_TC = visible_TC(arguments, num_positions)
@@ -52,4 +56,4 @@ def attend(arguments: Arguments) -> jax.Array:
     weights = weights / jnp.where(total == 0.0, 1.0, total)  # a token that sees nothing (padding) gets zeros
     # What lies in slots that nobody sees may be anything, even NaN, and zero times NaN is NaN.
     v_TCKH = jnp.where(seen_TC[:, :, None, None], v_TCKH, 0.0)
-    return jnp.einsum("tkgc,tckh->tkgh", weights, v_TCKH).reshape(arguments.q_TNH.shape).astype(arguments.q_TNH.dtype)
+    return _product("tkgc,tckh->tkgh", weights, v_TCKH).reshape(arguments.q_TNH.shape).astype(arguments.q_TNH.dtype)

@@ -11,6 +11,7 @@ written out by halves, since XLA splits a plain reduction differently for differ
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +24,7 @@ QUERY_TILE = 16  # tokens of a row, at most
 QUERY_ROWS = (
     32  # rows of a tile's matrix products, at most: XLA computes products of 64 rows and more on yet another path
 )
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
 MASKED = -1e30  # finite, so that a row that sees nothing gives no NaN
 
 
@@ -103,7 +105,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         v_RCKH = _context_tile(arguments.v_pages, table_RM, index)
         # What lies behind the end of a context may be anything, even NaN, and zero times NaN is NaN.
         v_RCKH = jnp.where((position_C <= last_R[:, None])[:, :, None, None], v_RCKH, 0.0)
-        scores = jnp.einsum("rkah,rckh->rkac", q_RKAH, k_RCKH)
+        scores = _product("rkah,rckh->rkac", q_RKAH, k_RCKH)
         if arguments.logit_softcap is not None:
             scores = arguments.logit_softcap * jnp.tanh(scores / arguments.logit_softcap)
         seen = position_C <= position_RA[:, :, None]
@@ -113,7 +115,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         new_top = jnp.maximum(top_RKA, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top_RKA - new_top)
-        new_out = out_RKAH * shrink[..., None] + jnp.einsum("rkac,rckh->rkah", weights, v_RCKH)
+        new_out = out_RKAH * shrink[..., None] + _product("rkac,rckh->rkah", weights, v_RCKH)
         return new_top, total_RKA * shrink + _sum_by_halves(weights), new_out
 
     first, last = jnp.zeros((), jnp.int32), jnp.max(last_R).astype(jnp.int32)
