@@ -21,11 +21,10 @@ from pallas_kernels.paged_attention.arguments import Arguments, token_rows
 
 CONTEXT_TILE = 64  # positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
 QUERY_TILE = 16  # tokens of a row, at most
-QUERY_ROWS = (
-    32  # rows of a tile's matrix products, at most: XLA computes products of 64 rows and more on yet another path
-)
-_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
+QUERY_ROWS = 32  # rows of a tile's matrix products, at most: XLA computes 64 and more on yet another path
 MASKED = -1e30  # finite, so that a row that sees nothing gives no NaN
+
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
 
 
 @dataclass(frozen=True)
