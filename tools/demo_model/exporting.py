@@ -1,0 +1,80 @@
+"""Write a trained model as a Hugging Face directory: config, safetensors in [out, in] layout and bfloat16."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+from safetensors.flax import save_file
+
+from tools.demo_model.model import ModelSpec, Params
+from tools.demo_model.tokenizer import END_OF_TEXT_ID
+
+DEFAULT_TEMPERATURE = 0.7  # of generation_config.json: at 1 so small a model invents words
+
+LAYER_MODULES = {
+    "input_norm": "input_layernorm",
+    "post_norm": "post_attention_layernorm",
+    **{f"{part}_proj": f"self_attn.{part}_proj" for part in "qkvo"},
+    **{f"{part}_proj": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+
+
+def round_to_bfloat16(params: Params) -> Params:
+    """The float32 values that the exported file holds, so that losses and samples are those of the file."""
+    return {name: value.astype(jnp.bfloat16).astype(jnp.float32) for name, value in params.items()}
+
+
+def huggingface_name(name: str) -> str:
+    """The checkpoint's name for one of our parameters; the embedding is tied, so there is no lm_head."""
+    if name == "embed":
+        return "model.embed_tokens.weight"
+    if name == "norm":
+        return "model.norm.weight"
+    prefix, part = name.rsplit(".", 1)
+    return f"model.{prefix}.{LAYER_MODULES.get(part, part)}.weight"
+
+
+def llama_config(spec: ModelSpec) -> dict[str, object]:
+    """config.json of LlamaForCausalLM."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.vocabulary,
+        "hidden_size": spec.width,
+        "intermediate_size": spec.feed_forward,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_width,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": spec.rope_theta,
+        "rms_norm_eps": spec.norm_epsilon,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": END_OF_TEXT_ID,
+        "pad_token_id": END_OF_TEXT_ID,
+        "dtype": "bfloat16",
+    }
+
+
+def export_model(spec: ModelSpec, params: Params, directory: Path) -> None:
+    """Write config.json, generation_config.json and model.safetensors."""
+    tensors = {
+        huggingface_name(name): (value.T if name.endswith("_proj") else value).astype(jnp.bfloat16)
+        for name, value in params.items()
+    }
+    weights = directory / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors makes it private; a packaged file is for everyone
+    write_json(directory / "config.json", llama_config(spec))
+    generation = {"bos_token_id": None, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
+    generation |= {"do_sample": True, "temperature": DEFAULT_TEMPERATURE}
+    write_json(directory / "generation_config.json", generation)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Indented, with a final newline."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")

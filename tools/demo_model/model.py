@@ -1,0 +1,108 @@
+"""The Llama architecture as one pure function of a nested dict of arrays, for training only.
+
+Shapes: B rows, T tokens, N query heads, K key/value heads, G = N/K, H head width, D model width, F feed-forward, V vocabulary.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+Params = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """Sizes of a Llama model with tied embeddings and no biases."""
+
+    vocabulary: int = 2048
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    feed_forward: int = 576
+    max_positions: int = 512
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+def init_params(spec: ModelSpec, key: jax.Array) -> Params:
+    """Normal(0.02) weights, in [in, out] layout; projections that write to the residual stream are scaled down."""
+    d, h = spec.width, spec.head_width
+    shapes = {
+        "q_proj": (d, spec.heads * h),
+        "k_proj": (d, spec.kv_heads * h),
+        "v_proj": (d, spec.kv_heads * h),
+        "o_proj": (spec.heads * h, d),
+        "gate_proj": (d, spec.feed_forward),
+        "up_proj": (d, spec.feed_forward),
+        "down_proj": (spec.feed_forward, d),
+    }
+    residual_scale = 1 / math.sqrt(2 * spec.layers)
+    keys = iter(jax.random.split(key, 1 + spec.layers * len(shapes)))
+    params = {"embed": 0.02 * jax.random.normal(next(keys), (spec.vocabulary, d)), "norm": jnp.ones(d)}
+    for layer in range(spec.layers):
+        for name, shape in shapes.items():
+            scale = 0.02 * (residual_scale if name in ("o_proj", "down_proj") else 1.0)
+            params[f"layers.{layer}.{name}"] = scale * jax.random.normal(next(keys), shape)
+        params[f"layers.{layer}.input_norm"] = jnp.ones(d)
+        params[f"layers.{layer}.post_norm"] = jnp.ones(d)
+    return params
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon) * weight
+
+
+def _rotate(x_BTNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
+    first, second = jnp.split(x_BTNH, 2, -1)
+    return x_BTNH * cos_TH[:, None] + jnp.concatenate([-second, first], -1) * sin_TH[:, None]
+
+
+def _rope_tables(spec: ModelSpec, length: int) -> tuple[jax.Array, jax.Array]:
+    frequency = spec.rope_theta ** (-jnp.arange(0, spec.head_width, 2) / spec.head_width)
+    angle = jnp.arange(length)[:, None] * frequency
+    angle_TH = jnp.concatenate([angle, angle], -1)
+    return jnp.cos(angle_TH), jnp.sin(angle_TH)
+
+
+def _attend(spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    b, t, _ = x_BTD.shape
+    q = _rotate((x_BTD @ p["q_proj"]).reshape(b, t, spec.heads, -1), *rope)
+    k = _rotate((x_BTD @ p["k_proj"]).reshape(b, t, spec.kv_heads, -1), *rope)
+    v = (x_BTD @ p["v_proj"]).reshape(b, t, spec.kv_heads, -1)
+    q = q.reshape(b, t, spec.kv_heads, spec.heads // spec.kv_heads, -1) / math.sqrt(spec.head_width)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k)
+    scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e30)
+    mixed = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores, -1), v)
+    return mixed.reshape(b, t, -1) @ p["o_proj"]
+
+
+def hidden_states(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> jax.Array:
+    """The normed output of the last layer, before the tied embedding turns it into logits."""
+    x = params["embed"][tokens_BT]
+    rope = _rope_tables(spec, tokens_BT.shape[1])
+    for layer in range(spec.layers):
+        prefix = f"layers.{layer}."
+        p = {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
+        x = x + _attend(spec, p, _rms_norm(x, p["input_norm"], spec.norm_epsilon), rope)
+        y = _rms_norm(x, p["post_norm"], spec.norm_epsilon)
+        x = x + (jax.nn.silu(y @ p["gate_proj"]) * (y @ p["up_proj"])) @ p["down_proj"]
+    return _rms_norm(x, params["norm"], spec.norm_epsilon)
+
+
+def token_losses(spec: ModelSpec, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Cross-entropy of each target in nats."""
+    logits = hidden_states(spec, params, tokens_BT) @ params["embed"].T
+    chosen = jnp.take_along_axis(logits, targets_BT[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - chosen
+
+
+def next_token_loss(spec: ModelSpec, params: Params, window_BT: jax.Array) -> jax.Array:
+    """The objective of a language model: mean loss of each token of the windows after the first."""
+    return token_losses(spec, params, window_BT[:, :-1], window_BT[:, 1:]).mean()

@@ -1,0 +1,137 @@
+"""Train the small Llama that ships in jaxpage/demo: real weights for `jaxpage generate`, the tests and the speculation work.
+
+It reads public-domain novels from Debian packages (the tool names the apt-get command when one is missing) and a seeded
+synthetic slice; see tools/demo_model/corpus.py for the list and the licences. Two CPU cores and most of an hour are enough.
+
+    python tools/train_demo_model.py --minutes 45        # as many steps as fit, fixed at the start and recorded in the card
+    python tools/train_demo_model.py --steps 1500        # that many: the same batches at the same learning rates each time
+    python tools/train_demo_model.py --resume            # go on from the last checkpoint in --scratch
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # so that the script also runs where the repository is not installed
+
+from tools.demo_model import card, corpus, evaluation, exporting, tokenizer, training  # noqa: E402
+from tools.demo_model.model import ModelSpec, init_params, next_token_loss  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The corpus as tokens, with the tokenizer made from it."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray
+    human_validation: np.ndarray
+    synthetic_validation: np.ndarray
+    bytes_per_token: dict[str, float]
+    manifest: dict[str, object]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, default=45.0, help="wall time to aim at (default 45)")
+    length.add_argument("--steps", type=int, help="exact number of steps: the reproducible form")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the corpus, the first weights and the batches (default 0)"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "jaxpage" / "demo", help="the model's directory")
+    parser.add_argument(
+        "--scratch", type=Path, default=Path("/tmp") / f"jaxpage-demo-{os.getuid()}", help="for checkpoints"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --scratch")
+    parser.add_argument(
+        "--prepare-only", action="store_true", help="write the tokenizer and the manifest, do not train"
+    )
+    parser.add_argument("--export-only", action="store_true", help="write the model from the checkpoint in --scratch")
+    return parser.parse_args()
+
+
+def prepare(seed: int) -> Data:
+    """Build the corpus, train the tokenizer on its training part, encode everything."""
+    texts = corpus.build_corpus(seed)
+    made = tokenizer.train_tokenizer(texts.human_train + texts.synthetic_train)
+    streams = {
+        "train": tokenizer.encode_stream(made, texts.human_train + texts.synthetic_train),
+        "human": tokenizer.encode_stream(made, texts.human_validation),
+        "synthetic": tokenizer.encode_stream(made, texts.synthetic_validation),
+    }
+    sizes = {"human": texts.human_validation, "synthetic": texts.synthetic_validation}
+    ratio = {name: sum(len(d.encode()) for d in documents) / len(streams[name]) for name, documents in sizes.items()}
+    counts = {name: len(stream) for name, stream in streams.items()}
+    manifest = {**texts.manifest, "tokens": counts}
+    print(f"tokens: {counts}", flush=True)
+    return Data(made, streams["train"], streams["human"], streams["synthetic"], ratio, manifest)
+
+
+def progress(spec: ModelSpec, data: Data, run: training.Run) -> str:
+    """What is printed with every checkpoint: a quick validation loss and a sample."""
+    loss = evaluation.mean_loss(spec, run.params, data.human_validation, most_tokens=16_384)
+    prompt = data.tokenizer.encode("Once upon a time").ids
+    text = data.tokenizer.decode(evaluation.sample_text(spec, run.params, prompt, 60, 0.7, seed=run.step))
+    return f"step {run.step}: {loss:.3f} nats/token on held-out novels\n{text}\n"
+
+
+def train_or_resume(spec: ModelSpec, data: Data, options: argparse.Namespace) -> tuple[training.Plan, training.Run]:
+    """Carry out what the command line asks for, up to the finished run."""
+    checkpoint, longest = options.scratch / "run.npz", spec.max_positions
+    objective = functools.partial(next_token_loss, spec)
+    params = init_params(spec, jax.random.key(options.seed))
+    if options.resume or options.export_only:
+        plan, run = training.load_run(checkpoint, params, options.steps)
+        if plan.seed != options.seed:
+            sys.exit(f"{checkpoint} was trained with --seed {plan.seed}, and --seed is {options.seed}")
+    else:
+        plan = training.Plan(options.steps or 1, options.seed)
+        if options.steps is None:
+            steps = training.steps_for_minutes(objective, params, plan, data.train, longest, options.minutes)
+            plan = dataclasses.replace(plan, steps=steps)
+        run = training.start_run(params, plan)
+    if not options.export_only:
+        print(f"to repeat: python tools/train_demo_model.py --steps {plan.steps} --seed {plan.seed}", flush=True)
+        report = functools.partial(progress, spec, data)
+        run = training.train(objective, plan, run, data.train, longest, checkpoint, report)
+    return plan, run
+
+
+def main() -> None:
+    """Prepare, train, export."""
+    options = parse_arguments()
+    try:
+        data = prepare(options.seed)
+    except corpus.MissingSource as error:
+        sys.exit(str(error))
+    spec = ModelSpec(vocabulary=data.tokenizer.get_vocab_size())
+    options.output.mkdir(parents=True, exist_ok=True)
+    options.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+    tokenizer.save_tokenizer(data.tokenizer, options.output, spec.max_positions)
+    exporting.write_json(options.output / "corpus_manifest.json", data.manifest)
+    if options.prepare_only:
+        return
+    plan, run = train_or_resume(spec, data, options)
+    params = exporting.round_to_bfloat16(run.params)
+    exporting.export_model(spec, params, options.output)
+    losses = {
+        "human": evaluation.mean_loss(spec, params, data.human_validation),
+        "synthetic": evaluation.mean_loss(spec, params, data.synthetic_validation),
+    }
+    samples = card.draw_samples(spec, params, data.tokenizer)
+    facts = card.Facts(spec, plan, run, losses, data.bytes_per_token, data.manifest, samples)
+    (options.output / "README.md").write_text(card.model_card(facts), "utf-8")
+    print(f"wrote {options.output}: {losses} nats/token", flush=True)
+
+
+if __name__ == "__main__":
+    main()
