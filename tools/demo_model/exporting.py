@@ -70,8 +70,13 @@ def export_model(spec: ModelSpec, params: Params, directory: Path) -> None:
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # safetensors makes it private; a packaged file is for everyone
     write_json(directory / "config.json", llama_config(spec))
-    generation = {"bos_token_id": None, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
-    generation |= {"do_sample": True, "temperature": DEFAULT_TEMPERATURE}
+    generation = {
+        "bos_token_id": None,
+        "eos_token_id": END_OF_TEXT_ID,
+        "pad_token_id": END_OF_TEXT_ID,
+        "do_sample": True,
+        "temperature": DEFAULT_TEMPERATURE,
+    }
     write_json(directory / "generation_config.json", generation)
 
 
