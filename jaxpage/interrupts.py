@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds a first Ctrl-C back until the block is done; a second one comes through, should the block hang.
+    """Holds Ctrl-C back until the block is done: at most the length of a step. Blocks may be nested.
 
     Only Python's own handler, which raises KeyboardInterrupt, is held back; a program's own is left alone.
     """
@@ -22,8 +22,6 @@ def uninterrupted() -> Iterator[None]:
     held: list[int] = []
 
     def hold(number: int, frame: Any) -> None:
-        if held:
-            signal.default_int_handler(number, frame)
         held.append(number)
 
     signal.signal(signal.SIGINT, hold)

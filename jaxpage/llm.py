@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
 from jaxpage.engine.build import build_engine
+from jaxpage.engine.calls import Calls, Order, RequestStream
 from jaxpage.engine.reporting import Reporter
-from jaxpage.interrupts import uninterrupted
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt, normalise, one_each
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-
-logger = logging.getLogger(__name__)
 
 Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
@@ -46,11 +42,8 @@ class LLM:
         self._engine = built.engine
         self.tokenizer = built.tokenizer
         self.memory = built.memory
-        self._generation_defaults = built.generation_defaults
-        self._request_ids = (f"request-{number}" for number in itertools.count())
-        self._lock = threading.RLock()
-        self._changed: set[str] = set()  # requests that have news since somebody looked
-        self._closed = False
+        self._sampling_defaults = built.sampling_defaults
+        self._calls = Calls(built.engine)
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], *, use_tqdm: bool = True, **overrides: Any) -> Self:
@@ -70,13 +63,16 @@ class LLM:
 
         Raises, before anything runs: TypeError, ValueError, UnsupportedError or CapacityError, naming the parameter and its value.
         """
-        requests = self._prepare(prompts, params)
-        with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm) as bar:
-            reporters = self._add_all(requests)
-            unfinished, num_tokens = set(reporters), 0
+        orders = self._prepare(prompts, params)
+        reporters: dict[str, Reporter] = {}
+        num_tokens = 0
+        with tqdm(total=len(orders), desc="Generating", unit="request", disable=None if use_tqdm else True) as bar:
             try:
+                self._calls.add(orders, reporters)
+                unfinished = set(reporters)
                 while unfinished:
-                    finished = {request_id for request_id in self._news(unfinished) if reporters[request_id].finished}
+                    news = self._calls.news(unfinished)
+                    finished = {request_id for request_id in news if reporters[request_id].finished}
                     unfinished -= finished
                     num_tokens += sum(reporters[request_id].num_output_tokens for request_id in finished)
                     bar.update(len(finished))
@@ -84,30 +80,19 @@ class LLM:
                         f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False
                     )
             finally:
-                self._end(reporters)
+                self._calls.end(reporters)
             return [reporter.whole() for reporter in reporters.values()]
 
-    def stream(self, prompt: Any, params: Params | None = None) -> Iterator[RequestOutput]:
-        """Generates for one prompt and yields what is new after each step; the last chunk has the finish reason.
+    def stream(self, prompt: Any, params: Params | None = None) -> RequestStream:
+        """Generates for one prompt; an iterator over what is new after each step, whose last chunk has the finish reason.
 
-        Closing the iterator ends the request and frees its blocks. Arguments are checked at once, not at the first chunk.
+        Closing the iterator (`close()`, or a `with` block) ends the request and frees its blocks. Arguments are checked at once,
+        not at the first chunk.
         """
-        requests = self._prepare(prompt, params)
-        if len(requests) != 1:
-            raise ValueError(f"stream takes one prompt, not {len(requests)}; use generate for several")
-        [(request_id, reporter)] = self._add_all(requests).items()
-        return self._chunks(request_id, reporter)
-
-    def _chunks(self, request_id: str, reporter: Reporter) -> Iterator[RequestOutput]:
-        try:
-            finished = False
-            while not finished:
-                self._news({request_id})
-                chunk = reporter.delta()
-                finished = chunk.finished
-                yield chunk
-        finally:
-            self._end([request_id])
+        orders = self._prepare(prompt, params)
+        if len(orders) != 1:
+            raise ValueError(f"stream takes one prompt, not {len(orders)}; use generate for several")
+        return RequestStream(self._calls, orders[0])
 
     def chat(
         self,
@@ -116,41 +101,32 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, through the chat template of the model's tokenizer."""
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return self.generate([self.chat_prompt(one) for one in conversations], params, use_tqdm)
 
     def chat_prompt(self, messages: Any) -> dict[str, Any]:
-        """The prompt that `chat` makes of a conversation. Raises ValueError if the model has no chat template."""
+        """The prompt that `chat` makes of a conversation. Raises ValueError if there is no chat template, or it refuses the messages."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"The model {self.config.model!r} has no chat template; use generate")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
+            raise TypeError(f"a conversation must be a list of {{'role': ..., 'content': ...}}; got {messages!r:.80}")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """What the model's generation_config.json asks for (temperature, top_p, top_k, min_p), and `overrides` over it."""
-        asked = self._generation_defaults
-        names = ("temperature", "top_p", "top_k", "min_p")
-        values = {name: asked[name] for name in names if asked.get(name) is not None}
-        if asked.get("do_sample") is False:
-            values = {"temperature": 0.0}
-        if asked.get("repetition_penalty") not in (None, 1, 1.0):
-            logger.warning(
-                "generation_config.json asks for repetition_penalty=%s, which this version does not support; it is left out",
-                asked["repetition_penalty"],
-            )
-        return SamplingParams(**{**values, **overrides})
+        return SamplingParams(**{**self._sampling_defaults, **overrides})
 
     def stats(self) -> dict[str, Any]:
         """A snapshot of the engine's counters and gauges, under the names of the metrics."""
-        with self._lock:
-            return self._engine.stats()
+        return self._calls.stats()
 
     def shutdown(self) -> None:
         """Ends what is running and frees the device. The object cannot be used any more; a second call does nothing."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._engine.runner.close()
+        self._calls.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -158,13 +134,12 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _prepare(self, prompts: Any, params: Any) -> list[tuple[Prompt, tuple[int, ...], SamplingParams]]:
+    def _prepare(self, prompts: Any, params: Any) -> list[Order]:
         """Encodes and checks everything, so that a bad argument is refused before anything runs."""
-        if self._closed:
-            raise RuntimeError("This LLM was shut down")
+        self._calls.check_open()
         normalised = normalise(prompts)
         each = one_each(self.default_sampling_params() if params is None else params, len(normalised))
-        requests = []
+        orders = []
         for index, (prompt, one) in enumerate(zip(normalised, each, strict=True)):
             if not isinstance(one, SamplingParams | BeamSearchParams):
                 raise TypeError(f"params must be SamplingParams or BeamSearchParams, not {type(one).__name__}")
@@ -176,8 +151,8 @@ class LLM:
                     error.add_note(f"This is prompt {index} of {len(normalised)}.")
                 raise
             assert isinstance(one, SamplingParams)
-            requests.append((prompt, token_ids, one))
-        return requests
+            orders.append(Order(prompt, token_ids, one))
+        return orders
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if prompt.token_ids is not None:
@@ -185,35 +160,3 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError(f"The model {self.config.model!r} has no tokenizer; give prompts as token ids")
         return tuple(self.tokenizer(prompt.text)["input_ids"])
-
-    def _add_all(self, requests: list[tuple[Prompt, tuple[int, ...], SamplingParams]]) -> dict[str, Reporter]:
-        reporters: dict[str, Reporter] = {}
-        try:
-            with self._lock:
-                for prompt, token_ids, params in requests:
-                    request_id = next(self._request_ids)
-                    reporters[request_id] = self._engine.add(request_id, prompt.text, token_ids, params)
-        except BaseException:
-            self._end(reporters)
-            raise
-        return reporters
-
-    def _news(self, request_ids: set[str]) -> set[str]:
-        """Steps the engine, for everybody, until there is news of one of these requests; returns those that have some."""
-        with self._lock:
-            while not (news := self._changed & request_ids):
-                if self._closed:
-                    raise RuntimeError("This LLM was shut down")
-                with uninterrupted():
-                    self._changed.update(group.request.request_id for group in self._engine.step())
-            self._changed -= news
-            return news
-
-    def _end(self, request_ids: Iterable[str]) -> None:
-        """Aborts what has not finished: an error, an interrupt or a closed stream leaves no block behind."""
-        with self._lock:
-            if not self._closed:
-                self._engine.recover()
-            for request_id in request_ids:
-                self._engine.abort(request_id)
-                self._changed.discard(request_id)

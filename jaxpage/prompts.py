@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import numpy as np
 
 FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of those"
 _Params = TypeVar("_Params")
@@ -20,6 +23,8 @@ class Prompt:
 
 def normalise(prompts: Any) -> list[Prompt]:
     """One `Prompt` per prompt. A list of integers is one prompt; an empty list is none. Raises TypeError naming the forms."""
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
     if isinstance(prompts, str | dict) or _is_token_ids(prompts):
         return [_one(prompts)]
     if isinstance(prompts, list | tuple):
@@ -32,8 +37,10 @@ def _one(prompt: Any) -> Prompt:
         return Prompt(_valid_text(prompt), None)
     if isinstance(prompt, dict):
         return _from_dict(prompt)
-    if isinstance(prompt, list | tuple) and all(type(token_id) is int for token_id in prompt):
-        return Prompt(None, tuple(prompt))
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if isinstance(prompt, list | tuple) and all(_is_integer(token_id) for token_id in prompt):
+        return Prompt(None, tuple(int(token_id) for token_id in prompt))
     raise TypeError(f"a prompt must be {FORMS}; got {prompt!r:.80}")
 
 
@@ -45,7 +52,9 @@ def _from_dict(prompt: dict[str, Any]) -> Prompt:
         raise TypeError(f"a prompt is empty; it must be {FORMS}")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"'prompt' must be a string; got {text!r:.80}")
-    ids = None if token_ids is None else _one(list(token_ids)).token_ids
+    if token_ids is not None and not isinstance(token_ids, list | tuple | np.ndarray):
+        raise TypeError(f"'prompt_token_ids' must be a list of integers; got {token_ids!r:.80}")
+    ids = None if token_ids is None else _one(token_ids).token_ids
     return Prompt(None if text is None else _valid_text(text), ids)
 
 
@@ -60,7 +69,11 @@ def _valid_text(text: str) -> str:
 
 
 def _is_token_ids(prompts: Any) -> bool:
-    return isinstance(prompts, list | tuple) and bool(prompts) and all(type(item) is int for item in prompts)
+    return isinstance(prompts, list | tuple) and bool(prompts) and all(_is_integer(item) for item in prompts)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def one_each(params: _Params | Sequence[_Params], count: int) -> list[_Params]:

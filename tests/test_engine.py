@@ -7,12 +7,15 @@ import itertools
 import signal
 import threading
 
+import jax
+import jax.monitoring
 import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.buckets import make_menu
-from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
+from jaxpage.errors import CapacityError, CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
 from jaxpage.interrupts import uninterrupted
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -53,6 +56,13 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
     assert llm.generate(first, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == both[0].outputs[0].token_ids
     assert llm.generate({"prompt_token_ids": second}, GREEDY, use_tqdm=False)[0].outputs[0] == both[1].outputs[0]
     assert llm.generate([], GREEDY) == []
+    for same in (
+        np.array(first),
+        [np.int32(token) for token in first],
+        {"prompt_token_ids": np.array(first)},
+        tuple(first),
+    ):
+        assert one(llm, same, GREEDY) == both[0].outputs[0]
     lengths = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (7, 1)]
     assert [len(o.outputs[0].token_ids) for o in llm.generate([first, second], lengths, use_tqdm=False)] == [7, 1]
 
@@ -70,6 +80,7 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
         ([[1] * 256], GREEDY, ValueError, "256 tokens, which leaves no room .* 256"),
         ("text", GREEDY, ValueError, "no tokenizer"),
         ({"prompt_ids": [1]}, GREEDY, TypeError, "unknown keys"),
+        ({"prompt_token_ids": 5}, GREEDY, TypeError, "'prompt_token_ids' must be a list of integers"),
         ([[1]], SamplingParams(stop="x"), ValueError, r"stop=\['x'\] needs text"),
         ([[1]], SamplingParams(stop_token_ids=[257]), ValueError, "stop_token_ids has 257"),
         ([[1]], SamplingParams(n=2), UnsupportedError, "n=2"),
@@ -183,6 +194,12 @@ def test_a_closed_stream_frees_its_blocks(llm):
     assert other == one(llm, prompts_of(7)[0], GREEDY)
     del stream
     assert list(llm.stream([1, 2], GREEDY))
+    llm.stream([1, 2, 3], GREEDY)  # nobody takes it
+    unstarted = llm.stream([1, 2, 3], GREEDY)
+    unstarted.close()
+    with llm.stream([1, 2, 3], GREEDY) as begun:
+        next(begun)
+    assert list(begun) == [] and free_blocks(llm) == before
 
 
 def test_two_threads_take_turns(llm):
@@ -202,7 +219,7 @@ def test_an_interrupt_leaves_the_engine_usable(llm, moment, monkeypatch):
     prompts = prompts_of(30, 5, 60)
     want = llm.generate(prompts, GREEDY, use_tqdm=False)
     runner, calls = llm._engine.runner, itertools.count()
-    real_run, real_step = runner.run, runner.executables.step
+    real_run = runner.run
 
     def interrupted_run(batch):
         if next(calls) == 5:
@@ -221,7 +238,6 @@ def test_an_interrupt_leaves_the_engine_usable(llm, moment, monkeypatch):
     monkeypatch.undo()
     invariants(llm)
     assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [o.outputs for o in want]
-    assert real_step is not None
 
 
 def test_another_stream_survives_an_interrupt_that_took_the_pages(llm, monkeypatch):
@@ -242,16 +258,15 @@ def test_another_stream_survives_an_interrupt_that_took_the_pages(llm, monkeypat
     assert list(itertools.chain.from_iterable(pieces)) == want.token_ids
 
 
-def test_a_step_is_not_cut_by_ctrl_c_but_a_second_one_comes_through():
+def test_what_must_happen_as_a_whole_is_not_cut_by_ctrl_c():
+    reached = []
     with pytest.raises(KeyboardInterrupt), uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        reached = True
-    assert reached
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        reached = False
-    assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            reached.append("inner")
+        reached.append("outer")
+    assert reached == ["inner", "outer"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_real_ctrl_c(llm):
@@ -280,6 +295,36 @@ def test_a_failed_step_ends_what_runs_and_the_engine_serves_on(llm, monkeypatch,
     assert [output.outputs[0].finish_reason for output in failed] == ["error", "error"]
     assert "planted" in caplog.text
     assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [o.outputs for o in want]
+
+
+def test_an_exception_of_one_request_ends_that_request(llm, monkeypatch, caplog):
+    prompts = prompts_of(30, 5, 9)
+    want = llm.generate(prompts, GREEDY, use_tqdm=False)
+    real, calls = SamplingStrategy.advance, itertools.count()
+
+    def failing(self, *arguments):
+        if next(calls) == 7:
+            raise KeyError("planted")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(SamplingStrategy, "advance", failing)
+    outputs = [output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    ended = [output for output in outputs if output.finish_reason == "error"]
+    assert len(ended) == 1 and ended[0].stop_reason == "KeyError: 'planted'"
+    assert sum(output == expected.outputs[0] for output, expected in zip(outputs, want, strict=True)) == 2
+
+
+def test_tokens_are_counted_when_they_are_there(llm, monkeypatch):
+    before = llm.stats()
+    one(llm, prompts_of(40)[0], GREEDY)
+    after = llm.stats()
+    assert after["generation_tokens_total"] - before["generation_tokens_total"] == 12
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == 40
+    monkeypatch.setattr(llm._engine.runner, "run", lambda batch: 1 / 0)
+    llm.generate(prompts_of(3), GREEDY, use_tqdm=False)
+    failed = llm.stats()
+    for name in ("generation_tokens_total", "prompt_tokens_total", "engine_steps_total"):
+        assert failed[name] == after[name]
 
 
 def test_numbers_that_are_none_end_only_their_request(llm, monkeypatch):
@@ -321,15 +366,19 @@ def test_nothing_compiles_after_start_up(llm):
             ]
             llm.generate(prompts, params, use_tqdm=False)
     assert compilations == []
-    assert llm.stats()["compile_total"] == before == len(llm._engine.builder.menu.buckets) + 1
+    assert llm.stats()["compile_total"] == before >= len(llm._engine.builder.menu.buckets) + 1
+
+
+def test_a_compilation_would_be_counted(llm):
+    before = llm.stats()["compile_total"]
+    jax.jit(lambda x: x * 3 + len(str(before)))(np.ones(before % 7 + 2)).block_until_ready()
+    assert llm.stats()["compile_total"] > before
 
 
 class _jax_compilations(list):
     """What JAX compiles inside the block, by its own monitoring."""
 
     def __enter__(self):
-        import jax.monitoring
-
         self._open = True
         jax.monitoring.register_event_duration_secs_listener(
             lambda name, *_, **__: self.append(name) if self._open and "compile" in name else None
@@ -374,8 +423,6 @@ def test_writes_go_in_place(llm):
 
 
 def _pages(llm):
-    import jax
-
     return jax.tree.leaves(llm._engine.runner._pages)
 
 
@@ -383,10 +430,18 @@ def test_the_null_block_reaches_no_output(llm):
     prompt = prompts_of(21)[0]
     want = one(llm, prompt, GREEDY)
     runner = llm._engine.runner
-    import jax
-
     runner._pages = jax.tree.map(lambda page: page.at[0].set(float("nan")), runner._pages)
     assert one(llm, prompt, GREEDY) == want
+
+
+def test_shutdown_ends_what_runs(directory, llm):
+    other = make_llm(directory)
+    stream = other.stream([1, 2, 3], GREEDY)
+    next(stream)
+    other.shutdown()
+    assert other.stats()["num_requests_running"] == 0
+    with pytest.raises(RuntimeError, match="shut down"):
+        next(stream)
 
 
 def test_after_shutdown_and_as_context_manager(directory, llm):
@@ -421,3 +476,28 @@ def test_the_reference_backend_gives_the_same_tokens(directory, llm):
     prompt = prompts_of(50)[0]
     with make_llm(directory, attention_backend="reference", max_num_seqs=2, max_num_batched_tokens=16) as other:
         assert one(other, prompt, GREEDY).token_ids == one(llm, prompt, GREEDY).token_ids
+
+
+def test_model_files_that_do_not_fit_together(tmp_path):
+    for values, message in (
+        ({"temperature": "hot"}, "generation_config.json: temperature must be"),
+        ({"top_p": 0}, "generation_config.json: top_p must be"),
+        ({"do_sample": "no"}, "do_sample must be true or false"),
+    ):
+        strange = random_checkpoint(tmp_path / message[-9:], LLAMA, generation_config=values)
+        with pytest.raises(CheckpointError, match=message):
+            make_llm(strange)
+    small = random_checkpoint(tmp_path / "small", LLAMA)
+    with pytest.raises(ModelNotFoundError):
+        make_llm(small, tokenizer=str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match="no tokenizer files"):
+        make_llm(small, tokenizer=str(small))
+    with pytest.raises(CheckpointError, match="token id 2047, but the model's ids end at 256"):
+        make_llm(small, tokenizer="demo")
+
+
+def test_ends_of_sequence_beyond_the_vocabulary_hurt_nobody(tmp_path, llm):
+    odd = random_checkpoint(tmp_path / "odd", LLAMA, generation_config={"eos_token_id": [2, 999]})
+    with make_llm(odd) as other:
+        params = SamplingParams(temperature=0.0, max_tokens=5, min_tokens=3)
+        assert one(other, [1, 2, 3], params).finish_reason in ("length", "stop")

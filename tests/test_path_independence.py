@@ -14,8 +14,10 @@ from tests.support.random_checkpoints import random_checkpoint
 
 NUM_TOKENS = 40
 KINDS = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
-    "seeded": SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3),
+    "seeded": SamplingParams(
+        temperature=0.9, top_p=0.95, top_k=50, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3
+    ),
 }
 FAMILIES = {
     "llama": LLAMA,
@@ -56,7 +58,11 @@ def prompts():
 
 
 def tokens_of(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
+    """Tokens and their log probabilities, which must agree to the last bit."""
+    return [
+        (output.outputs[0].token_ids, [{t: e.logprob for t, e in one.items()} for one in output.outputs[0].logprobs])
+        for output in outputs
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +79,7 @@ def lone_tokens(directories, prompts):
 def test_the_requests_differ(lone_tokens):
     """Otherwise equality would show nothing."""
     for tokens in lone_tokens.values():
-        assert len({tuple(one) for one in tokens}) == len(tokens)
+        assert len({tuple(one) for one, _ in tokens}) == len(tokens)
     assert lone_tokens["llama", "greedy"] != lone_tokens["llama", "seeded"]
     assert lone_tokens["mistral", "greedy"] != lone_tokens["llama", "greedy"]
 
@@ -109,7 +115,7 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
                     steps += 1
                     if steps == lost_after:
                         engine.scheduler.preempt_all()
-                want = lone_tokens["llama", kind][2][: short.max_tokens]
+                want = lone_tokens["llama", kind][2][0][: short.max_tokens]
                 assert reporter.whole().outputs[0].token_ids == want
         invariants(llm)
 

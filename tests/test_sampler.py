@@ -65,6 +65,14 @@ def test_truncation_matches_transformers():
         np.testing.assert_array_equal(np.isfinite(got), np.isfinite(scores[0].numpy()))
 
 
+@pytest.mark.parametrize("cut", [{"top_p": 1e-50}, {"top_p": 1e-30}, {"top_k": 1}, {"min_p": 1.0}], ids=str)
+def test_the_likeliest_always_stays(cut):
+    logits = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    cuts = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut
+    kept = run_truncate(logits, cuts["top_k"], np.float32(cuts["top_p"]), np.float32(cuts["min_p"]))
+    assert np.flatnonzero(np.isfinite(kept)).tolist() == [int(logits.argmax())]
+
+
 def test_ties_at_the_cutoff_stay_in():
     logits = np.array([1.0, 2.0, 2.0, 2.0, 0.0], np.float32)
     assert np.isfinite(run_truncate(logits, 2, 1.0, 0.0)).tolist() == [False, True, True, True, False]
@@ -183,10 +191,13 @@ def test_logits_without_a_number_to_choose_by_give_minus_one():
         assert tokens[:2].tolist() == [-1, -1] and (tokens[2:] >= 0).all()
 
 
-def test_log_probabilities_and_ranks():
+@pytest.mark.parametrize("by_row", [True, False])
+def test_log_probabilities_and_ranks(by_row):
     logits = np.random.default_rng(3).standard_normal((5, 30)).astype(np.float32) * 4
     token_ids = np.array([0, 5, 29, 7, int(logits[4].argmax())], np.int32)
-    chosen, ranks, top_ids, top = jax.jit(log_probabilities)(jnp.asarray(logits), token_ids)
+    chosen, ranks, top_ids, top = jax.jit(functools.partial(log_probabilities, by_row=by_row))(
+        jnp.asarray(logits), token_ids
+    )
     wide = logits.astype(np.float64)
     want = (
         wide - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)) - wide.max(-1, keepdims=True)

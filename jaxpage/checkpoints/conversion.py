@@ -56,7 +56,7 @@ def convert(
             if os.path.lexists(source / name):
                 shutil.copyfile(file_in(source, name), temporary / name)
         total = plan.num_bytes()
-        with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=not progress) as bar:
+        with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=None if progress else True) as bar:
             if plan.layout == "safetensors":
                 _to_orbax(plan, temporary, bar)
                 bar.update(total - bar.n)

@@ -205,4 +205,4 @@ def _sharded(array: np.ndarray, dtype: np.dtype[Any], sharding: jax.sharding.Sha
 
 def _bar(plan: LoadPlan, dtype: str | None, progress: bool) -> tqdm[Any]:
     total = plan.num_bytes(dtype)
-    return tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress)
+    return tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=None if progress else True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from jaxpage.decoding.edits import Edit, Finish
 from jaxpage.decoding.sampling import SamplingStrategy
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling.plan import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, SamplingStrategy]) -> list[Edit]:
@@ -26,7 +29,11 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Samplin
             continue
         num_logprobs = sample.params.logprobs
         logprobs = None if num_logprobs is None else _logprobs(result, index, num_logprobs)
-        edits += strategy.advance(sample.sequence_id, token_id, logprobs)
+        try:
+            edits += strategy.advance(sample.sequence_id, token_id, logprobs)
+        except Exception as error:  # of one request: it ends, and nobody else notices
+            logger.exception("sequence %d ends with an error", sample.sequence_id)
+            edits.append(Finish(sample.sequence_id, "error", f"{type(error).__name__}: {error}"))
     return edits
 
 

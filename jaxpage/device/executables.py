@@ -7,11 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 from tqdm import tqdm
 
@@ -29,14 +30,20 @@ class Executables:
     def __init__(self, menu: BucketMenu, parameters: Any, pages: KVPages, options: StepOptions, *, progress: bool):
         """parameters and pages give shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do."""
         self.options = options
+        self._compilations = _watch_compilations()
+        self._num_before = self._compilations.count
         started = time.monotonic()
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
         jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies)
         self._table = _run_all(jobs, progress)
-        self.compile_total = len(self._table)
         self.compile_seconds = time.monotonic() - started
+
+    @property
+    def compile_total(self) -> int:
+        """What JAX compiled in this process since these executables began to be: it must not grow in service."""
+        return self._compilations.count - self._num_before
 
     def step(self, bucket: Bucket) -> Callable[[Any, KVPages, Any], tuple[jax.Array, KVPages]]:
         executable: Callable[[Any, KVPages, Any], tuple[jax.Array, KVPages]] = self._table[bucket]
@@ -47,10 +54,29 @@ class Executables:
         executable: Callable[[KVPages, Any], KVPages] = self._table["copy"]
         return executable
 
+    def close(self) -> None:
+        self._table = {}
+
     def workspace_bytes(self) -> int:
         """The most temporary memory that one executable takes, as XLA planned it."""
         analyses = [executable.memory_analysis() for executable in self._table.values()]
         return max((analysis.temp_size_in_bytes for analysis in analyses if analysis is not None), default=0)
+
+
+class _Compilations:
+    """Counts what JAX compiles in this process, by JAX's own monitoring."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+@functools.cache  # a listener cannot be taken back, so there is one
+def _watch_compilations() -> _Compilations:
+    return _Compilations()
 
 
 def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
@@ -69,13 +95,17 @@ def _run_all(jobs: dict[Bucket | str, Callable[[], Any]], progress: bool) -> dic
     table: dict[Bucket | str, Any] = {}
     with (
         ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool,
-        tqdm(total=len(jobs), desc="Compiling", unit="shape", disable=not progress) as bar,
+        tqdm(total=len(jobs), desc="Compiling", unit="shape", disable=None if progress else True) as bar,
     ):
-        futures = {key: pool.submit(job) for key, job in jobs.items()}
-        for key, future in futures.items():
-            table[key] = future.result()
-            bar.set_postfix_str(str(key))
-            bar.update()
+        futures = {pool.submit(job): key for key, job in jobs.items()}
+        try:
+            for future in as_completed(futures):
+                table[futures[future]] = future.result()
+                bar.set_postfix_str(str(futures[future]))
+                bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return table
 
 

@@ -86,7 +86,7 @@ def truncate(logits_V: Float[Array, "V"], top_k: jax.Array, top_p: jax.Array, mi
         ),
         lambda: jnp.ones_like(logits_V, bool),
     )
-    kept_V &= likelihood_V >= min_p
+    kept_V = (kept_V & (likelihood_V >= min_p)) | (likelihood_V == 1.0)  # the likeliest stays, whatever the cut-offs
     return jnp.where(kept_V, logits_V, -jnp.inf)
 
 
@@ -118,10 +118,21 @@ def _first_of_the_largest(logits_V: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(largest), first, -1)
 
 
+LogProbabilities = tuple[Float[Array, "B"], Int[Array, "B"], Int[Array, "B W"], Float[Array, "B W"]]
+
+
 def log_probabilities(
-    logits_BV: Float[Array, "B V"], token_ids_B: Int[Array, "B"]
-) -> tuple[Float[Array, "B"], Int[Array, "B"], Int[Array, "B W"], Float[Array, "B W"]]:
+    logits_BV: Float[Array, "B V"], token_ids_B: Int[Array, "B"], *, by_row: bool
+) -> LogProbabilities:
     """The chosen token's log probability and rank, and the W likeliest tokens with theirs, of the model's own distribution."""
+    if by_row:
+        alone = (logits_BV[:, None], token_ids_B[:, None])
+        rows: LogProbabilities = jax.lax.map(lambda row: _log_probabilities(*row), alone)
+        return jax.tree.map(lambda array: array[:, 0], rows)
+    return _log_probabilities(logits_BV, token_ids_B)
+
+
+def _log_probabilities(logits_BV: jax.Array, token_ids_B: jax.Array) -> LogProbabilities:
     normalised_BV = jax.nn.log_softmax(logits_BV, axis=-1)
     chosen_B1 = jnp.take_along_axis(normalised_BV, jnp.maximum(token_ids_B, 0)[:, None], axis=-1)
     ranks_B = 1 + jnp.sum(normalised_BV > chosen_B1, axis=-1, dtype=jnp.int32)

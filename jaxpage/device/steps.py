@@ -47,7 +47,7 @@ def model_step(
     inputs = unpack(packed, bucket, options.table_width)
     logits_BV, pages = logits_step(parameters, pages, inputs, bucket=bucket, options=options)
     token_ids_B = draw(logits_BV, inputs, by_row=options.sample_by_row)
-    return _pack_result(logits_BV, token_ids_B, inputs.flags[1] > 0), pages
+    return _pack_result(logits_BV, token_ids_B, inputs.flags[1] > 0, by_row=options.sample_by_row), pages
 
 
 def logits_step(
@@ -65,9 +65,9 @@ def copy_step(pages: KVPages, pairs: jax.Array) -> KVPages:
     return copy_blocks(pages, pairs[:, 0], pairs[:, 1])
 
 
-def _pack_result(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array) -> jax.Array:
+def _pack_result(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array, *, by_row: bool) -> jax.Array:
     def with_logprobs() -> jax.Array:
-        logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(logits_BV, token_ids_B)
+        logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(logits_BV, token_ids_B, by_row=by_row)
         return jnp.concatenate([_bits(logprobs_B[:, None]), ranks_B[:, None], ids_BW, _bits(top_BW)], axis=1)
 
     num_candidates = min(NUM_CANDIDATES, logits_BV.shape[1])

@@ -50,6 +50,8 @@ class Admission:
                 f"stop={list(params.stop)!r} needs text, but the model has no tokenizer; use stop_token_ids"
             )
         suppressed = self._eos(params).union(params.stop_token_ids)
+        if params.min_tokens and len(suppressed) >= self._vocab_size:
+            raise ValueError(f"min_tokens={params.min_tokens}: every token of the vocabulary is a stop token")
         if params.min_tokens and len(suppressed) > NUM_SUPPRESSED:
             raise UnsupportedError(
                 f"min_tokens={params.min_tokens} with {len(suppressed)} stop token ids (at most {NUM_SUPPRESSED})"

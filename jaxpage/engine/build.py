@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -12,25 +13,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, read_generation_config, resolve_model
+from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu, make_menu
 from jaxpage.device.executables import Executables, use_compile_cache
-from jaxpage.device.sizing import MemoryPlan, available_bytes, choose_num_blocks
+from jaxpage.device.sizing import MemoryPlan, available_bytes, choose_num_blocks, gib
 from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.runner import Runner
+from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import load_tokenizer
-from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.errors import CapacityError, CheckpointError, ConfigError
 from jaxpage.memory import BlockManager, BlockPool
 from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import Scheduler, StepLimits
 
-DEFAULT_BATCHED_TOKENS = {"cpu": 256}  # a CPU is busy with that many; elsewhere:
-DEFAULT_BATCHED_TOKENS_ACCELERATOR = 2048
+logger = logging.getLogger(__name__)
+
+BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
+BATCHED_TOKENS_ON_ACCELERATORS = 2048
 
 
 @dataclass(frozen=True)
@@ -39,17 +43,18 @@ class Built:
 
     engine: Engine
     tokenizer: Any | None
-    generation_defaults: dict[str, Any]
+    sampling_defaults: dict[str, Any]  # of SamplingParams, from generation_config.json
     memory: MemoryPlan
 
 
 def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # JAX reads that one itself
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
         use_compile_cache(compile_cache_directory())
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
-    tokenizer = load_tokenizer(Path(config.tokenizer) if config.tokenizer else files.directory)
+    tokenizer = _tokenizer(config, files)
+    sampling_defaults = read_sampling_defaults(files.directory)
     device = jax.devices()[0]
     dtype = _dtype(config, files, device)
     menu = make_menu(config.max_num_seqs, _max_num_batched_tokens(config, device))
@@ -76,12 +81,14 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         ),
         runner=Runner(parameters, new_pages, executables),
         tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(files.directory, files.config),
+        eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
     )
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
-    return Built(engine, tokenizer, read_generation_config(files.directory), memory)
+    if progress:
+        print(f"  workspace of the compiled steps  {gib(memory.workspace_bytes)}", file=sys.stderr)
+    return Built(engine, tokenizer, sampling_defaults, memory)
 
 
 def compile_cache_directory() -> Path:
@@ -98,6 +105,32 @@ def _check_load_format(config: EngineConfig, files: ModelFiles) -> None:
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
 
 
+def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
+    """Raises ModelNotFoundError or CheckpointError if a tokenizer was asked for and is not there, or does not fit the model."""
+    directory = resolve_model(config.tokenizer) if config.tokenizer else files.directory
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        if config.tokenizer:
+            raise CheckpointError(f"tokenizer = {config.tokenizer!r}: there are no tokenizer files in {directory}")
+        return None
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= files.spec.vocab_size:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {files.spec.vocab_size - 1}"
+        )
+    return tokenizer
+
+
+def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
+    token_ids = eos_token_ids(files.directory, files.config)
+    beyond = {token_id for token_id in token_ids if token_id >= files.spec.vocab_size}
+    if beyond:
+        logger.warning(
+            "eos_token_id %s can never be drawn: the model's ids end at %d", beyond, files.spec.vocab_size - 1
+        )
+    return token_ids - beyond
+
+
 def _dtype(config: EngineConfig, files: ModelFiles, device: jax.Device) -> str:
     """ "auto" follows the checkpoint, but on CPU everything runs in float32, where XLA's bfloat16 products are many times slower."""
     if config.dtype != "auto":
@@ -108,7 +141,7 @@ def _dtype(config: EngineConfig, files: ModelFiles, device: jax.Device) -> str:
 def _max_num_batched_tokens(config: EngineConfig, device: jax.Device) -> int:
     if config.max_num_batched_tokens is not None:
         return max(config.max_num_batched_tokens, 2)
-    return max(DEFAULT_BATCHED_TOKENS.get(device.platform, DEFAULT_BATCHED_TOKENS_ACCELERATOR), config.block_size)
+    return BATCHED_TOKENS_ON_CPU if device.platform == "cpu" else BATCHED_TOKENS_ON_ACCELERATORS
 
 
 def _plan_memory(

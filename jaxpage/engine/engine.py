@@ -94,6 +94,11 @@ class Engine:
             return self._fail(plan)
         return self._commit(plan, advance(plan, result, self._strategies))
 
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for group in (*self.scheduler.running, *self.scheduler.waiting):
+            self.abort(group.request.request_id)
+
     def recover(self) -> None:
         """After an interrupted step: if it took the pages with it, the pool is made anew and what was running computes it again."""
         if self.runner.pages_are_lost:
@@ -105,10 +110,8 @@ class Engine:
 
     def _commit(self, plan: StepPlan, edits: list[Edit]) -> list[SequenceGroup]:
         groups = self.scheduler.commit(plan, edits)
-        self.metrics.committed(plan, groups)
-        for group in groups:
-            if group.finished:
-                self._forget(group)
+        self.metrics.committed(plan, edits, groups, self._groups)
+        self._forget_finished(groups)
         return groups
 
     def _fail(self, plan: StepPlan) -> list[SequenceGroup]:
@@ -117,15 +120,21 @@ class Engine:
         edits: list[Edit] = [
             Finish(sequence.sequence_id, "error") for group in self.scheduler.running for sequence in group.unfinished
         ]
-        groups = self._commit(plan, edits)
+        groups = self.scheduler.commit(plan, edits)
+        self._forget_finished(groups)
         self.runner.rebuild_pages()
         return groups
+
+    def _forget_finished(self, groups: list[SequenceGroup]) -> None:
+        for group in groups:
+            if group.finished:
+                self._forget(group)
 
     def _forget(self, group: SequenceGroup) -> None:
         self.metrics.ended(group)
         for sequence in group.sequences:
-            self._strategies.pop(sequence.sequence_id)
-            self._groups.pop(sequence.sequence_id)
+            self._strategies.pop(sequence.sequence_id, None)
+            self._groups.pop(sequence.sequence_id, None)
 
     def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
         if self.tokenizer is None:

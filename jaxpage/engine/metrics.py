@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpage.decoding import Append, Edit
 from jaxpage.device.executables import Executables
 from jaxpage.outputs import RequestMetrics
 from jaxpage.request import SequenceGroup
@@ -30,18 +31,22 @@ class EngineMetrics:
 
     def scheduled(self, plan: StepPlan, group_of: dict[int, SequenceGroup]) -> None:
         now = time.monotonic()
-        self.engine_steps_total += 1
-        self.copy_on_write_blocks_total += len(plan.copies)
         for row in plan.rows:
-            group = group_of[row.sequence_id]
-            self.prompt_tokens_total += max(0, min(row.context_length, len(group.request.prompt_token_ids)) - row.start)
-            metrics = self.requests[group.request.request_id]
+            metrics = self.requests[group_of[row.sequence_id].request.request_id]
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
 
-    def committed(self, plan: StepPlan, groups: list[SequenceGroup]) -> None:
+    def committed(
+        self, plan: StepPlan, edits: list[Edit], groups: list[SequenceGroup], group_of: dict[int, SequenceGroup]
+    ) -> None:
+        """Books a step that happened; one that failed has computed nothing."""
         now = time.monotonic()
-        self.generation_tokens_total += len(plan.samples)
+        self.engine_steps_total += 1
+        self.copy_on_write_blocks_total += len(plan.copies)
+        self.generation_tokens_total += sum(isinstance(edit, Append) for edit in edits)
+        for row in plan.rows:
+            num_prompt_tokens = len(group_of[row.sequence_id].request.prompt_token_ids)
+            self.prompt_tokens_total += max(0, min(row.context_length, num_prompt_tokens) - row.start)
         for group in groups:
             metrics = self.requests[group.request.request_id]
             metrics.num_preemptions = group.num_preemptions
@@ -49,7 +54,8 @@ class EngineMetrics:
                 metrics.first_token_time = now
 
     def ended(self, group: SequenceGroup) -> None:
-        self.requests.pop(group.request.request_id).finished_time = time.monotonic()
+        if metrics := self.requests.pop(group.request.request_id, None):
+            metrics.finished_time = time.monotonic()
         for sequence in group.sequences:
             reason = sequence.finish_reason or "abort"
             self.request_success_total[reason] = self.request_success_total.get(reason, 0) + 1

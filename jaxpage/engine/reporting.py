@@ -15,6 +15,7 @@ class Reporter:
         self._group = group
         self._metrics = metrics
         self._tokenizer = tokenizer
+        self._prompt_token_ids = list(group.request.prompt_token_ids)  # one list for all chunks
         self._seen: dict[int, tuple[int, int]] = {}  # sequence id -> output tokens and characters already reported
 
     @property
@@ -41,7 +42,7 @@ class Reporter:
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_token_ids=self._prompt_token_ids,
             outputs=completions,
             finished=self._group.finished,
             metrics=self._metrics,

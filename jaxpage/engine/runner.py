@@ -46,3 +46,4 @@ class Runner:
         for array in jax.tree.leaves((self._parameters, self._pages)):
             array.delete()
         self._parameters, self._pages = {}, ()
+        self.executables.close()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from jaxpage.errors import CheckpointError
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 8  # of the prompt, so that the first piece of text gets or lacks its leading space rightly
 
 
@@ -28,27 +28,45 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 
 class StreamDetokenizer:
-    """Text of one sequence as its tokens come; bytes of an unfinished character are held back until `flush`."""
+    """Text of one sequence as its tokens come; bytes of an unfinished character are held back until `flush`.
+
+    A token's text depends on the tokens before it (a leading space, the bytes of a character), so a short window is decoded with and
+    without what is new, and the difference is the new text. `tokenizers.DecodeStream` does the same, but it raises where a tokenizer
+    with byte fallback changes its mind about invalid bytes, and it repeats a prompt that ends in a replacement character.
+    """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: tuple[int, ...], *, skip_special_tokens: bool):
         self._backend = tokenizer.backend_tokenizer
         self._skip = skip_special_tokens
-        context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
-        self._held: list[int] = []
+        self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._known = self._decode(self._window)  # the text of the window that has been given out, or was the prompt's
+        self._num_known = len(self._window)
 
     def push(self, token_id: int) -> str:
-        piece = self._stream.step(self._backend, token_id)
-        if piece is None:
-            self._held.append(token_id)
-            return ""
-        self._held.clear()
-        return str(piece)
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        return "" if text.endswith(_REPLACEMENT) else self._take(text)
 
     def flush(self) -> str:
         """What is held back, with the replacement character for bytes that never became one."""
-        held, self._held = self._held, []
-        return str(self._backend.decode(held, skip_special_tokens=self._skip)) if held else ""
+        return self._take(self._decode(self._window))
+
+    def _take(self, text: str) -> str:
+        """What `text` has beyond what is known; the window moves on to the tokens that brought it."""
+        if new := text[_num_common(self._known, text) :]:
+            self._window = self._window[self._num_known :]
+            self._known, self._num_known = self._decode(self._window), len(self._window)
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=self._skip))
+
+
+def _num_common(first: str, second: str) -> int:
+    """How many characters two strings begin with alike."""
+    if second.startswith(first):
+        return len(first)
+    return next(index for index in range(len(first)) if first[: index + 1] != second[: index + 1])
 
 
 class NoText:

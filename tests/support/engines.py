@@ -44,7 +44,7 @@ def invariants(llm: LLM) -> None:
     assert stats["num_blocks_free"] == stats["num_blocks_total"]
     assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
     assert not llm._engine._strategies and not llm._engine._groups and not llm._engine.metrics.requests
-    assert not llm._changed
+    assert not llm._calls._changed
 
 
 class LogitsWitness:

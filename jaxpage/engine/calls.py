@@ -1,0 +1,125 @@
+"""The calls that share one engine: each adds its requests, steps the engine until there is news of them, and cleans up behind itself."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.reporting import Reporter
+from jaxpage.interrupts import uninterrupted
+from jaxpage.outputs import RequestOutput
+from jaxpage.prompts import Prompt
+from jaxpage.sampling_params import SamplingParams
+
+
+class Order(NamedTuple):
+    """A request that was checked and can be added."""
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+class Calls:
+    """Lets several calls, of one thread or of several, take turns with one engine, step by step."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._lock = threading.RLock()
+        self._request_ids = (f"request-{number}" for number in itertools.count())
+        self._changed: set[str] = set()  # requests that have news since somebody looked
+        self._closed = False
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("This LLM was shut down")
+
+    def add(self, orders: Iterable[Order], reporters: dict[str, Reporter]) -> None:
+        """Adds all requests; `reporters` has those that are in, also when one is refused or Ctrl-C comes. The caller ends them."""
+        with self._lock, uninterrupted():
+            self.check_open()
+            for prompt, token_ids, params in orders:
+                request_id = next(self._request_ids)
+                reporters[request_id] = self._engine.add(request_id, prompt.text, token_ids, params)
+
+    def news(self, request_ids: set[str]) -> set[str]:
+        """Steps the engine, for everybody, until there is news of one of these requests; returns those that have some."""
+        with self._lock:
+            while not (news := self._changed & request_ids):
+                self.check_open()
+                with uninterrupted():
+                    groups = self._engine.step()
+                    self._changed.update(group.request.request_id for group in groups)
+                if not groups and not self._engine.has_unfinished:
+                    raise RuntimeError(f"nothing is left to do, but {sorted(request_ids)} have not finished")
+            self._changed -= news
+            return news
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Aborts what has not finished: an error, an interrupt or a closed stream leaves no block behind."""
+        with self._lock, uninterrupted():
+            if not self._closed:
+                self._engine.recover()
+            for request_id in request_ids:
+                self._engine.abort(request_id)
+                self._changed.discard(request_id)
+
+    def stats(self) -> dict[str, Any]:
+        with self._lock:
+            return self._engine.stats()
+
+    def shutdown(self) -> None:
+        with self._lock, uninterrupted():
+            if not self._closed:
+                self._closed = True
+                self._engine.abort_all()
+                self._engine.runner.close()
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """What is new of one request, chunk by chunk. Closing it, or losing the last reference to it, ends the request."""
+
+    def __init__(self, calls: Calls, order: Order):
+        self._calls = calls
+        self._reporters: dict[str, Reporter] = {}
+        try:
+            calls.add([order], self._reporters)
+        except BaseException:
+            self.close()
+            raise
+
+    def __next__(self) -> RequestOutput:
+        if not self._reporters:
+            raise StopIteration
+        [(request_id, reporter)] = self._reporters.items()
+        try:
+            self._calls.news({request_id})
+            chunk = reporter.delta()
+        except BaseException:
+            self.close()
+            raise
+        if chunk.finished:
+            self.close()
+        return chunk
+
+    def close(self) -> None:
+        """Ends the request if it has not finished; its blocks are free at once."""
+        request_ids = list(self._reporters)
+        self._reporters.clear()
+        self._calls.end(request_ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_reporters"):
+            self.close()
