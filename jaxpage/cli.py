@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _fail("interrupted", 1)
-    except (ConfigError, UsageError) as error:
+    except (ConfigError, UnsupportedError, UsageError) as error:  # asked for what cannot be had: wrong use
         return _fail(str(error), 2)
     except JaxpageError as error:
         return _fail(str(error), 1)

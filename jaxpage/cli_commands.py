@@ -32,6 +32,8 @@ def generate(arguments: argparse.Namespace) -> int:
     """`jaxpage generate PROMPT`: streams the continuation."""
     given = _sampling(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not prompt:
+        raise UsageError("the prompt is empty")
     with _engine_for_one(arguments) as llm:
         params = _with_model_defaults(llm, given)
         with _refusals():

@@ -9,25 +9,34 @@ from contextlib import contextmanager
 from typing import Any
 
 
+class Interrupts:
+    """Whether Ctrl-C has come while it was held back. Long work looks at `pending` from time to time and ends early."""
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def note(self, number: int, frame: Any) -> None:
+        """The signal handler meanwhile."""
+        self.pending = True
+
+
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back until the block is done: at most the length of a step. Blocks may be nested.
+def held_interrupts() -> Iterator[Interrupts]:
+    """Holds Ctrl-C back, however often it comes, until the block has cleaned up; then raises KeyboardInterrupt.
 
-    Only Python's own handler, which raises KeyboardInterrupt, is held back; a program's own is left alone.
+    Only Python's own handler is held back, a program's own is left alone; and only in the main thread, where signals arrive. A block
+    inside another one sees the outer one's interrupts and leaves the raising to it.
     """
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    outer = getattr(handler, "__self__", None)
+    if handler is not signal.default_int_handler:
+        yield outer if isinstance(outer, Interrupts) else Interrupts()
         return
-    held: list[int] = []
-
-    def hold(number: int, frame: Any) -> None:
-        held.append(number)
-
-    signal.signal(signal.SIGINT, hold)
+    interrupts = Interrupts()
+    signal.signal(signal.SIGINT, interrupts.note)
     try:
-        yield
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if held:
+    if interrupts.pending:
         raise KeyboardInterrupt

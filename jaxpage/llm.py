@@ -14,6 +14,7 @@ from jaxpage.config_sources import resolve_config
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.calls import Calls, Order, RequestStream
 from jaxpage.engine.reporting import Reporter
+from jaxpage.interrupts import held_interrupts
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt, normalise, one_each
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
@@ -66,12 +67,15 @@ class LLM:
         orders = self._prepare(prompts, params)
         reporters: dict[str, Reporter] = {}
         num_tokens = 0
-        with tqdm(total=len(orders), desc="Generating", unit="request", disable=None if use_tqdm else True) as bar:
+        with (
+            held_interrupts() as interrupts,
+            tqdm(total=len(orders), desc="Generating", unit="request", disable=None if use_tqdm else True) as bar,
+        ):
             try:
                 self._calls.add(orders, reporters)
                 unfinished = set(reporters)
-                while unfinished:
-                    news = self._calls.news(unfinished)
+                while unfinished and not interrupts.pending:
+                    news = self._calls.news(unfinished, interrupts)
                     finished = {request_id for request_id in news if reporters[request_id].finished}
                     unfinished -= finished
                     num_tokens += sum(reporters[request_id].num_output_tokens for request_id in finished)
@@ -81,7 +85,7 @@ class LLM:
                     )
             finally:
                 self._calls.end(reporters)
-            return [reporter.whole() for reporter in reporters.values()]
+        return [reporter.whole() for reporter in reporters.values()]
 
     def stream(self, prompt: Any, params: Params | None = None) -> RequestStream:
         """Generates for one prompt; an iterator over what is new after each step, whose last chunk has the finish reason.

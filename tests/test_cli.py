@@ -210,10 +210,10 @@ def test_wrong_use_is_status_2(
         (("bench", "serve"), "'jaxpage bench serve' is not in this version"),
     ],
 )
-def test_what_is_not_supported_is_one_line_and_status_1(
+def test_what_is_not_supported_is_one_line_and_status_2(
     fake: type[FakeLLM], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*words) == 1
+    assert run(*words) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1 and not fake.calls
 

@@ -16,7 +16,7 @@ from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.buckets import make_menu
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
-from jaxpage.interrupts import uninterrupted
+from jaxpage.interrupts import held_interrupts
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -260,11 +260,12 @@ def test_another_stream_survives_an_interrupt_that_took_the_pages(llm, monkeypat
 
 def test_what_must_happen_as_a_whole_is_not_cut_by_ctrl_c():
     reached = []
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
-        with uninterrupted():
+    with pytest.raises(KeyboardInterrupt), held_interrupts() as outer:
+        with held_interrupts() as inner:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             reached.append("inner")
+        assert inner is outer and outer.pending
         reached.append("outer")
     assert reached == ["inner", "outer"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

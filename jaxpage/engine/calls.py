@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
-from jaxpage.interrupts import uninterrupted
+from jaxpage.interrupts import Interrupts, held_interrupts
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import SamplingParams
@@ -39,21 +39,23 @@ class Calls:
             raise RuntimeError("This LLM was shut down")
 
     def add(self, orders: Iterable[Order], reporters: dict[str, Reporter]) -> None:
-        """Adds all requests; `reporters` has those that are in, also when one is refused or Ctrl-C comes. The caller ends them."""
-        with self._lock, uninterrupted():
+        """Adds all requests; `reporters` has those that are in, also when one of them is refused. The caller ends them."""
+        with self._lock:
             self.check_open()
             for prompt, token_ids, params in orders:
                 request_id = next(self._request_ids)
                 reporters[request_id] = self._engine.add(request_id, prompt.text, token_ids, params)
 
-    def news(self, request_ids: set[str]) -> set[str]:
-        """Steps the engine, for everybody, until there is news of one of these requests; returns those that have some."""
+    def news(self, request_ids: set[str], interrupts: Interrupts) -> set[str]:
+        """Steps the engine, for everybody, until there is news of one of these requests, or an interrupt.
+
+        Returns those that have news.
+        """
         with self._lock:
-            while not (news := self._changed & request_ids):
+            while not (news := self._changed & request_ids) and not interrupts.pending:
                 self.check_open()
-                with uninterrupted():
-                    groups = self._engine.step()
-                    self._changed.update(group.request.request_id for group in groups)
+                groups = self._engine.step()
+                self._changed.update(group.request.request_id for group in groups)
                 if not groups and not self._engine.has_unfinished:
                     raise RuntimeError(f"nothing is left to do, but {sorted(request_ids)} have not finished")
             self._changed -= news
@@ -61,7 +63,7 @@ class Calls:
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Aborts what has not finished: an error, an interrupt or a closed stream leaves no block behind."""
-        with self._lock, uninterrupted():
+        with self._lock, held_interrupts():
             if not self._closed:
                 self._engine.recover()
             for request_id in request_ids:
@@ -73,7 +75,7 @@ class Calls:
             return self._engine.stats()
 
     def shutdown(self) -> None:
-        with self._lock, uninterrupted():
+        with self._lock, held_interrupts():
             if not self._closed:
                 self._closed = True
                 self._engine.abort_all()
@@ -86,24 +88,22 @@ class RequestStream(Iterator[RequestOutput]):
     def __init__(self, calls: Calls, order: Order):
         self._calls = calls
         self._reporters: dict[str, Reporter] = {}
-        try:
+        with held_interrupts():
             calls.add([order], self._reporters)
-        except BaseException:
-            self.close()
-            raise
 
     def __next__(self) -> RequestOutput:
         if not self._reporters:
             raise StopIteration
         [(request_id, reporter)] = self._reporters.items()
-        try:
-            self._calls.news({request_id})
-            chunk = reporter.delta()
-        except BaseException:
-            self.close()
-            raise
-        if chunk.finished:
-            self.close()
+        finished = True
+        with held_interrupts() as interrupts:
+            try:
+                self._calls.news({request_id}, interrupts)
+                chunk = reporter.delta()
+                finished = chunk.finished
+            finally:
+                if finished or interrupts.pending:
+                    self.close()
         return chunk
 
     def close(self) -> None:
