@@ -178,7 +178,7 @@ WRONG_USE = [
     (("generate", "x", "--temperature", "nan"), "temperature must be a finite number from 0 to 2, got nan"),
     (("generate", "x", "--temperature", "3"), "temperature must be a finite number from 0 to 2, got 3.0"),
     (("generate", "x", "--stop", ""), "must be a string that is not empty"),
-    (("generate", ""), "The prompt has no tokens"),
+    (("generate", ""), "the prompt is empty"),
     (("generate", "x", "--block-size", "3"), "command line: block_size: must be a power of two"),
     (("generate", "x", "--dtype", "int3"), "command line: dtype: must be 'auto', 'float32'"),
     (("generate", "x", "--config", "missing.yaml"), "there is no configuration file missing.yaml"),
