@@ -462,7 +462,6 @@ def test_from_config(directory, tmp_path, llm):
 
 def test_settings_that_are_not_honoured_are_refused(directory):
     for name, value in {
-        "enable_prefix_caching": True,
         "tensor_parallel_size": 2,
         "attention_backend": "triton",
     }.items():
