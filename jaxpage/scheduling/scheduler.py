@@ -191,17 +191,22 @@ class Scheduler:
     def _plan_chunks(self, draft: Draft, computing: list[Members]) -> None:
         """Tokens for the running groups that do not decode yet, then for those that can be admitted, up to the step's limits.
 
-        Who comes first takes all it can, so nobody decodes before an older group does: rows are in order of arrival.
+        Who comes first takes all it can. Only who found all but the last token in the cache decodes before an older group does.
         """
         for group, sequences in computing:
             if not draft.preempted or group.request.request_id in self._running:
                 self._add_chunks(draft, group, sequences)
+        has_decoding = False
         while not draft.preempted and self._has_room(draft):
             newcomer = self._queue.first()
             if newcomer is None or not self._admit(newcomer, draft):
                 return
             sequences = newcomer.unfinished
-            if self.limits.mixed or not sequences[0].num_computed_tokens or not decodes(sequences):
+            if sequences[0].num_computed_tokens and decodes(sequences):
+                has_decoding = True  # all but the last token was cached
+            elif has_decoding and not draft.work:
+                return  # who is older decodes first; the newcomer's turn comes next
+            else:
                 self._add_chunks(draft, newcomer, sequences)
 
     def _has_room(self, draft: Draft) -> bool:

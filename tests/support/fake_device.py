@@ -191,9 +191,12 @@ class Driver:
         return edits
 
     def _check_preemption(self, plan: StepPlan, before: tuple[SequenceGroup, ...]) -> None:
-        newest = [group.request.request_id for group in reversed(before)][: len(plan.preempted)]
-        assert list(plan.preempted) == newest, "the newest give way first"
-        assert len(plan.preempted) < max(len(before), 1), "the oldest gave way"
+        arrival = [group.request.request_id for group in (*self.scheduler.running, *self.scheduler.waiting)]
+        num_running = self.scheduler.num_running
+        gave_way = arrival[num_running : num_running + len(plan.preempted)]
+        assert list(plan.preempted) == gave_way[::-1], "the newest give way first"
+        assert num_running + len(plan.preempted) >= len(before), "somebody gave way and is not named"
+        assert num_running > 0, "the oldest gave way"
         in_step = {row.sequence_id for row in plan.rows}
         assert not in_step & {s.sequence_id for g in self.scheduler.waiting for s in g.sequences}
         oldest = self.scheduler.running[0]
@@ -227,7 +230,9 @@ def check_limits(plan: StepPlan, limits: StepLimits, sequences: dict[int, Sequen
         if row.context_length == sequence.num_known_tokens:
             reaching[index] = row.sequence_id
     assert {sample.row: sample.sequence_id for sample in plan.samples} == reaching
-    order = list(sequences)
-    assert [order.index(row.sequence_id) for row in plan.rows] == sorted(
-        order.index(row.sequence_id) for row in plan.rows
-    )
+    order = {sequence_id: place for place, sequence_id in enumerate(sequences)}
+    decoding_first = [
+        (sequences[row.sequence_id].num_pending_tokens > 1 or row.start == 0, order[row.sequence_id])
+        for row in plan.rows
+    ]
+    assert decoding_first == sorted(decoding_first), "single tokens first, each kind in order of arrival"
