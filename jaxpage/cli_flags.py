@@ -62,7 +62,7 @@ ENGINE_FLAGS = (
     Flag("max_num_seqs", int, "sequences in a step; default: 64 (1 for generate and chat)"),
     Flag("max_num_batched_tokens", int, "query tokens in a step; default: by device"),
     Flag("preemption_mode", str, "auto or recompute; default: auto"),
-    Flag("enable_prefix_caching", None, "share the KV blocks of common prefixes (not supported by this version)"),
+    Flag("enable_prefix_caching", None, "requests share the KV blocks of what was computed before; default: yes"),
     Flag("attention_backend", str, "auto, or one of the backends of pallas_kernels; default: auto"),
     Flag("seed", int, "seed of the seeds that requests without one are given; default: 0"),
     Flag("speculative_config", json_object, "speculation (not supported by this version)", "JSON"),

@@ -65,7 +65,7 @@ class EngineConfig(BaseModel):
     max_num_seqs: _Count = 64  # sequences in a step
     max_num_batched_tokens: _Count | None = None  # query tokens in a step
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
-    enable_prefix_caching: bool | None = None  # None: on in versions that have it
+    enable_prefix_caching: bool = True  # requests share the KV blocks of what was computed before
     attention_backend: Literal["auto", "reference", "scan", "triton", "mosaic", "cpu"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # of the seeds that requests without one are given
     speculative_config: dict[str, Any] | None = None
@@ -132,7 +132,6 @@ _REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # setting: (the values that are honoured, why the others are not)
     "swap_space_blocks": ((None, 0), "this version does not swap; preempted requests are recomputed"),
     "preemption_mode": (("auto", "recompute"), "this version does not swap; preempted requests are recomputed"),
-    "enable_prefix_caching": ((None, False), "this version has no prefix cache"),
     "attention_backend": (("auto", "reference", "scan"), "this version has no such kernel"),
     "speculative_config": ((None,), "this version does not speculate"),
     "tensor_parallel_size": ((1,), "this version runs on one device"),

@@ -35,7 +35,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
 
 
 @dataclass(kw_only=True)

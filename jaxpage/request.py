@@ -26,7 +26,8 @@ class Sequence:
     """One sequence of a request: tokens known, and how many of them the device has computed.
 
     There are no phases. The scheduler gives work so that `num_computed_tokens` catches up with `num_known_tokens`;
-    the last known token is the one whose logits are sampled next. Only `Scheduler.commit` and preemption change a sequence.
+    the last known token is the one whose logits are sampled next. Only `Scheduler.commit`, admission and preemption change a
+    sequence; known tokens are only ever added.
     """
 
     sequence_id: int
@@ -34,6 +35,9 @@ class Sequence:
     num_prompt_tokens: int
     token_ids: list[int]  # known: the prompt, then the output
     num_computed_tokens: int = 0  # their keys and values are in the sequence's blocks
+    block_digests: list[bytes] = field(
+        default_factory=list
+    )  # of its first full blocks, hashed once: see memory.PrefixIndex
     text: str = ""  # what may be shown: text that a stop string could still cut is held back
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output tokens; empty unless asked for
     cumulative_logprob: float = 0.0
@@ -69,6 +73,7 @@ class SequenceGroup:
     request: Request
     sequences: list[Sequence]
     num_preemptions: int = 0
+    num_cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -18,7 +18,6 @@ _UNSUPPORTED_FIELDS = (
     "prompt_logprobs",
     "structured_outputs",
     "priority",
-    "cache_salt",
 )
 _NEUTRAL = SamplingParams()
 

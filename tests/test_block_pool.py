@@ -60,6 +60,37 @@ def test_an_empty_pool_hands_nothing_out() -> None:
         pool.allocate()
 
 
+def test_kept_blocks_are_handed_out_last_the_least_recently_used_first() -> None:
+    pool = BlockPool(5)
+    first, second, third = (pool.allocate() for _ in range(3))
+    for block in (first, second):
+        pool.keep(block)
+        assert not pool.is_writable(block)
+    for block in (second, first, third):
+        pool.release(block)
+    assert (pool.num_free, pool.num_cached, pool.cached_blocks()) == (4, 2, [second, first])
+    pool.check()
+    assert [pool.allocate() for _ in range(3)] == [4, third, second]
+    assert not pool.is_kept(second) and pool.is_writable(second) and pool.is_kept(first)
+    pool.check()
+
+
+def test_a_kept_block_comes_back_into_use_as_it_is() -> None:
+    pool = BlockPool(4)
+    block = pool.allocate()
+    pool.keep(block)
+    pool.release(block)
+    pool.share(block)
+    assert (pool.ref_count(block), pool.num_free, pool.num_cached) == (1, 2, 0) and pool.is_kept(block)
+    pool.check()
+    pool.release(block)
+    pool.forget()
+    assert (pool.num_free, pool.num_cached, pool.is_kept(block)) == (3, 0, False)
+    pool.check()
+    with pytest.raises(AssertionError, match="not in use and cannot be kept"):
+        pool.keep(block)
+
+
 def _hand_out_null(pool: BlockPool) -> None:
     pool._ref_counts[NULL_BLOCK] = 1
 
@@ -76,7 +107,17 @@ def _free_while_used(pool: BlockPool) -> None:
     pool._free.append(pool.allocate())
 
 
-@pytest.mark.parametrize("damage", [_hand_out_null, _lose, _free_twice, _free_while_used])
+def _cached_and_free(pool: BlockPool) -> None:
+    pool._cached[1] = None
+
+
+def _kept_and_free(pool: BlockPool) -> None:
+    pool._kept[1] = True
+
+
+@pytest.mark.parametrize(
+    "damage", [_hand_out_null, _lose, _free_twice, _free_while_used, _cached_and_free, _kept_and_free]
+)
 def test_check_sees_damage(damage) -> None:
     pool = BlockPool(4)
     pool.check()

@@ -46,7 +46,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "max_num_seqs": 64,
         "max_num_batched_tokens": None,
         "preemption_mode": "auto",
-        "enable_prefix_caching": None,  # "on" in the interface; None until this version has it, so that no default lies
+        "enable_prefix_caching": True,
         "attention_backend": "auto",
         "seed": 0,
         "speculative_config": None,
@@ -105,7 +105,6 @@ def test_two_sizes_of_one_pool_contradict_each_other() -> None:
     [
         ("swap_space_blocks", 8),
         ("preemption_mode", "swap"),
-        ("enable_prefix_caching", True),
         ("attention_backend", "triton"),
         ("attention_backend", "mosaic"),
         ("attention_backend", "cpu"),
@@ -122,7 +121,6 @@ def test_neutral_values_of_unsupported_settings_are_accepted() -> None:
     config = EngineConfig(
         swap_space_blocks=0,
         preemption_mode="recompute",
-        enable_prefix_caching=False,
         attention_backend="reference",
         tensor_parallel_size=1,
     )

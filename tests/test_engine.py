@@ -316,6 +316,7 @@ def test_an_exception_of_one_request_ends_that_request(llm, monkeypatch, caplog)
 
 
 def test_tokens_are_counted_when_they_are_there(llm, monkeypatch):
+    llm.reset_prefix_cache()
     before = llm.stats()
     one(llm, prompts_of(40)[0], GREEDY)
     after = llm.stats()
@@ -326,6 +327,100 @@ def test_tokens_are_counted_when_they_are_there(llm, monkeypatch):
     failed = llm.stats()
     for name in ("generation_tokens_total", "prompt_tokens_total", "engine_steps_total"):
         assert failed[name] == after[name]
+
+
+def cached_tokens(llm, prompt, params=GREEDY):
+    return llm.generate(prompt, params, use_tqdm=False)[0].metrics.num_cached_tokens
+
+
+def test_what_was_computed_before_is_found_and_counted(llm):
+    llm.reset_prefix_cache()
+    before = llm.stats()
+    assert before["num_blocks_cached"] == 0
+    prompt = prompts_of(50, seed=77)[0]
+    want = one(llm, prompt, GREEDY)
+    turn = [*prompt, *want.token_ids, 5]
+    outputs = [llm.generate(p, GREEDY, use_tqdm=False)[0] for p in (prompt, prompt[:48], turn)]
+    assert [output.metrics.num_cached_tokens for output in outputs] == [48, 32, 48]
+    assert outputs[0].outputs[0] == want
+    after = llm.stats()
+    hits, queries = (
+        after[f"prefix_cache_{name}_total"] - before[f"prefix_cache_{name}_total"] for name in ("hits", "queries")
+    )
+    assert (hits, queries) == (48 + 32 + 48, 50 + 50 + 48 + 63)
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == queries - hits
+    assert after["num_blocks_cached"] == 4 and after["num_blocks_free"] == after["num_blocks_total"]
+    llm.reset_prefix_cache()
+    assert cached_tokens(llm, prompt) == 0
+
+
+def test_a_salt_keeps_requests_apart_and_changes_no_token(llm):
+    prompt = prompts_of(50, seed=78)[0]
+    want = one(llm, prompt, GREEDY)
+    for salt in ("a", "ab", "\u00e9 \U0001f9c2", "x" * 256):
+        salted = dataclasses.replace(GREEDY, cache_salt=salt)
+        assert [cached_tokens(llm, prompt, salted) for _ in range(2)] == [0, 48]
+        assert one(llm, prompt, salted) == want
+
+
+def test_the_cache_can_be_turned_off(directory, llm):
+    prompt = prompts_of(50, seed=79)[0]
+    with make_llm(directory, enable_prefix_caching=False, num_blocks=33) as off:
+        assert one(off, prompt, GREEDY) == one(off, prompt, GREEDY) == one(llm, prompt, GREEDY)
+        assert cached_tokens(off, prompt) == 0
+        stats = off.stats()
+        assert stats["num_blocks_cached"] == stats["prefix_cache_queries_total"] == 0
+
+
+def fail_once(llm, monkeypatch, prompt):
+    """A step that takes the pages with it and fails."""
+    runner = llm._engine.runner
+
+    def failing(batch):
+        runner.executables.step(batch.bucket)(runner._parameters, runner._pages, batch.packed)
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run", failing)
+        assert one(llm, prompt, GREEDY).finish_reason == "error"
+
+
+def interrupt_once(llm, monkeypatch, prompt):
+    runner = llm._engine.runner
+
+    def interrupted(batch):
+        runner.executables.step(batch.bucket)(runner._parameters, runner._pages, batch.packed)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one(llm, prompt, GREEDY)
+
+
+@pytest.mark.parametrize("lose", [fail_once, interrupt_once])
+def test_the_cache_goes_with_the_pages(llm, monkeypatch, lose):
+    prompt = prompts_of(50, seed=80)[0]
+    want = one(llm, prompt, GREEDY)
+    assert cached_tokens(llm, prompt) == 48
+    lose(llm, monkeypatch, prompt[:20])
+    assert llm.stats()["num_blocks_cached"] == 0
+    output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+    assert output.metrics.num_cached_tokens == 0 and output.outputs[0] == want
+
+
+@pytest.mark.parametrize("lose", [fail_once, interrupt_once])
+def test_a_cache_that_stayed_when_the_pages_went_would_be_seen(llm, monkeypatch, lose):
+    """The mistake that the test above is there for: what is found then are the zeros of new pages."""
+    prompt = prompts_of(50, seed=81)[0]
+    want = one(llm, prompt, GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.scheduler.block_manager, "forget_cached", lambda: None)
+        lose(llm, monkeypatch, prompt[:20])
+    output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+    assert output.metrics.num_cached_tokens == 48 and output.outputs[0].token_ids != want.token_ids
+    llm.reset_prefix_cache()
+    assert one(llm, prompt, GREEDY) == want
 
 
 def test_numbers_that_are_none_end_only_their_request(llm, monkeypatch):
@@ -346,6 +441,7 @@ def test_numbers_that_are_none_end_only_their_request(llm, monkeypatch):
     ended, other = (output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False))
     assert ended.finish_reason == "error" and "not finite" in ended.stop_reason
     assert other == want[1].outputs[0]
+    assert cached_tokens(llm, prompts[0]) == 0  # what made the numbers bad may be in the pages
 
 
 def test_nothing_compiles_after_start_up(llm):
@@ -463,7 +559,6 @@ def test_from_config(directory, tmp_path, llm):
 
 def test_settings_that_are_not_honoured_are_refused(directory):
     for name, value in {
-        "enable_prefix_caching": True,
         "tensor_parallel_size": 2,
         "attention_backend": "triton",
     }.items():

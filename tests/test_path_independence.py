@@ -1,4 +1,4 @@
-"""The same request gives the same tokens, alone or among strangers, however chunked, preempted or cut into blocks."""
+"""The same request gives the same tokens, alone or among strangers, however chunked, preempted, cached or cut into blocks."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def tokens_of(outputs):
 
 @pytest.fixture(scope="module")
 def lone_tokens(directories, prompts):
-    """Each request by itself."""
+    """Each request by itself, with nothing cached."""
     found = {}
     for family, directory in directories.items():
-        with make_llm(directory) as llm:
+        with make_llm(directory, enable_prefix_caching=False) as llm:
             for kind, params in KINDS.items():
                 found[family, kind] = [tokens_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt in prompts]
     return found
@@ -115,8 +115,58 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
                     steps += 1
                     if steps == lost_after:
                         engine.scheduler.preempt_all()
+                        if lost_after % 2:  # else it finds its own blocks again
+                            engine.reset_prefix_cache()
                 want = lone_tokens["llama", kind][2][0][: short.max_tokens]
                 assert reporter.whole().outputs[0].token_ids == want
+        invariants(llm)
+
+
+def mark(llm):
+    """Counters of the prefix cache; call the result for what came since."""
+    names = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prefix_cache_resumed_hits_total")
+    before = llm.stats()
+    return lambda: tuple(llm.stats()[name] - before[name] for name in names)
+
+
+@pytest.mark.parametrize("engine", ["plain", "blocks of 1", "blocks of 8", "blocks of 32", "uncached"])
+def test_cached_or_not(engine, directories, prompts, lone_tokens):
+    """Prefixes that nobody, a running request or a finished one computed; under a salt; evicted; forgotten."""
+    settings = {**ENGINES, "uncached": {"enable_prefix_caching": False}}[engine]
+    with make_llm(directories["llama"], **settings) as llm:
+        params = [KINDS["greedy"], KINDS["seeded"]] * 3
+        want = [lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)]
+        size, num_prompt = llm.config.block_size, sum(map(len, prompts))
+        found = sum((len(prompt) - 1) // size * size for prompt in prompts)
+        cached = engine != "uncached"
+        for hits in (0, found):  # computed, then revived
+            since = mark(llm)
+            assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
+            assert since() == ((num_prompt, hits, 0) if cached else (0, 0, 0))
+        salted = [dataclasses.replace(one, cache_salt="pepper") for one in params]
+        since = mark(llm)
+        assert tokens_of(llm.generate(prompts, salted, use_tqdm=False)) == want
+        assert since()[1] == 0
+        running = llm.stream(prompts[3], salted[1])  # holds the blocks that the next two find
+        next(running)
+        both = tokens_of(llm.generate([prompts[3]] * 2, salted[:2], use_tqdm=False))
+        assert both == [lone_tokens["llama", kind][3] for kind in ("greedy", "seeded")]
+        running.close()
+        llm.reset_prefix_cache()
+        assert tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == want
+        invariants(llm)
+
+
+def test_evicted_and_preempted_with_a_cache(directories, prompts, lone_tokens):
+    """A pool that holds one request at its longest: prefixes are evicted all the time, and the preempted find some again."""
+    with make_llm(directories["llama"], **ENGINES["small pool"]) as llm:
+        since = mark(llm)
+        for kind, params in [*KINDS.items()] * 2:
+            order = [3, 1, 3, 5, 0, 2, 4, 5]
+            outputs = tokens_of(llm.generate([prompts[i] for i in order], params, use_tqdm=False))
+            assert outputs == [lone_tokens["llama", kind][i] for i in order]
+        _, hits, resumed = since()
+        assert hits > 300 and resumed > 100 and llm.stats()["num_preemptions_total"]["recompute"] >= 3
         invariants(llm)
 
 

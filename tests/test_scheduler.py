@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
 
 from jaxpage.decoding import Append, Drop, Edit, Finish, Fork
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling import Scheduler, StepLimits
@@ -35,10 +36,13 @@ def make_driver(
     max_tokens: int = 16,
     max_chunk_rows: int = 4,
     mixed: bool = False,
+    caching: bool = False,
     scheduler_class: type[Scheduler] = Scheduler,
+    manager_class: type[BlockManager] = BlockManager,
+    index_class: type[PrefixIndex] = PrefixIndex,
 ) -> Driver:
     limits = StepLimits(max_num_seqs, max_tokens, max_chunk_rows, mixed)
-    manager = BlockManager(BlockPool(num_blocks), block_size)
+    manager = manager_class(BlockPool(num_blocks), block_size, index_class(block_size) if caching else None)
     return Driver(scheduler_class(limits, manager, max_num_seqs=max_num_seqs))
 
 
@@ -50,6 +54,8 @@ class Scheduling(RuleBasedStateMachine):
     """Requests come, go and step in any order. What a request draws must be what it draws alone, in exactly as many tokens."""
 
     scheduler_class: type[Scheduler] = Scheduler
+    manager_class: type[BlockManager] = BlockManager
+    index_class: type[PrefixIndex] = PrefixIndex
 
     @initialize(
         block_size=st.sampled_from([1, 2, 2, 4, 8]),
@@ -58,10 +64,13 @@ class Scheduling(RuleBasedStateMachine):
         max_tokens=st.integers(1, 24),
         max_chunk_rows=st.integers(1, 6),
         mixed=st.booleans(),
+        caching=st.sampled_from([True, True, False]),
     )
     def start(self, num_usable: int, **settings_: int) -> None:
-        self.driver = make_driver(num_blocks=num_usable + 1, scheduler_class=self.scheduler_class, **settings_)
+        classes = {name: getattr(self, name) for name in ("scheduler_class", "manager_class", "index_class")}
+        self.driver = make_driver(num_blocks=num_usable + 1, **classes, **settings_)
         self.arrived: list[SequenceGroup] = []  # in order, without the aborted
+        self.accepted: list[SequenceGroup] = []
         self.ended: set[str] = set()
 
     @rule(
@@ -70,15 +79,19 @@ class Scheduling(RuleBasedStateMachine):
         max_tokens=st.integers(1, 24),
         n=st.sampled_from([1, 1, 2, 3]),
         ignore_eos=st.booleans(),
+        num_common=st.sampled_from([0, 9, 20, 20]),
+        cache_salt=st.sampled_from([None, None, "pepper"]),
     )
-    def add(self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool) -> None:
+    def add(self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool, **prefix: Any) -> None:
         scheduler = self.driver.scheduler
         sequence_id = self.driver.new_sequence_id()
         if seed % 4:  # else it may be too long, and be refused
             num_slots = scheduler.block_manager.pool.num_usable // n * scheduler.block_manager.block_size
             num_prompt = max(1, min(num_prompt, num_slots // 2))
             max_tokens = max(1, min(max_tokens, num_slots - num_prompt))
+        num_common, cache_salt = prefix["num_common"], prefix["cache_salt"]
         prompt = random.Random(seed).choices(range(NUM_TOKEN_IDS), k=num_prompt)
+        prompt[:num_common] = random.Random(1).choices(range(NUM_TOKEN_IDS), k=min(num_common, num_prompt))
         minimum = seed % (max_tokens + 1)
         group = make_group(
             str(sequence_id),
@@ -88,6 +101,7 @@ class Scheduling(RuleBasedStateMachine):
             n=n,
             min_tokens=minimum,
             ignore_eos=ignore_eos,
+            cache_salt=cache_salt,
         )
         block_size, usable = scheduler.block_manager.block_size, scheduler.block_manager.pool.num_usable
         most = n * -(-(num_prompt + max_tokens - 1) // block_size)
@@ -97,6 +111,7 @@ class Scheduling(RuleBasedStateMachine):
         else:
             scheduler.add(group)
             self.arrived.append(group)
+            self.accepted.append(group)
         scheduler.check()
 
     @rule(data=st.data())
@@ -126,7 +141,19 @@ class Scheduling(RuleBasedStateMachine):
         self.driver.scheduler.preempt_all()
         self.driver.scheduler.check()
 
+    @precondition(lambda self: len(self.accepted) % 4 == 3)
+    @rule()
+    def lose_the_pages(self) -> None:
+        self.driver.lose_pages()
+
+    @precondition(lambda self: len(self.accepted) % 4 == 3)
+    @rule()
+    def forget_what_is_cached(self) -> None:
+        self.driver.scheduler.block_manager.forget_cached()
+        self.driver.scheduler.check()
+
     def verify(self, group: SequenceGroup) -> None:
+        assert group.num_cached_tokens is None or group.num_cached_tokens < len(group.request.prompt_token_ids)
         self.ended.add(group.request.request_id)
         assert len(group.sequences) == group.request.params.n
         for sequence in group.sequences:
@@ -149,8 +176,10 @@ class Scheduling(RuleBasedStateMachine):
             self.step(1)
             assert len(self.driver.plans) < 20_000, "no end"
         assert self.ended >= {group.request.request_id for group in self.arrived}
-        pool = self.driver.scheduler.block_manager.pool
+        pool, counts = self.driver.scheduler.block_manager.pool, self.driver.scheduler.prefix_counts
         assert pool.num_free == pool.num_usable
+        assert counts.num_hits == sum(group.num_cached_tokens or 0 for group in self.accepted)
+        assert counts.num_hits <= counts.num_queried
 
 
 STATE_MACHINE = settings(max_examples=200, stateful_step_count=25)

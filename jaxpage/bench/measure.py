@@ -27,6 +27,7 @@ def warm_up(llm: LLM, workload: Sequence[WorkItem], num_requests: int = 2, num_t
 def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float) -> Measurement:
     """All requests at once, until the last has finished. `load_seconds`: how long making `llm` took, compilation included."""
     warmup_seconds = warm_up(llm, workload)
+    llm.reset_prefix_cache()  # the warm-up computed some of these prompts
     before = llm.stats()
     start = time.perf_counter()
     outputs = llm.generate(
@@ -45,6 +46,7 @@ def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float)
         details={
             "num_preemptions": sum(after["num_preemptions_total"].values())
             - sum(before["num_preemptions_total"].values()),
+            "num_cached_tokens": after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"],
             "num_steps": after["engine_steps_total"] - before["engine_steps_total"],
             "compiles_during_run": after["compile_total"] - before["compile_total"],
             "num_blocks": after["num_blocks_total"],

@@ -27,7 +27,7 @@ from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError
-from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import Scheduler, StepLimits
 
@@ -189,7 +189,8 @@ def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan) -> Sc
         max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
         mixed=False,  # attention in plain XLA pads every row to a tile: prompt chunks and single tokens are better apart
     )
-    manager = BlockManager(BlockPool(memory.num_blocks), config.block_size)
+    prefix_index = PrefixIndex(config.block_size) if config.enable_prefix_caching else None
+    manager = BlockManager(BlockPool(memory.num_blocks), config.block_size, prefix_index)
     return Scheduler(limits, manager, max_num_seqs=config.max_num_seqs)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence as TokenIds
+from dataclasses import replace
 from typing import Any
 
 from jaxpage.decoding import Edit, Finish, SamplingStrategy, advance
@@ -102,8 +103,11 @@ class Engine:
     def recover(self) -> None:
         """After an interrupted step: if it took the pages with it, the pool is made anew and what was running computes it again."""
         if self.runner.pages_are_lost:
-            self.scheduler.preempt_all()
-            self.runner.rebuild_pages()
+            self._rebuild_pages()
+
+    def reset_prefix_cache(self) -> None:
+        """No request finds what was computed before now. Those that run keep their blocks, and are found again as they go on."""
+        self.scheduler.block_manager.forget_cached()
 
     def stats(self) -> dict[str, Any]:
         return self.metrics.snapshot(self.scheduler, self.runner.executables)
@@ -111,6 +115,8 @@ class Engine:
     def _commit(self, plan: StepPlan, edits: list[Edit]) -> list[SequenceGroup]:
         groups = self.scheduler.commit(plan, edits)
         self.metrics.committed(plan, edits, groups, self._groups)
+        if any(sequence.finish_reason == "error" for group in groups for sequence in group.sequences):
+            self.reset_prefix_cache()  # whatever made the numbers bad must not outlive the request
         self._forget_finished(groups)
         return groups
 
@@ -120,10 +126,15 @@ class Engine:
         edits: list[Edit] = [
             Finish(sequence.sequence_id, "error") for group in self.scheduler.running for sequence in group.unfinished
         ]
-        groups = self.scheduler.commit(plan, edits)
+        groups = self.scheduler.commit(replace(plan, rows=()), edits)  # nothing of it was computed
         self._forget_finished(groups)
-        self.runner.rebuild_pages()
+        self._rebuild_pages()
         return groups
+
+    def _rebuild_pages(self) -> None:
+        """The only place that makes the pages anew, because the prefix cache must go with them."""
+        self.scheduler.lose_pages()
+        self.runner.rebuild_pages()
 
     def _forget_finished(self, groups: list[SequenceGroup]) -> None:
         for group in groups:

@@ -35,6 +35,7 @@ class EngineMetrics:
             metrics = self.requests[group_of[row.sequence_id].request.request_id]
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
+                metrics.num_cached_tokens = group.num_cached_tokens or 0
 
     def committed(
         self, plan: StepPlan, edits: list[Edit], groups: list[SequenceGroup], group_of: dict[int, SequenceGroup]
@@ -62,7 +63,7 @@ class EngineMetrics:
 
     def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
         pool, split = scheduler.block_manager.pool, scheduler.usage()
-        total, free = pool.num_usable, pool.num_free
+        total, free, prefixes = pool.num_usable, pool.num_free, scheduler.prefix_counts
         return {
             "num_requests_running": scheduler.num_running,
             "num_requests_waiting": scheduler.num_waiting,
@@ -70,8 +71,11 @@ class EngineMetrics:
             "kv_cache_usage_perc": (total - free) / total,
             "num_blocks_total": total,
             "num_blocks_free": free,
-            "num_blocks_cached": 0,
+            "num_blocks_cached": pool.num_cached,  # of the free ones
             "num_preemptions_total": {"recompute": scheduler.num_preemptions, "swap": 0},
+            "prefix_cache_queries_total": prefixes.num_queried,  # in tokens, as vLLM counts; each request once
+            "prefix_cache_hits_total": prefixes.num_hits,
+            "prefix_cache_resumed_hits_total": prefixes.num_resumed_hits,  # after preemptions, in neither of the above
             "prompt_tokens_total": self.prompt_tokens_total,
             "generation_tokens_total": self.generation_tokens_total,
             "copy_on_write_blocks_total": self.copy_on_write_blocks_total,

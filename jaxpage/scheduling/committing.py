@@ -58,6 +58,7 @@ def _forked(parent: Sequence, edit: Fork) -> Sequence:
         num_prompt_tokens=parent.num_prompt_tokens,
         token_ids=parent.token_ids.copy(),
         num_computed_tokens=parent.num_computed_tokens,
+        block_digests=parent.block_digests.copy(),
         text=parent.text,
         logprobs=parent.logprobs.copy(),
         cumulative_logprob=parent.cumulative_logprob,

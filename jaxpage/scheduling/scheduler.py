@@ -12,10 +12,16 @@ from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.draft import Draft
 from jaxpage.scheduling.plan import StepPlan
 from jaxpage.scheduling.policy import StepLimits, num_sequences, watermark_blocks
+from jaxpage.scheduling.prefix_hits import PrefixCounts, adopt_hits, blocks_to_admit, find_hits
 from jaxpage.scheduling.queue import FirstComeQueue
 
 Members = tuple[SequenceGroup, list[Sequence]]  # a group and those of its sequences that are not finished
 Copies = list[tuple[int, int]]  # (source block, destination block)
+
+
+def decodes(sequences: list[Sequence]) -> bool:
+    """Whether each sequence of a group has one token left to compute."""
+    return all([sequence.num_pending_tokens == 1 for sequence in sequences])
 
 
 class Scheduler:
@@ -26,6 +32,7 @@ class Scheduler:
     all sequences in the same step; before that it computes its prompt, or after a preemption all its tokens, in chunks.
     Blocks for all known tokens are reserved when a group is admitted, so that only decoding can run short of blocks; then
     the newest running group gives way and recomputes later. The oldest never does: add() has refused what cannot fit alone.
+    A group begins with the cached blocks of its longest known prefix; cached blocks are free blocks to everybody else.
     """
 
     def __init__(self, limits: StepLimits, block_manager: BlockManager, *, max_num_seqs: int) -> None:
@@ -36,6 +43,7 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.num_preemptions = 0
+        self.prefix_counts = PrefixCounts()
         self._groups: dict[str, SequenceGroup] = {}  # all that are not finished, in order of arrival
         self._running: dict[str, SequenceGroup] = {}  # the oldest of them, in order of arrival
         self._queue = FirstComeQueue()  # the others
@@ -152,8 +160,7 @@ class Scheduler:
         computing: list[Members] = []
         for group in self._running.values():
             sequences = group.unfinished
-            decodes = all([sequence.num_pending_tokens == 1 for sequence in sequences])
-            (decoding if decodes else computing).append((group, sequences))
+            (decoding if decodes(sequences) else computing).append((group, sequences))
         return decoding, computing
 
     def _plan_decoding(self, draft: Draft, decoding: list[Members]) -> None:
@@ -184,16 +191,23 @@ class Scheduler:
     def _plan_chunks(self, draft: Draft, computing: list[Members]) -> None:
         """Tokens for the running groups that do not decode yet, then for those that can be admitted, up to the step's limits.
 
-        Who comes first takes all it can, so nobody decodes before an older group does: rows are in order of arrival.
+        Who comes first takes all it can. Only who found all but the last token in the cache decodes before an older group does.
         """
         for group, sequences in computing:
             if not draft.preempted or group.request.request_id in self._running:
                 self._add_chunks(draft, group, sequences)
+        has_decoding = False
         while not draft.preempted and self._has_room(draft):
             newcomer = self._queue.first()
             if newcomer is None or not self._admit(newcomer, draft):
                 return
-            self._add_chunks(draft, newcomer, newcomer.unfinished)
+            sequences = newcomer.unfinished
+            if sequences[0].num_computed_tokens and decodes(sequences):
+                has_decoding = True  # all but the last token was cached
+            elif has_decoding and not draft.work:
+                return  # who is older decodes first; the newcomer's turn comes next
+            else:
+                self._add_chunks(draft, newcomer, sequences)
 
     def _has_room(self, draft: Draft) -> bool:
         return draft.num_tokens < self.limits.max_tokens and draft.num_rows < self.limits.max_chunk_rows
@@ -208,14 +222,17 @@ class Scheduler:
 
     def _admit(self, group: SequenceGroup, draft: Draft) -> bool:
         """Moves a waiting group to the running ones if there is room for all that is known of it."""
-        manager = self.block_manager
-        needed = sum(manager.blocks_for(sequence.num_known_tokens) for sequence in group.unfinished)
-        spare = watermark_blocks(manager.pool.num_usable) if self._running else 0
-        width = num_sequences(group.request)
-        if self._num_seats + width > self.max_num_seqs or needed + spare > manager.pool.num_free:
+        manager, width = self.block_manager, num_sequences(group.request)
+        if self._num_seats + width > self.max_num_seqs:
             return False
+        hits = find_hits(group, manager)
+        spare = watermark_blocks(manager.pool.num_usable) if self._running else 0
+        if blocks_to_admit(hits, manager) + spare > manager.pool.num_free:
+            return False
+        adopt_hits(group, hits, manager, self.prefix_counts)
         for sequence in group.unfinished:
-            draft.copies += manager.reserve(sequence.sequence_id, 0, sequence.num_known_tokens)
+            start, stop = sequence.num_computed_tokens, sequence.num_known_tokens
+            draft.copies += manager.reserve(sequence.sequence_id, start, stop)
         self._queue.remove(group.request.request_id)
         self._running[group.request.request_id] = group
         self._num_seats += width
@@ -236,9 +253,14 @@ class Scheduler:
         return group
 
     def preempt_all(self) -> None:
-        """Every running group starts over: after a step that was planned and did not happen, or a pool that was lost."""
+        """Every running group starts over: after a step that was planned and did not happen."""
         while self._running:
             self._preempt_newest()
+
+    def lose_pages(self) -> None:
+        """What was in the blocks is gone: every running group starts over, and no block is found in the prefix cache."""
+        self.preempt_all()
+        self.block_manager.forget_cached()
 
     def _give_blocks_back(self, group: SequenceGroup) -> None:
         for sequence in reversed(group.unfinished):
@@ -262,20 +284,28 @@ class Scheduler:
         Returns:
             The groups that an edit touched, in the order of their first one.
         """
+        block_size = self.block_manager.block_size
         for row in plan.rows:
             if row.sequence_id in self._sequences:
-                sequence = self._sequences[row.sequence_id][1]
+                group, sequence = self._sequences[row.sequence_id]
                 assert sequence.num_computed_tokens == row.start, f"step {plan.step_id} is committed out of turn"
-                sequence.num_computed_tokens += len(row.token_ids)
+                sequence.num_computed_tokens = row.context_length
+                if row.context_length // block_size > row.start // block_size:
+                    self._cache(group, sequence)
         touched: dict[str, SequenceGroup] = {}
         for edit in edits:
-            group = apply_edit(edit, self._sequences, self.block_manager)
-            if group is not None:
-                touched[group.request.request_id] = group
+            changed = apply_edit(edit, self._sequences, self.block_manager)
+            if changed is not None:
+                touched[changed.request.request_id] = changed
         for group in touched.values():
             if group.finished:
                 self._forget(group)
         return list(touched.values())
+
+    def _cache(self, group: SequenceGroup, sequence: Sequence) -> None:
+        """Another block of the sequence is full and computed: from now on others find it."""
+        salt, num_computed = group.request.params.cache_salt, sequence.num_computed_tokens
+        self.block_manager.cache(sequence.sequence_id, num_computed, sequence.token_ids, sequence.block_digests, salt)
 
     def check(self) -> None:
         """Asserts what holds between steps: order, seats, and blocks for exactly the running sequences."""
@@ -291,9 +321,23 @@ class Scheduler:
             num_slots = len(self.block_manager.block_table(sequence_id)) * self.block_manager.block_size
             assert sequence.num_computed_tokens < sequence.num_known_tokens, f"sequence {sequence_id} has nothing to do"
             assert sequence.num_computed_tokens <= num_slots, f"sequence {sequence_id} outgrew its block table"
+            self._check_prefix(sequence)
         for group in groups:
             assert group.unfinished, f"request {group.request.request_id!r} is finished and still scheduled"
             assert len(group.unfinished) <= num_sequences(group.request), "more sequences than were admitted"
             for sequence in group.unfinished:
                 assert sequence.num_known_tokens < group.request.max_total_tokens, "a sequence outgrew its request"
         assert all(s.num_computed_tokens == 0 for group in self._queue for s in group.unfinished)
+
+    def _check_prefix(self, sequence: Sequence) -> None:
+        """The cached blocks of a sequence hold its tokens, and none of them lies behind what is computed: nobody writes there."""
+        manager = self.block_manager
+        if (index := manager.prefix_index) is None:
+            return
+        num_full = sequence.num_computed_tokens // manager.block_size
+        for place, block in enumerate(manager.block_table(sequence.sequence_id)):
+            if block in index:
+                assert place < num_full, f"sequence {sequence.sequence_id} will write into the cached block {block}"
+                start = place * manager.block_size
+                tokens = tuple(sequence.token_ids[start : start + manager.block_size])
+                assert index.entry(block).token_ids == tokens, f"sequence {sequence.sequence_id}: block {block} lies"

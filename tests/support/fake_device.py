@@ -1,15 +1,17 @@
 """A device without a model, for tests of the host wing: slots hold token ids, and a draw is a hash of what its row reads.
 
 Whatever breaks paging shows: a row that reads another sequence's token, a lost copy or a stale block draws other tokens.
+As keys and values do, each slot also depends on all that was read before it: a hash of the tokens up to its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxpage.decoding import Append, Edit, Finish, Fork
+from jaxpage.memory import BlockManager
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling import Scheduler, StepLimits, StepPlan
@@ -39,13 +41,14 @@ def make_group(
     n: int = 1,
     min_tokens: int = 0,
     ignore_eos: bool = False,
+    cache_salt: str | None = None,
 ) -> SequenceGroup:
     token_ids = tuple(prompt)
     request = Request(
         request_id=request_id,
         prompt=None,
         prompt_token_ids=token_ids,
-        params=SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens),
+        params=SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens, cache_salt=cache_salt),
         seed=sequence_id,
         eos_token_ids=frozenset() if ignore_eos else frozenset({EOS}),
         max_total_tokens=len(token_ids) + max_tokens,
@@ -67,29 +70,47 @@ def ends(request: Request, known: list[int]) -> bool:
     return known[-1] in request.eos_token_ids or len(known) >= request.max_total_tokens
 
 
+def context_of(token_ids: Iterable[int], root: object = None) -> int:
+    """What the slot of the last of these tokens must depend on."""
+    context = hash((0, root))
+    for token_id in token_ids:
+        context = hash((context, token_id))
+    return context
+
+
 class FakeDevice:
-    """The pages of a pool, with one token id per slot."""
+    """The pages of a pool, with one token id and one context per slot. Salts are made visible: they are roots of contexts."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots = [[NOTHING] * block_size for _ in range(num_blocks)]
+        self.contexts = [[NOTHING] * block_size for _ in range(num_blocks)]
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> None:
         for source, destination in copies:
             self.slots[destination] = self.slots[source].copy()
+            self.contexts[destination] = self.contexts[source].copy()
 
-    def write(self, table: tuple[int, ...], start: int, token_ids: Iterable[int]) -> None:
+    def write(self, table: tuple[int, ...], start: int, token_ids: Iterable[int], root: object = None) -> None:
+        context = self.context(table, start, root)
         for position, token_id in enumerate(token_ids, start):
-            self.slots[table[position // self.block_size]][position % self.block_size] = token_id
+            block, slot = table[position // self.block_size], position % self.block_size
+            context = hash((context, token_id))
+            self.slots[block][slot], self.contexts[block][slot] = token_id, context
 
     def read(self, table: tuple[int, ...], num_tokens: int) -> list[int]:
         return [self.slots[table[p // self.block_size]][p % self.block_size] for p in range(num_tokens)]
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def context(self, table: tuple[int, ...], num_tokens: int, root: object = None) -> int:
+        if num_tokens == 0:
+            return context_of([], root)
+        return self.contexts[table[(num_tokens - 1) // self.block_size]][(num_tokens - 1) % self.block_size]
+
+    def run(self, plan: StepPlan, roots: Mapping[int, object]) -> list[int]:
         """Copies, then all writes, then all draws."""
         self.copy(plan.copies)
         for row in plan.rows:
-            self.write(row.block_table, row.start, row.token_ids)
+            self.write(row.block_table, row.start, row.token_ids, roots[row.sequence_id])
         token_ids = []
         for sample in plan.samples:
             row = plan.rows[sample.row]
@@ -124,17 +145,26 @@ class Driver:
         self._check_preemption(plan, before)
         sequences = {s.sequence_id: (g, s) for g in scheduler.running for s in g.unfinished}
         check_limits(plan, scheduler.limits, {i: s for i, (_, s) in sequences.items()})
-        token_ids = self.device.run(plan)
+        roots = {i: g.request.params.cache_salt for i, (g, _) in sequences.items()}
+        token_ids = self.device.run(plan, roots)
         for row in plan.rows:
-            known = sequences[row.sequence_id][1].token_ids
-            assert self.device.read(row.block_table, row.context_length) == known[: row.context_length]
+            known = sequences[row.sequence_id][1].token_ids[: row.context_length]
+            assert self.device.read(row.block_table, row.context_length) == known
+            context = self.device.context(row.block_table, row.context_length)
+            assert context == context_of(known, roots[row.sequence_id]), "computed behind another prefix"
         edits: list[Edit] = []
         for sample, token_id in zip(plan.samples, token_ids, strict=True):
             group, sequence = sequences[sample.sequence_id]
             edits += (change or self.edits_of)(group, sequence, token_id)
         touched = scheduler.commit(plan, edits)
         scheduler.check()
+        check_cached(scheduler.block_manager, self.device)
         return touched
+
+    def lose_pages(self) -> None:
+        self.scheduler.lose_pages()
+        self.device = FakeDevice(len(self.device.slots), self.device.block_size)
+        self.scheduler.check()
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):
@@ -161,14 +191,25 @@ class Driver:
         return edits
 
     def _check_preemption(self, plan: StepPlan, before: tuple[SequenceGroup, ...]) -> None:
-        newest = [group.request.request_id for group in reversed(before)][: len(plan.preempted)]
-        assert list(plan.preempted) == newest, "the newest give way first"
-        assert len(plan.preempted) < max(len(before), 1), "the oldest gave way"
+        arrival = [group.request.request_id for group in (*self.scheduler.running, *self.scheduler.waiting)]
+        num_running = self.scheduler.num_running
+        gave_way = arrival[num_running : num_running + len(plan.preempted)]
+        assert list(plan.preempted) == gave_way[::-1], "the newest give way first"
+        assert num_running + len(plan.preempted) >= len(before), "somebody gave way and is not named"
+        assert num_running > 0, "the oldest gave way"
         in_step = {row.sequence_id for row in plan.rows}
         assert not in_step & {s.sequence_id for g in self.scheduler.waiting for s in g.sequences}
         oldest = self.scheduler.running[0]
         self._steps_missed = 0 if in_step & {s.sequence_id for s in oldest.sequences} else self._steps_missed + 1
         assert self._steps_missed <= 1, "the oldest stands still"
+
+
+def check_cached(manager: BlockManager, device: FakeDevice) -> None:
+    """Asserts that every block of the prefix index holds what the index says, to the last slot."""
+    for block in range(manager.pool.num_blocks):
+        if manager.pool.is_kept(block):
+            assert manager.prefix_index is not None
+            assert tuple(device.slots[block]) == manager.prefix_index.entry(block).token_ids, f"block {block} lies"
 
 
 def check_limits(plan: StepPlan, limits: StepLimits, sequences: dict[int, Sequence]) -> None:
@@ -189,7 +230,9 @@ def check_limits(plan: StepPlan, limits: StepLimits, sequences: dict[int, Sequen
         if row.context_length == sequence.num_known_tokens:
             reaching[index] = row.sequence_id
     assert {sample.row: sample.sequence_id for sample in plan.samples} == reaching
-    order = list(sequences)
-    assert [order.index(row.sequence_id) for row in plan.rows] == sorted(
-        order.index(row.sequence_id) for row in plan.rows
-    )
+    order = {sequence_id: place for place, sequence_id in enumerate(sequences)}
+    decoding_first = [
+        (sequences[row.sequence_id].num_pending_tokens > 1 or row.start == 0, order[row.sequence_id])
+        for row in plan.rows
+    ]
+    assert decoding_first == sorted(decoding_first), "single tokens first, each kind in order of arrival"

@@ -1,0 +1,593 @@
+"""The prefix cache: a state machine against the content of the pages, planted mistakes, and single cases."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
+from jaxpage.memory.prefix_index import blake2b_256
+from jaxpage.scheduling import Scheduler
+from tests.support.fake_device import Driver, FakeDevice, alone, check_cached, context_of, make_group
+from tests.test_scheduler import STATE_MACHINE as SCHEDULER_STATE_MACHINE
+from tests.test_scheduler import Scheduling, make_driver
+
+
+def four_bits(content: bytes) -> bytes:
+    """A hash that collides all the time."""
+    return bytes([hashlib.blake2b(content, digest_size=1).digest()[0] & 15])
+
+
+class Known(NamedTuple):
+    """The model of a sequence: what it holds, whether all of it was committed, and what the cache needs of it."""
+
+    tokens: list[int]
+    salt: str | None
+    digests: list[bytes]
+
+
+COMMON = (0, 1, 1, 0, 0, 0, 1, 0, 1, 1, 0, 1)
+
+
+class CachedTables(RuleBasedStateMachine):
+    """Sequences over two token ids that often begin alike, so that prefixes meet. The pages know what each slot was computed behind.
+
+    What `find` gives must be in the pages, computed behind the same tokens under the same salt, and be all that is there.
+    """
+
+    manager_class: type[BlockManager] = BlockManager
+    index_class: type[PrefixIndex] = PrefixIndex
+    collides = False
+
+    @initialize(block_size=st.sampled_from([1, 2, 3]), num_blocks=st.integers(4, 14))
+    def start(self, block_size: int, num_blocks: int) -> None:
+        index = self.index_class(block_size, four_bits if self.collides else blake2b_256)
+        self.manager = self.manager_class(BlockPool(num_blocks), block_size, index)
+        self.pages = FakeDevice(num_blocks, block_size)
+        self.known: dict[int, Known] = {}
+        self.next_id = 0
+
+    def write(self, sequence_id: int, start: int, stop: int) -> bool:
+        """The next tokens of a sequence are computed, if there is room. They are not committed."""
+        manager, known = self.manager, self.known[sequence_id]
+        num_new, num_free = manager.num_new_blocks(sequence_id, start, stop), manager.pool.num_free
+        if num_new > num_free:
+            return False
+        cached = {block for block in range(manager.pool.num_blocks) if manager.pool.is_kept(block)}
+        self.pages.copy(manager.reserve(sequence_id, start, stop))
+        assert num_free - manager.pool.num_free <= num_new
+        table = manager.block_table(sequence_id)
+        evicted = {block for block in cached if not manager.pool.is_kept(block)}
+        written = table[start // manager.block_size : manager.blocks_for(stop)]
+        assert evicted <= set(table) and not (cached - evicted) & set(written), "what is cached never changes"
+        self.pages.write(table, start, known.tokens[start:stop], known.salt)
+        return True
+
+    @rule(
+        common=st.sampled_from([0, 3, 6, 12, 12]),
+        tail=st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        salt=st.sampled_from([None, None, "a", "b"]),
+        computes=st.sampled_from([16, 16, 16, 7]),
+    )
+    def begin(self, common: int, tail: list[int], salt: str | None, computes: int) -> None:
+        tokens = [*COMMON[:common], *tail]
+        manager = self.manager
+        known = Known(tokens, salt, [])
+        found = manager.find(tokens, known.digests, salt)
+        self.check_found(known, found)
+        needed = manager.blocks_for(len(tokens)) - len(found) + manager.num_revived(found)
+        if needed > manager.pool.num_free:
+            return
+        self.next_id += 1
+        self.known[self.next_id] = known
+        num_free = manager.pool.num_free
+        manager.adopt(self.next_id, found)
+        start = len(found) * manager.block_size
+        assert self.write(self.next_id, start, len(tokens)), "what was counted was too little"
+        assert num_free - manager.pool.num_free == needed
+        self.commit(self.next_id, max(start, min(computes, len(tokens))))
+
+    def check_found(self, known: Known, found: list[int]) -> None:
+        size = self.manager.block_size
+        there = {
+            self.pages.contexts[block][-1]
+            for block in range(self.manager.pool.num_blocks)
+            if self.manager.pool.is_kept(block)
+        }
+        contexts = [
+            context_of(known.tokens[:stop], known.salt) for stop in range(size, len(known.tokens), size)
+        ]  # the last token is never found
+        assert [self.pages.contexts[block][-1] for block in found] == contexts[: len(found)], "another prefix was found"
+        if not self.collides:
+            assert len(found) == next((i for i, c in enumerate(contexts) if c not in there), len(contexts))
+
+    def commit(self, sequence_id: int, num_tokens: int) -> None:
+        known = self.known[sequence_id]
+        self.manager.cache(sequence_id, num_tokens, known.tokens, known.digests, known.salt)
+
+    def some(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.known)))
+
+    @precondition(lambda self: self.known)
+    @rule(
+        data=st.data(),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5),
+        commits=st.sampled_from([True, True, False]),
+    )
+    def extend(self, data: st.DataObject, tokens: list[int], commits: bool) -> None:
+        sequence_id = self.some(data)
+        known = self.known[sequence_id]
+        before = len(known.tokens)
+        known.tokens.extend(tokens)
+        if not self.write(sequence_id, before, len(known.tokens)):
+            del known.tokens[before:]
+        elif commits:
+            self.commit(sequence_id, len(known.tokens))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def commit_some(self, data: st.DataObject) -> None:
+        sequence_id = self.some(data)
+        self.commit(sequence_id, data.draw(st.integers(0, len(self.known[sequence_id].tokens))))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent_id = self.some(data)
+        self.next_id += 1
+        self.manager.fork(parent_id, self.next_id)
+        tokens, salt, digests = self.known[parent_id]
+        self.known[self.next_id] = Known(tokens.copy(), salt, digests.copy())
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def trim(self, data: st.DataObject) -> None:
+        """Known tokens are taken back, even cached ones, and another is written in their place."""
+        sequence_id = self.some(data)
+        known = self.known[sequence_id]
+        num_tokens = data.draw(st.integers(0, len(known.tokens)))
+        self.manager.trim(sequence_id, num_tokens)
+        del known.tokens[num_tokens:], known.digests[num_tokens // self.manager.block_size :]
+        known.tokens.append(data.draw(st.integers(0, 1)))
+        if not self.write(sequence_id, num_tokens, num_tokens + 1):
+            known.tokens.pop()
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        sequence_id = self.some(data)
+        self.manager.release(sequence_id)
+        del self.known[sequence_id]
+
+    @precondition(lambda self: self.next_id % 5 == 4)
+    @rule()
+    def forget_cached(self) -> None:
+        self.manager.forget_cached()
+
+    @invariant()
+    def everything_is_where_it_belongs(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check()
+        check_cached(self.manager, self.pages)
+        for sequence_id, (tokens, salt, _) in self.known.items():
+            table = self.manager.block_table(sequence_id)
+            assert self.pages.read(table, len(tokens)) == tokens
+            assert self.pages.context(table, len(tokens), salt) == context_of(tokens, salt)
+
+    def teardown(self) -> None:
+        for sequence_id in list(getattr(self, "known", ())):
+            self.manager.release(sequence_id)
+        if hasattr(self, "manager"):
+            assert self.manager.pool.num_free == self.manager.pool.num_usable
+            self.manager.check()
+
+
+STATE_MACHINE = settings(max_examples=250, stateful_step_count=30)
+
+
+@pytest.mark.parametrize("collides", [False, True], ids=["blake2b", "4 bits"])
+def test_cached_tables_agree_with_the_pages(collides: bool) -> None:
+    machine = type("Tables", (CachedTables,), {"collides": collides})
+    run_state_machine_as_test(machine, settings=STATE_MACHINE)
+
+
+class CachesPartialBlocks(BlockManager):
+    def cache(self, sequence_id, num_computed, token_ids, digests, salt):
+        full = self.blocks_for(num_computed) * self.block_size
+        super().cache(sequence_id, full, [*token_ids, *[0] * self.block_size], digests, salt)
+
+
+class WritesCachedBlocks(BlockManager):
+    def _unshare(self, blocks, start, stop):
+        self.pool.is_writable = lambda block: self.pool.ref_count(block) == 1
+        return super()._unshare(blocks, start, stop)
+
+    def num_new_blocks(self, sequence_id, start, stop):
+        self.pool.is_writable = lambda block: self.pool.ref_count(block) == 1
+        return super().num_new_blocks(sequence_id, start, stop)
+
+
+class ForgetsToForget(BlockManager):
+    """Hands an evicted block out and leaves it in the index."""
+
+    def _allocate(self):
+        return self.pool.allocate()
+
+
+class ReleasesTheHeadFirst(BlockManager):
+    def _give_up(self, blocks, num_kept):
+        given_up = blocks[num_kept:]
+        del blocks[num_kept:]
+        for block in given_up:
+            self.pool.release(block)
+
+
+class TakesTheWholePrompt(BlockManager):
+    def find(self, token_ids, digests, salt):
+        return super().find([*token_ids, 0], digests, salt)
+
+
+class CountsRevivedBlocksAsFree(BlockManager):
+    def num_revived(self, blocks):
+        return 0
+
+
+class KeepsOwnBlockBehindAnothers(BlockManager):
+    """Two blocks for one content, and what follows the second is cached behind nothing that the index has."""
+
+    def cache(self, sequence_id, num_computed, token_ids, digests, salt):
+        before = list(self._tables[sequence_id].blocks)
+        super().cache(sequence_id, num_computed, token_ids, digests, salt)
+        table = self._tables[sequence_id]
+        for place, block in enumerate(before):
+            if table.blocks[place] != block:
+                self.pool.release(table.blocks[place])
+                self.pool._free.remove(block)
+                self.pool._ref_counts[block] = 1
+                table.blocks[place], table.frozen = block, None
+
+
+class HashesWithoutParent(PrefixIndex):
+    def extend(self, digests, token_ids, salt, num_blocks):
+        size = self.block_size
+        for place in range(len(digests), num_blocks):
+            digests.append(self._hash(repr((salt, token_ids[place * size : (place + 1) * size])).encode()))
+        return digests
+
+    def _holds(self, block, parent, token_ids):
+        return self._entries[block].token_ids == token_ids
+
+    def check(self):
+        pass
+
+
+class IgnoresTheSalt(PrefixIndex):
+    def extend(self, digests, token_ids, salt, num_blocks):
+        return super().extend(digests, token_ids, None, num_blocks)
+
+    def match(self, digests, token_ids, salt):
+        return super().match(digests, token_ids, None)
+
+    def register(self, block, digest, parent, token_ids):
+        return super().register(block, digest, None if isinstance(parent, str) else parent, token_ids)
+
+
+class TrustsTheHash(PrefixIndex):
+    def _holds(self, block, parent, token_ids):
+        return True
+
+
+class ComparesTheBlockAlone(PrefixIndex):
+    def _holds(self, block, parent, token_ids):
+        return self._entries[block].token_ids == token_ids
+
+
+def mistaken_machine(mistake: type, collides: bool = False) -> type[CachedTables]:
+    name = "manager_class" if issubclass(mistake, BlockManager) else "index_class"
+    return type("Mistaken", (CachedTables,), {name: mistake, "collides": collides})
+
+
+@pytest.mark.parametrize(
+    ("mistake", "collides"),
+    [
+        (CachesPartialBlocks, False),
+        (WritesCachedBlocks, False),
+        (ForgetsToForget, False),
+        (ReleasesTheHeadFirst, False),
+        (TakesTheWholePrompt, False),
+        (CountsRevivedBlocksAsFree, False),
+        (KeepsOwnBlockBehindAnothers, False),
+        (HashesWithoutParent, False),
+        (IgnoresTheSalt, False),
+        (TrustsTheHash, True),
+        (ComparesTheBlockAlone, True),
+    ],
+)
+def test_the_state_machine_sees_planted_mistakes(mistake: type, collides: bool) -> None:
+    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
+        run_state_machine_as_test(
+            mistaken_machine(mistake, collides), settings=settings(STATE_MACHINE, phases=[Phase.generate])
+        )
+
+
+# ---- the scheduler with a cache: its own state machine is that of test_scheduler, half of whose examples cache
+
+
+class KeepsTheIndexWhenPagesAreLost(Scheduler):
+    def lose_pages(self):
+        self.preempt_all()
+
+
+class CachesBeforeTheStep(Scheduler):
+    """Others find the prompt of a request as soon as it is admitted, though the step that computes it may never happen."""
+
+    def _admit(self, group, draft):
+        admitted = super()._admit(group, draft)
+        if admitted:
+            for s in group.unfinished:
+                salt, known = group.request.params.cache_salt, s.num_known_tokens
+                self.block_manager.cache(s.sequence_id, known, s.token_ids, s.block_digests, salt)
+        return admitted
+
+
+class CachesKnownForComputed(Scheduler):
+    def _cache(self, group, sequence):
+        salt, known = group.request.params.cache_salt, sequence.num_known_tokens
+        self.block_manager.cache(sequence.sequence_id, known, sequence.token_ids, sequence.block_digests, salt)
+
+
+class LeavesTheSaltOut(BlockManager):
+    def find(self, token_ids, digests, salt):
+        return super().find(token_ids, digests, None)
+
+    def cache(self, sequence_id, num_computed, token_ids, digests, salt):
+        super().cache(sequence_id, num_computed, token_ids, digests, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("scheduler_class", KeepsTheIndexWhenPagesAreLost),
+        ("scheduler_class", CachesBeforeTheStep),
+        ("scheduler_class", CachesKnownForComputed),
+        ("manager_class", LeavesTheSaltOut),
+        ("manager_class", CachesPartialBlocks),
+        ("manager_class", CountsRevivedBlocksAsFree),
+        ("manager_class", TakesTheWholePrompt),
+        ("index_class", HashesWithoutParent),
+        ("index_class", IgnoresTheSalt),
+    ],
+)
+def test_the_state_machine_of_the_scheduler_sees_planted_mistakes(name: str, mistake: type) -> None:
+    machine = type("Mistaken", (Scheduling,), {name: mistake})
+    with pytest.raises(Exception):  # noqa: B017 - an assertion, or what the confusion leads to
+        run_state_machine_as_test(
+            machine, settings=settings(SCHEDULER_STATE_MACHINE, phases=[Phase.generate], max_examples=400)
+        )
+
+
+def run_one(driver: Driver, request_id: str, prompt: list[int], **how: object):
+    group = make_group(request_id, driver.new_sequence_id(), prompt, **{"max_tokens": 4, "ignore_eos": True, **how})
+    driver.scheduler.add(group)
+    driver.run()
+    assert group.sequences[0].output_token_ids == alone(group.request)
+    return group
+
+
+def test_a_prompt_starts_behind_what_is_cached_and_leaves_a_token_to_compute() -> None:
+    driver = make_driver(caching=True, block_size=4, max_tokens=16)
+    prompt = list(range(24))
+    assert run_one(driver, "first", prompt).num_cached_tokens == 0
+    steps = len(driver.plans)
+    again = run_one(driver, "again", prompt)
+    assert again.num_cached_tokens == 20  # the sixth block holds the token whose logits are drawn from
+    assert [(row.start, len(row.token_ids)) for row in driver.plans[steps].rows] == [(20, 4)]
+    longer = run_one(driver, "longer", [*prompt, *again.sequences[0].output_token_ids, 1])
+    assert longer.num_cached_tokens == 24  # the block with the output's first tokens was never full and computed
+    counts = driver.scheduler.prefix_counts
+    assert (counts.num_queried, counts.num_hits, counts.num_resumed_hits) == (24 + 24 + 29, 20 + 24, 0)
+
+
+def test_generated_tokens_are_found_too() -> None:
+    driver = make_driver(caching=True, block_size=4)
+    first = run_one(driver, "first", list(range(6)), max_tokens=11)
+    turn = [*first.sequences[0].token_ids, 5, 5]
+    assert (
+        run_one(driver, "second turn", turn).num_cached_tokens == 16
+    )  # the seventeenth token was drawn, never computed
+
+
+def test_a_hit_that_leaves_one_token_decodes() -> None:
+    driver = make_driver(caching=True, block_size=4, mixed=False)
+    run_one(driver, "first", list(range(20)))
+    running = make_group("running", 1, [9] * 4, max_tokens=12, ignore_eos=True)
+    driver.scheduler.add(running)
+    driver.step()
+    hit = make_group("hit", 2, [*range(16), 3], max_tokens=3, ignore_eos=True)
+    driver.scheduler.add(hit)
+    driver.scheduler.add(make_group("prompt", 3, [8] * 10, max_tokens=3, ignore_eos=True))
+    driver.run()  # asserts that no step has single tokens beside a chunk
+    assert hit.num_cached_tokens == 16 and hit.sequences[0].output_token_ids == alone(hit.request)
+
+
+def test_blocks_in_use_by_others_are_shared_and_cost_nothing() -> None:
+    driver = make_driver(caching=True, num_blocks=9, block_size=4, max_tokens=32)
+    scheduler, pool = driver.scheduler, driver.scheduler.block_manager.pool
+    prompt = [1, 2, 3, 4] * 5
+    scheduler.add(make_group("old", 0, prompt, max_tokens=3, ignore_eos=True))
+    driver.step()
+    assert pool.num_free == 3
+    scheduler.add(make_group("new", 1, [*prompt, 7, 7], max_tokens=3, ignore_eos=True))
+    driver.step()  # the old one decodes
+    driver.step()
+    _, new = scheduler.running
+    assert new.num_cached_tokens == 20 and pool.num_free == 1
+    tables = [scheduler.block_manager.block_table(i) for i in (0, 1)]
+    assert tables[0][:5] == tables[1][:5] and tables[0][5] != tables[1][5]
+    assert scheduler.usage().shared_blocks == 5
+    driver.run()
+    assert scheduler.num_preemptions == 0 and (pool.num_free, pool.num_cached) == (8, 6)  # the last one of new is full
+
+
+def test_revived_blocks_count_as_taken() -> None:
+    """Six blocks are cached, of eight: a prompt that starts with them and needs nine does not fit; one of eight does."""
+    driver = make_driver(caching=True, num_blocks=9, block_size=2)
+    run_one(driver, "first", [1, 2, 3] * 4, max_tokens=1)
+    pool = driver.scheduler.block_manager.pool
+    assert (pool.num_free, pool.num_cached) == (8, 6)
+    assert run_one(driver, "second", [*[1, 2, 3] * 4, 9, 9, 9, 9], max_tokens=1).num_cached_tokens == 12
+    assert pool.num_cached == 8
+
+
+def test_tails_are_evicted_before_heads_and_the_least_recently_used_first() -> None:
+    driver = make_driver(caching=True, num_blocks=9, block_size=2)
+    run_one(driver, "a", [1] * 8, max_tokens=1)
+    run_one(driver, "b", [2] * 8, max_tokens=1)
+    run_one(driver, "c", [3] * 4, max_tokens=1)  # takes two blocks: the tail of a
+    assert run_one(driver, "a again", [1] * 9, max_tokens=1).num_cached_tokens == 4  # and the tail of b for the rest
+    pool = driver.scheduler.block_manager.pool
+    assert pool.num_cached == 8 - 1
+
+
+def test_what_a_preempted_request_finds_again_is_counted_apart() -> None:
+    driver = make_driver(caching=True, block_size=4, max_tokens=64)
+    group = make_group("a", 0, range(30), max_tokens=8, ignore_eos=True)
+    driver.scheduler.add(group)
+    for _ in range(4):
+        driver.step()
+    driver.scheduler.preempt_all()
+    driver.run()
+    counts = driver.scheduler.prefix_counts
+    assert (group.num_cached_tokens, counts.num_hits, counts.num_queried, counts.num_resumed_hits) == (0, 0, 30, 32)
+    assert group.sequences[0].output_token_ids == alone(group.request)
+
+
+def test_aborted_requests_leave_what_they_computed() -> None:
+    driver = make_driver(caching=True, block_size=4, max_tokens=8)
+    driver.scheduler.add(make_group("a", 0, range(30)))
+    driver.step()
+    driver.step()
+    driver.scheduler.abort("a")
+    assert run_one(driver, "b", list(range(30))).num_cached_tokens == 16
+
+
+def test_equal_prompts_of_one_step_end_up_in_one_set_of_blocks() -> None:
+    driver = make_driver(caching=True, block_size=4, max_tokens=64)
+    for i in range(3):
+        driver.scheduler.add(make_group(str(i), i, [1, 2, 3] * 4, max_tokens=3, ignore_eos=True))
+    driver.step()
+    pool = driver.scheduler.block_manager.pool
+    assert pool.num_usable - pool.num_free == 3 and driver.scheduler.usage().shared_blocks == 3
+    driver.run()
+
+
+def test_salts_keep_requests_apart() -> None:
+    driver = make_driver(caching=True, block_size=4)
+    prompt = list(range(24))
+    run_one(driver, "plain", prompt)
+    for i, salt in enumerate(["a", "b"]):
+        assert run_one(driver, f"{i}", prompt, cache_salt=salt).num_cached_tokens == 0
+        assert run_one(driver, f"{i} again", prompt, cache_salt=salt).num_cached_tokens == 20
+    assert run_one(driver, "plain again", prompt).num_cached_tokens == 20
+
+
+def test_without_an_index_nothing_is_kept() -> None:
+    driver = make_driver(caching=False, block_size=4)
+    run_one(driver, "a", list(range(24)))
+    again = run_one(driver, "b", list(range(24)))
+    assert again.num_cached_tokens is None and driver.scheduler.block_manager.pool.num_cached == 0
+    assert driver.scheduler.prefix_counts.num_queried == 0 and not again.sequences[0].block_digests
+
+
+def test_each_block_is_hashed_once_however_long_a_request_waits() -> None:
+    calls: list[bytes] = []
+
+    class Counting(PrefixIndex):
+        def __init__(self, block_size):
+            super().__init__(block_size, lambda content: calls.append(content) or blake2b_256(content))
+
+        def check(self):
+            pass
+
+    driver = make_driver(caching=True, num_blocks=13, block_size=4, index_class=Counting)
+    for i in range(3):
+        driver.scheduler.add(make_group(str(i), i, [i] * 20, max_tokens=16, ignore_eos=True))
+    driver.run()
+    num_blocks = 3 * (35 // 4)
+    assert len(calls) == num_blocks + 3  # the roots
+    assert max(len(call) for call in calls) <= 32 + 4 * 4
+
+
+def test_a_chain_ends_where_a_hash_collides() -> None:
+    """Both chains have one digest per place: the second is not cached, and what is found is never the other's."""
+    index = PrefixIndex(2, lambda content: b"same" if len(content) == 12 else b"root")
+    manager = BlockManager(BlockPool(9), 2, index)
+    for sequence_id, tokens in enumerate([[1, 1, 2, 2], [3, 3, 2, 2]]):
+        manager.adopt(sequence_id, [])
+        manager.reserve(sequence_id, 0, 4)
+        manager.cache(sequence_id, 4, tokens, [], None)
+        manager.check()
+    assert len(index) == 1
+    assert manager.find([1, 1, 9], [], None) == [manager.block_table(0)[0]]
+    assert manager.find([3, 3, 9], [], None) == []
+
+
+def test_the_root_depends_on_the_salt_alone() -> None:
+    index = PrefixIndex(2)
+    digests = [index.extend([], [1, 2], salt, 1)[0] for salt in (None, "a", "b", "no salt")]
+    assert len(set(digests)) == 4 and digests[0] == PrefixIndex(2).extend([], [1, 2], None, 1)[0]
+    grown = index.extend(index.extend([], [1, 2, 3, 4], None, 1), [1, 2, 3, 4], None, 2)
+    assert grown == index.extend([], [1, 2, 3, 4], None, 2) and grown[0] == digests[0]
+
+
+def _point_elsewhere(index: PrefixIndex) -> None:
+    index._block_of[next(iter(index._block_of))] = 7
+
+
+def _lose_the_head(index: PrefixIndex) -> None:
+    index.forget(1)
+
+
+def _change_tokens(index: PrefixIndex) -> None:
+    index._entries[1] = index._entries[1]._replace(token_ids=(8, 8))
+
+
+def _shorten(index: PrefixIndex) -> None:
+    index._entries[2] = index._entries[2]._replace(token_ids=(2,))
+
+
+@pytest.mark.parametrize("damage", [_point_elsewhere, _lose_the_head, _change_tokens, _shorten])
+def test_check_sees_damage(damage) -> None:
+    manager = BlockManager(BlockPool(5), 2, PrefixIndex(2))
+    manager.reserve(0, 0, 4)
+    manager.cache(0, 4, [1, 1, 2, 2], [], None)
+    manager.check()
+    damage(manager.prefix_index)
+    with pytest.raises(AssertionError):
+        manager.check()
+
+
+def test_cached_blocks_are_trimmed_before_they_are_written_again() -> None:
+    manager = BlockManager(BlockPool(8), 2, PrefixIndex(2))
+    manager.reserve(0, 0, 6)
+    manager.cache(0, 6, [1] * 6, [], None)
+    with pytest.raises(ValueError, match="before cached ones: trim first"):
+        manager.reserve(0, 1, 4)
+    manager.trim(0, 1)
+    head = manager.block_table(0)[0]
+    assert manager.reserve(0, 1, 4) == ((head, manager.block_table(0)[0]),)
+    manager.check()
+    assert manager.find([1] * 7, [], None)[0] == head, "what was cached is still there"
