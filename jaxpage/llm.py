@@ -130,8 +130,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets what was computed before: no later request finds it. Running requests are not disturbed."""
-        with self._lock:
-            self._engine.reset_prefix_cache()
+        self._calls.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Ends what is running and frees the device. The object cannot be used any more; a second call does nothing."""

@@ -74,6 +74,10 @@ class Calls:
         with self._lock:
             return self._engine.stats()
 
+    def reset_prefix_cache(self) -> None:
+        with self._lock:
+            self._engine.reset_prefix_cache()
+
     def shutdown(self) -> None:
         with self._lock, held_interrupts():
             if not self._closed:

@@ -93,7 +93,10 @@ class Engine:
             result = self.runner.run(self.builder.build(plan))
         except Exception:
             return self._fail(plan)
-        return self._commit(plan, advance(plan, result, self._strategies))
+        groups = self._commit(plan, advance(plan, result, self._strategies))
+        if result.token_ids.min(initial=0) < 0:
+            self.reset_prefix_cache()  # numbers that are none may be in the pages too, and must not outlive their request
+        return groups
 
     def abort_all(self) -> None:
         """Ends every request."""
@@ -115,8 +118,6 @@ class Engine:
     def _commit(self, plan: StepPlan, edits: list[Edit]) -> list[SequenceGroup]:
         groups = self.scheduler.commit(plan, edits)
         self.metrics.committed(plan, edits, groups, self._groups)
-        if any(sequence.finish_reason == "error" for group in groups for sequence in group.sequences):
-            self.reset_prefix_cache()  # whatever made the numbers bad must not outlive the request
         self._forget_finished(groups)
         return groups
 

@@ -35,7 +35,7 @@ class EngineMetrics:
             metrics = self.requests[group_of[row.sequence_id].request.request_id]
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
-                metrics.num_cached_tokens = group.num_cached_tokens or 0
+                metrics.num_cached_tokens = group_of[row.sequence_id].num_cached_tokens or 0
 
     def committed(
         self, plan: StepPlan, edits: list[Edit], groups: list[SequenceGroup], group_of: dict[int, SequenceGroup]
