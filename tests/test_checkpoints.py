@@ -501,10 +501,14 @@ def test_the_way_to_orbax_and_back_is_exact(tmp_path: Path, name: str, dtype: st
 
 
 def test_conversion_writes_shards_and_a_bar_on_standard_error(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "orbax").mkdir()  # an empty directory is as good as none
-    there = convert(random_checkpoint(tmp_path / "hf", LLAMA), tmp_path / "orbax")
+    source = random_checkpoint(tmp_path / "hf", LLAMA)
+    convert(source, tmp_path / "quiet")
+    assert capfd.readouterr().err == "", "a bar is for a terminal, not for a file"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    there = convert(source, tmp_path / "orbax")
     assert "converting: 100%" in capfd.readouterr().err
     back = convert(there, tmp_path / "back", max_shard_bytes=10_000)
     assert len(list(back.glob("model-*-of-*.safetensors"))) > 2
@@ -627,6 +631,7 @@ def test_orbax_data_lost_after_the_check_is_a_checkpoint_error(tmp_path: Path, o
 
 SHARDED = """
 import sys, jax, numpy as np
+sys.stderr.isatty = lambda: True
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.checkpoints import load_sharded, load_weights, open_model
 assert len(jax.devices()) == 4

@@ -75,7 +75,8 @@ class Calls:
             return self._engine.stats()
 
     def reset_prefix_cache(self) -> None:
-        with self._lock:
+        with self._lock, held_interrupts():
+            self.check_open()
             self._engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
