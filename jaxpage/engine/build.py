@@ -113,11 +113,13 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
         if config.tokenizer:
             raise CheckpointError(f"tokenizer = {config.tokenizer!r}: there are no tokenizer files in {directory}")
         return None
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if largest >= files.spec.vocab_size:
-        raise CheckpointError(
-            f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {files.spec.vocab_size - 1}"
-        )
+    last = files.spec.vocab_size - 1
+    largest = max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
+    if largest > last:
+        raise CheckpointError(f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {last}")
+    if added := [token for token, token_id in tokenizer.get_vocab().items() if token_id > last]:
+        # Published models have such: special tokens that nobody trained. A prompt that uses one is refused.
+        logger.warning("the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", added, last)
     return tokenizer
 
 
