@@ -51,6 +51,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it
 
     def __getitem__(self, name: str) -> Any:
+        """`output["text"]`, for scripts written for engines whose outputs are dicts."""
         return getattr(self, name)
 
 
