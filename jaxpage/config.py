@@ -54,6 +54,7 @@ class EngineConfig(BaseModel):
     revision: str | None = None  # of the hub repository
     load_format: Literal["auto", "safetensors", "orbax"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights and KV pages
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of KV pages; "auto": as dtype
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None  # prompt and output together; None: the model's
     block_size: _Count = 16  # slots of a KV block
     num_blocks: Annotated[int, Field(ge=2, lt=2**31)] | None = (
@@ -61,15 +62,23 @@ class EngineConfig(BaseModel):
     )
     kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = None  # of the KV pool, in place of num_blocks
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the device's memory that may be used
-    swap_space_blocks: Annotated[int, Field(ge=0)] | None = None
+    swap_space_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = (
+        None  # of host memory; None: as many as the KV pool
+    )
     max_num_seqs: _Count = 64  # sequences in a step
     max_num_batched_tokens: _Count | None = None  # query tokens in a step
-    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    enable_mixed_steps: bool | None = (
+        None  # decoding sequences and prompt chunks in one step; None: as the backend wants
+    )
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"  # who is admitted next, and who gives way
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"  # "auto": one sequence recomputes, several swap
+    new_requests_wait_until: Literal["readmitted", "completed"] = "readmitted"  # until preempted requests are that
     enable_prefix_caching: bool = True  # requests share the KV blocks of what was computed before
     attention_backend: Literal["auto", "reference", "scan", "triton", "mosaic", "cpu"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # of the seeds that requests without one are given
     speculative_config: dict[str, Any] | None = None
     tensor_parallel_size: _Count = 1
+    event_log: _Name | None = None  # file of everything that a replay needs
 
     if not TYPE_CHECKING:  # type checkers see the fields as keyword arguments
 
@@ -135,6 +144,11 @@ _REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attention_backend": (("auto", "reference", "scan"), "this version has no such kernel"),
     "speculative_config": ((None,), "this version does not speculate"),
     "tensor_parallel_size": ((1,), "this version runs on one device"),
+    "kv_cache_dtype": (("auto",), "this version keeps keys and values in the model's dtype"),
+    "enable_mixed_steps": ((None, False), "this version computes prompts and decodes in separate steps"),
+    "scheduling_policy": (("fcfs",), "this version has no other policy"),
+    "new_requests_wait_until": (("readmitted",), "this version has no other rule"),
+    "event_log": ((None,), "this version writes none"),
 }
 
 

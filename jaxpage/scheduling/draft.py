@@ -34,7 +34,13 @@ class Draft:
                 samples.append(sample_of(len(rows), num_tokens, sequence, group.request))
             token_ids = tuple(known[start : start + num_tokens])
             rows.append(Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id)))
-        return StepPlan(step_id, tuple(rows), tuple(samples), tuple(self.copies), tuple(self.preempted))
+        return StepPlan(
+            step_id,
+            tuple(rows),
+            tuple(samples),
+            copies=tuple(self.copies),
+            preempted=tuple(self.preempted),
+        )
 
 
 def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -> Sample:

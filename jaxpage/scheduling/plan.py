@@ -48,11 +48,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step, in the order in which it happens: block copies first, then the rows' writes and reads, then the draws."""
+    """One step, in the order in which it happens: swap-out, swap-in, block copies, then the rows' writes and reads, then the draws.
+
+    Swap-out comes first because the blocks that it frees are handed out again in the same step. Each list is ready for batches: no
+    block is a destination twice, and in a list of copies no source is a destination before it was read.
+    """
 
     step_id: int
     rows: tuple[Row, ...]
     samples: tuple[Sample, ...]
+    swap_out: tuple[tuple[int, int], ...] = ()  # (block, host block)
+    swap_in: tuple[tuple[int, int], ...] = ()  # (host block, block)
     copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     preempted: tuple[str, ...] = ()  # ids of the requests that gave up their blocks for this step
 
