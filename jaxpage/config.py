@@ -145,9 +145,6 @@ _REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "speculative_config": ((None,), "this version does not speculate"),
     "tensor_parallel_size": ((1,), "this version runs on one device"),
     "kv_cache_dtype": (("auto",), "this version keeps keys and values in the model's dtype"),
-    "enable_mixed_steps": ((None, False), "this version computes prompts and decodes in separate steps"),
-    "scheduling_policy": (("fcfs",), "this version has no other policy"),
-    "new_requests_wait_until": (("readmitted",), "this version has no other rule"),
     "event_log": ((None,), "this version writes none"),
 }
 

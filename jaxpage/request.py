@@ -72,6 +72,8 @@ class SequenceGroup:
 
     request: Request
     sequences: list[Sequence]
+    arrival: int = 0  # ordinals, given by the scheduler: of its arrival, and of its first admission
+    admission: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
 

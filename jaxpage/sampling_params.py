@@ -26,6 +26,7 @@ MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
 MAX_LOGPROBS = 20  # candidates that may be asked for per position
 GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the likeliest token
 MAX_CACHE_SALT_CHARACTERS = 256
+MAX_USER_CHARACTERS = 256
 STRUCTURED_OUTPUT_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -65,6 +66,7 @@ class SamplingParams:
     structured_outputs: tuple[str, str] | None  # (kind, its value as JSON)
     priority: int  # lower is served earlier
     cache_salt: str | None
+    user: str | None  # whose request this is: the fair policy shares by it, and nothing else looks at it
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class SamplingParams:
         structured_outputs: Mapping[str, Any] | tuple[str, str] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        user: str | None = None,
     ) -> None:
         n = check_int("n", n, 1, MAX_SEQUENCES)
         max_tokens = _optional_int("max_tokens", max_tokens, 1)
@@ -122,6 +125,7 @@ class SamplingParams:
             structured_outputs=_structured_outputs(structured_outputs),
             priority=check_int("priority", priority, -(2**31)),
             cache_salt=_cache_salt(cache_salt),
+            user=None if user is None else check_text("user", user, MAX_USER_CHARACTERS),
         )
 
     def _store(self, **fields: Any) -> None:

@@ -17,7 +17,6 @@ _UNSUPPORTED_FIELDS = (
     "bad_words",
     "prompt_logprobs",
     "structured_outputs",
-    "priority",
 )
 _NEUTRAL = SamplingParams()
 

@@ -439,7 +439,10 @@ def test_blocks_in_use_by_others_are_shared_and_cost_nothing() -> None:
     assert tables[0][:5] == tables[1][:5] and tables[0][5] != tables[1][5]
     assert scheduler.usage().shared_blocks == 5
     driver.run()
-    assert scheduler.num_preemptions == 0 and (pool.num_free, pool.num_cached) == (8, 6)  # the last one of new is full
+    assert scheduler.num_preemptions == {"recompute": 0, "swap": 0} and (pool.num_free, pool.num_cached) == (
+        8,
+        6,
+    )  # the last one of new is full
 
 
 def test_revived_blocks_count_as_taken() -> None:

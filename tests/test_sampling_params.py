@@ -104,6 +104,7 @@ def test_parameters_and_defaults_are_those_of_the_interface() -> None:
         repetition_penalty=1.0, logit_bias=None, allowed_token_ids=None, bad_words=None, seed=None, stop=None,
         stop_token_ids=None, ignore_eos=False, max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None,
         include_stop_str_in_output=False, skip_special_tokens=True, structured_outputs=None, priority=0, cache_salt=None,
+        user=None,
     )  # fmt: skip
     beam = {name: parameter.default for name, parameter in inspect.signature(BeamSearchParams).parameters.items()}
     assert beam.pop("beam_width") is inspect.Parameter.empty
@@ -224,7 +225,7 @@ def test_what_is_honoured_is_not_refused() -> None:
     [
         ("n", 2), ("best_of", 2), ("presence_penalty", 0.1), ("frequency_penalty", -0.1), ("repetition_penalty", 1.1),
         ("logit_bias", {1: 1.0}), ("allowed_token_ids", [1]), ("bad_words", ["a"]), ("prompt_logprobs", 0),
-        ("structured_outputs", {"regex": "a"}), ("priority", 1),
+        ("structured_outputs", {"regex": "a"}),
     ],
 )  # fmt: skip
 def test_what_is_not_honoured_is_named(name: str, value: object) -> None:

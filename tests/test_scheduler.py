@@ -24,7 +24,7 @@ from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Sequence, SequenceGroup
-from jaxpage.scheduling import Scheduler, StepLimits
+from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
 from tests.support.fake_device import EOS, NUM_TOKEN_IDS, Driver, alone, ends, make_group
 
 
@@ -37,13 +37,26 @@ def make_driver(
     max_chunk_rows: int = 4,
     mixed: bool = False,
     caching: bool = False,
+    window: int | None = None,
+    num_host_blocks: int = 0,
+    policy: str = "fcfs",
+    preemption: Preemption | None = None,
     scheduler_class: type[Scheduler] = Scheduler,
     manager_class: type[BlockManager] = BlockManager,
     index_class: type[PrefixIndex] = PrefixIndex,
 ) -> Driver:
     limits = StepLimits(max_num_seqs, max_tokens, max_chunk_rows, mixed)
-    manager = manager_class(BlockPool(num_blocks), block_size, index_class(block_size) if caching else None)
-    return Driver(scheduler_class(limits, manager, max_num_seqs=max_num_seqs))
+    manager = manager_class(
+        BlockPool(num_blocks),
+        block_size,
+        index_class(block_size) if caching else None,
+        host_pool=BlockPool(num_host_blocks + 1) if num_host_blocks else None,
+        sliding_window=window,
+    )
+    queue = POLICIES[policy]()
+    return Driver(
+        scheduler_class(limits, manager, max_num_seqs=max_num_seqs, queue=queue, preemption=preemption or Preemption())
+    )
 
 
 def query_lens(driver: Driver) -> list[list[int]]:
@@ -65,8 +78,16 @@ class Scheduling(RuleBasedStateMachine):
         max_chunk_rows=st.integers(1, 6),
         mixed=st.booleans(),
         caching=st.sampled_from([True, True, False]),
+        window=st.sampled_from([None, None, 1, 3, 8]),
+        num_host_blocks=st.sampled_from([0, 2, 40]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        preemption=st.builds(
+            Preemption, st.sampled_from(["auto", "recompute", "swap"]), st.sampled_from(["readmitted", "completed"])
+        ),
     )
-    def start(self, num_usable: int, **settings_: int) -> None:
+    def start(self, num_usable: int, **settings_: Any) -> None:
+        self.window, self.policy = settings_["window"], settings_["policy"]
+        self.new_pin_id = itertools.count(-1, -1).__next__
         classes = {name: getattr(self, name) for name in ("scheduler_class", "manager_class", "index_class")}
         self.driver = make_driver(num_blocks=num_usable + 1, **classes, **settings_)
         self.arrived: list[SequenceGroup] = []  # in order, without the aborted
@@ -81,15 +102,17 @@ class Scheduling(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         num_common=st.sampled_from([0, 9, 20, 20]),
         cache_salt=st.sampled_from([None, None, "pepper"]),
+        user=st.sampled_from([None, "ann", "bob"]),
+        priority=st.integers(-1, 2),
     )
-    def add(self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool, **prefix: Any) -> None:
+    def add(self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool, **rest: Any) -> None:
         scheduler = self.driver.scheduler
         sequence_id = self.driver.new_sequence_id()
         if seed % 4:  # else it may be too long, and be refused
             num_slots = scheduler.block_manager.pool.num_usable // n * scheduler.block_manager.block_size
             num_prompt = max(1, min(num_prompt, num_slots // 2))
             max_tokens = max(1, min(max_tokens, num_slots - num_prompt))
-        num_common, cache_salt = prefix["num_common"], prefix["cache_salt"]
+        num_common = rest.pop("num_common")
         prompt = random.Random(seed).choices(range(NUM_TOKEN_IDS), k=num_prompt)
         prompt[:num_common] = random.Random(1).choices(range(NUM_TOKEN_IDS), k=min(num_common, num_prompt))
         minimum = seed % (max_tokens + 1)
@@ -101,18 +124,46 @@ class Scheduling(RuleBasedStateMachine):
             n=n,
             min_tokens=minimum,
             ignore_eos=ignore_eos,
-            cache_salt=cache_salt,
+            **rest,
         )
         block_size, usable = scheduler.block_manager.block_size, scheduler.block_manager.pool.num_usable
-        most = n * -(-(num_prompt + max_tokens - 1) // block_size)
-        if most > usable or n > scheduler.max_num_seqs:
-            with pytest.raises(CapacityError):
-                scheduler.add(group)
-        else:
+        most = -(-(num_prompt + max_tokens - 1) // block_size)
+        if self.window:  # two positions more than it sees, and a step's tokens, wherever a block begins
+            span = self.window + 1 + scheduler.limits.max_tokens
+            most = min(most, max((first + span - 1) // block_size + 1 for first in range(block_size)))
+        refused = n * most > usable or n > scheduler.max_num_seqs
+        try:
             scheduler.add(group)
+        except CapacityError:
+            assert refused or n * most > usable - scheduler.block_manager.num_pinned_blocks
+        else:
+            assert not refused
             self.arrived.append(group)
             self.accepted.append(group)
         scheduler.check()
+
+    @precondition(lambda self: len(self.accepted) % 3 == 2)
+    @rule()
+    def pin(self) -> None:
+        """The prompt of a request that has computed it is kept in place."""
+        scheduler = self.driver.scheduler
+        for group in scheduler.running:
+            if len(group.unfinished) == 1 and group.unfinished[0].num_computed_tokens >= len(
+                group.request.prompt_token_ids
+            ):
+                before = scheduler.block_manager.num_pinned_blocks
+                try:
+                    scheduler.pin(self.new_pin_id(), group.request.request_id)
+                except CapacityError:
+                    assert scheduler.block_manager.num_pinned_blocks == before
+                scheduler.check()
+                return
+
+    @rule()
+    def unpin(self) -> None:
+        for pin_id in list(self.driver.scheduler.block_manager.pins)[:1]:
+            self.driver.scheduler.block_manager.unpin(pin_id)
+        self.driver.scheduler.check()
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -157,7 +208,7 @@ class Scheduling(RuleBasedStateMachine):
         self.ended.add(group.request.request_id)
         assert len(group.sequences) == group.request.params.n
         for sequence in group.sequences:
-            assert sequence.output_token_ids == alone(group.request, sequence.sample_index)
+            assert sequence.output_token_ids == alone(group.request, sequence.sample_index, self.window)
             assert len(sequence.output_token_ids) > 0
 
     @invariant()
@@ -166,7 +217,8 @@ class Scheduling(RuleBasedStateMachine):
             return
         alive = [group for group in self.arrived if group.request.request_id not in self.ended]
         scheduler = self.driver.scheduler
-        assert [*scheduler.running, *scheduler.waiting] == alive
+        order = (lambda group: 0) if self.policy == "fcfs" else id
+        assert sorted([*scheduler.running, *scheduler.waiting], key=order) == sorted(alive, key=order)
         assert sum(len(group.unfinished) for group in scheduler.running) <= scheduler.max_num_seqs
 
     def teardown(self) -> None:
@@ -176,7 +228,10 @@ class Scheduling(RuleBasedStateMachine):
             self.step(1)
             assert len(self.driver.plans) < 20_000, "no end"
         assert self.ended >= {group.request.request_id for group in self.arrived}
+        self.driver.scheduler.check()
         pool, counts = self.driver.scheduler.block_manager.pool, self.driver.scheduler.prefix_counts
+        for pin_id in list(self.driver.scheduler.block_manager.pins):
+            self.driver.scheduler.block_manager.unpin(pin_id)
         assert pool.num_free == pool.num_usable
         assert counts.num_hits == sum(group.num_cached_tokens or 0 for group in self.accepted)
         assert counts.num_hits <= counts.num_queried
@@ -190,16 +245,16 @@ def test_scheduler_agrees_with_every_request_alone() -> None:
 
 
 class PreemptsTheOldest(Scheduler):
-    def _preempt_newest(self, draft=None):
+    def _preempt_last(self, draft):
         oldest = next(iter(self._running))
         self._running[oldest] = self._running.pop(oldest)
-        return super()._preempt_newest(draft)
+        return super()._preempt_last(draft)
 
 
 class KeepsCountAfterPreemption(Scheduler):
-    def _preempt_newest(self, draft=None):
+    def _preempt_last(self, draft):
         computed = {s: s.num_computed_tokens for s in list(self._running.values())[-1].sequences}
-        group = super()._preempt_newest(draft)
+        group = super()._preempt_last(draft)
         for sequence, num_computed in computed.items():
             sequence.num_computed_tokens = num_computed
         return group
@@ -231,15 +286,17 @@ class AdmitsOutOfOrder(Scheduler):
     def _plan_chunks(self, draft, computing):
         if len(self._queue) > 1:
             first = self._queue.first()
-            self._queue.remove(first.request.request_id)
+            self._queue.remove(first)
             self._queue.add(first)
         super()._plan_chunks(draft, computing)
 
 
 class DropsCopies(Scheduler):
     def _make_room(self, group, sequences, draft):
-        copies = super()._make_room(group, sequences, draft)
-        return None if copies is None else []
+        copies = draft.copies.copy()
+        has_room = super()._make_room(group, sequences, draft)
+        draft.copies[:] = copies
+        return has_room
 
 
 class NeverAlternates(Scheduler):
@@ -270,7 +327,7 @@ class ForgetsMinTokens(Scheduler):
 )
 def test_the_state_machine_sees_planted_mistakes(mistaken: type[Scheduler]) -> None:
     machine = type("Mistaken", (Scheduling,), {"scheduler_class": mistaken})
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, CapacityError)):
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=500))
 
 
@@ -326,7 +383,11 @@ def test_newest_give_way_and_come_back_in_order() -> None:
     driver.run()
     preempted = [request_id for plan in driver.plans for request_id in plan.preempted]
     assert preempted and "0" not in preempted
-    assert driver.scheduler.num_preemptions == len(preempted) == sum(group.num_preemptions for group in groups)
+    assert (
+        driver.scheduler.num_preemptions["recompute"]
+        == len(preempted)
+        == sum(group.num_preemptions for group in groups)
+    )
     assert all(group.sequences[0].output_token_ids == alone(group.request) for group in groups)
 
 
@@ -334,7 +395,7 @@ def test_nobody_overtakes_the_preempted() -> None:
     driver = make_driver(num_blocks=9, block_size=2, max_tokens=32)
     driver.scheduler.add(make_group("old", 0, range(4), max_tokens=12, ignore_eos=True))
     driver.scheduler.add(make_group("big", 1, range(8), max_tokens=8, ignore_eos=True))
-    while not driver.scheduler.num_preemptions:
+    while not driver.plans or not driver.plans[-1].preempted:
         driver.step()
     assert driver.plans[-1].preempted == ("big",)
     driver.scheduler.add(make_group("small", 2, range(1), max_tokens=1, ignore_eos=True))
@@ -472,7 +533,7 @@ def test_random_forks_and_drops_keep_every_beam_intact() -> None:
     while driver.scheduler.has_unfinished:
         driver.step(beams)
         assert len(driver.plans) < 5_000
-    assert driver.scheduler.num_preemptions > 0
+    assert sum(driver.scheduler.num_preemptions.values()) > 0
     assert sum(len(plan.copies) for plan in driver.plans) > 0
     assert all(len(group.sequences) == width for group in groups)
     assert driver.scheduler.block_manager.pool.num_free == 40
@@ -530,4 +591,4 @@ def test_admission_leaves_a_reserve_free_while_others_run() -> None:
     driver.step()
     assert (driver.scheduler.num_running, driver.scheduler.block_manager.pool.num_free) == (1, 3)
     driver.run()
-    assert driver.scheduler.num_preemptions == 0
+    assert sum(driver.scheduler.num_preemptions.values()) == 0

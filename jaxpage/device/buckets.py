@@ -52,9 +52,14 @@ class BucketMenu:
         )
 
 
-def make_menu(max_num_seqs: int, max_num_batched_tokens: int) -> BucketMenu:
-    """Decode buckets by doubling rows, chunk buckets by quadrupling tokens: few shapes, little padding."""
-    rows = min(CHUNK_ROWS, max(SMALLEST_ROWS, max_num_seqs))
+def make_menu(max_num_seqs: int, max_num_batched_tokens: int, *, mixed: bool = False) -> BucketMenu:
+    """Decode buckets by doubling rows, chunk buckets by quadrupling tokens: few shapes, little padding.
+
+    mixed: a chunk step holds a row of every sequence, since those that decode take part.
+    """
+    rows = max(SMALLEST_ROWS, max_num_seqs)
+    if not mixed:
+        rows = min(CHUNK_ROWS, rows)
     return BucketMenu(
         decode=tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, max(SMALLEST_ROWS, max_num_seqs), 2)),
         chunk=tuple(Bucket(size, rows, size) for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens, 4)),

@@ -17,12 +17,20 @@ class Admission:
     """The limits of one engine's model, and the seeds of requests that bring none."""
 
     def __init__(
-        self, *, vocab_size: int, max_model_len: int, eos_token_ids: frozenset[int], has_text: bool, seed: int
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        has_text: bool,
+        has_priorities: bool,
+        seed: int,
     ):
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._has_text = has_text
+        self._has_priorities = has_priorities
         self._seed = seed
         self._num_admitted = 0
 
@@ -31,6 +39,8 @@ class Admission:
         if refused := unsupported(params):
             raise UnsupportedError(f"This version does not support {', '.join(refused)}")
         assert isinstance(params, SamplingParams)
+        if params.priority and not self._has_priorities:
+            raise UnsupportedError(f"priority={params.priority} needs scheduling_policy='priority'")
         if not prompt_token_ids:
             raise ValueError("The prompt has no tokens; at least one is needed")
         self._check_token_ids("prompt_token_ids", prompt_token_ids)

@@ -28,8 +28,8 @@ from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
-from jaxpage.models.base import abstract_model
-from jaxpage.scheduling import Scheduler, StepLimits
+from jaxpage.models.base import KVSpec, abstract_model
+from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     sampling_defaults = read_sampling_defaults(files.directory)
     device = jax.devices()[0]
     dtype = _dtype(config, files, device)
-    menu = make_menu(config.max_num_seqs, _max_num_batched_tokens(config, device))
+    menu = make_menu(config.max_num_seqs, _max_num_batched_tokens(config, device), mixed=_mixes(config))
     memory = _plan_memory(config, files, device, dtype, menu)
     if progress:
         _print_table(memory, dtype)
@@ -71,7 +71,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         kv_pages.allocate, files.spec.kv, memory.num_blocks, config.block_size, jnp.dtype(dtype)
     )
     engine = Engine(
-        scheduler=_scheduler(config, menu, memory),
+        scheduler=_scheduler(config, menu, memory, files.spec.kv),
         builder=BatchBuilder(
             menu,
             table_width=table_width,
@@ -184,16 +184,39 @@ def _workspace_estimate(vocab_size: int, width: int, menu: BucketMenu) -> int:
     return 4 * (6 * rows * vocab_size + 24 * tokens * width)
 
 
-def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan) -> Scheduler:
+def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
     limits = StepLimits(
         max_rows=config.max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,
         max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
-        mixed=False,  # attention in plain XLA pads every row to a tile: prompt chunks and single tokens are better apart
+        mixed=_mixes(config),
     )
-    prefix_index = PrefixIndex(config.block_size) if config.enable_prefix_caching else None
-    manager = BlockManager(BlockPool(memory.num_blocks), config.block_size, prefix_index)
-    return Scheduler(limits, manager, max_num_seqs=config.max_num_seqs)
+    manager = BlockManager(
+        BlockPool(memory.num_blocks),
+        config.block_size,
+        PrefixIndex(config.block_size) if config.enable_prefix_caching else None,
+        sliding_window=_sliding_window(kv, memory.max_model_len),
+    )
+    return Scheduler(
+        limits,
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        queue=POLICIES[config.scheduling_policy](),
+        preemption=Preemption(config.preemption_mode, config.new_requests_wait_until),
+    )
+
+
+def _mixes(config: EngineConfig) -> bool:
+    """Attention in plain XLA, all that there is now, pads every row to a tile: there prompt chunks and single tokens are better apart."""
+    return bool(config.enable_mixed_steps)
+
+
+def _sliding_window(kv: KVSpec, max_model_len: int) -> int | None:
+    """How far back any layer looks, if that is less than all: blocks farther back are free."""
+    windows = [window for window in kv.sliding_windows if window is not None]
+    if len(windows) < kv.num_layers or max(windows) >= max_model_len:
+        return None
+    return max(windows)
 
 
 def _print_table(memory: MemoryPlan, dtype: str) -> None:

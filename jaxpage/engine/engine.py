@@ -47,6 +47,7 @@ class Engine:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             has_text=tokenizer is not None,
+            has_priorities=scheduler.has_priorities,
             seed=seed,
         )
         self._strategies: dict[int, SamplingStrategy] = {}  # by sequence id

@@ -67,12 +67,12 @@ class EngineMetrics:
         return {
             "num_requests_running": scheduler.num_running,
             "num_requests_waiting": scheduler.num_waiting,
-            "num_requests_swapped": 0,
+            "num_requests_swapped": scheduler.num_swapped,  # of those that wait
             "kv_cache_usage_perc": (total - free) / total,
             "num_blocks_total": total,
             "num_blocks_free": free,
             "num_blocks_cached": pool.num_cached,  # of the free ones
-            "num_preemptions_total": {"recompute": scheduler.num_preemptions, "swap": 0},
+            "num_preemptions_total": dict(scheduler.num_preemptions),
             "prefix_cache_queries_total": prefixes.num_queried,  # in tokens, as vLLM counts; each request once
             "prefix_cache_hits_total": prefixes.num_hits,
             "prefix_cache_resumed_hits_total": prefixes.num_resumed_hits,  # after preemptions, in neither of the above

@@ -1,8 +1,8 @@
 """Who owns which KV block: a pool with reference counts, block tables, and an index of prefixes. Integers only; no device."""
 
-from jaxpage.memory.block_manager import BlockManager
+from jaxpage.memory.block_manager import BlockManager, Pin
 from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
 from jaxpage.memory.memory_split import MemorySplit
 from jaxpage.memory.prefix_index import PrefixIndex
 
-__all__ = ["NULL_BLOCK", "BlockManager", "BlockPool", "MemorySplit", "PrefixIndex"]
+__all__ = ["NULL_BLOCK", "BlockManager", "BlockPool", "MemorySplit", "Pin", "PrefixIndex"]

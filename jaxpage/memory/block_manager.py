@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, KeysView, Mapping, Sequence
+from dataclasses import dataclass
 
 from jaxpage.errors import CapacityError
 from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
+from jaxpage.memory.invariants import check_cached, check_references, check_table
 from jaxpage.memory.memory_split import MemorySplit, split_memory
 from jaxpage.memory.prefix_index import Digest, PrefixIndex
+from jaxpage.memory.swapping import HostTables, Moves, moved, num_distinct
 
 
 class _Table:
@@ -22,27 +25,58 @@ class _Table:
         self.num_cached = num_cached  # of its first blocks: what they hold is in the prefix index
 
 
+@dataclass(frozen=True)
+class Pin:
+    """A prefix that stays in place: what its block table holds."""
+
+    token_ids: tuple[int, ...]
+    salt: str | None
+
+
 class BlockManager:
-    """Reserves, forks, trims and releases block tables over one pool.
+    """Reserves, forks, trims, releases and swaps block tables over one pool.
 
     Position p of a sequence lives in slot p % block_size of block p // block_size of its table. A block that several tables
     refer to is read by all of them and written by none: `reserve` replaces it first (copy-on-write). So is a block whose
-    content is in the prefix index, be it one sequence's alone: what is cached never changes.
+    content is in the prefix index, be it one sequence's alone: what is cached never changes. Where every layer of a model sees a
+    window only, the null block stands in a table for what no later token sees.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, prefix_index: PrefixIndex | None = None) -> None:
-        """Without a prefix index nothing is cached. Raises ValueError unless `block_size`, S, is positive."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        prefix_index: PrefixIndex | None = None,
+        *,
+        host_pool: BlockPool | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
+        """
+        Args:
+            block_size: S.
+            prefix_index: None: nothing is cached.
+            host_pool: of blocks to swap to; None: nothing is swapped.
+            sliding_window: positions that a token sees in any layer, its own included; None: all.
+
+        Raises:
+            ValueError: `block_size` or the window is not positive.
+        """
         if block_size < 1:
             raise ValueError(f"{block_size=} must be at least 1")
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"{sliding_window=} must be at least 1")
         assert prefix_index is None or prefix_index.block_size == block_size
         self.pool = pool
         self.block_size = block_size
         self.prefix_index = prefix_index
+        self.swapped = HostTables(host_pool)
+        self.pins: dict[int, Pin] = {}  # by the id of their block tables
+        self.sliding_window = sliding_window
         self._tables: dict[int, _Table] = {}
 
     @property
     def sequence_ids(self) -> KeysView[int]:
-        """The sequences that own blocks, or may: every one that was reserved for or forked, and not released."""
+        """Who owns blocks, or may: every sequence that was reserved for or forked, and not released; and the pins."""
         return self._tables.keys()
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -66,6 +100,23 @@ class BlockManager:
         if first == last:  # a decoding sequence, every step
             return int(not is_writable(blocks[first]))
         return sum(not is_writable(block) for block in blocks[first : last + 1])
+
+    def num_new_blocks_together(self, spans: Sequence[tuple[int, int, int]]) -> int:
+        """Free blocks that `reserve` takes when it is called for each (sequence id, start, stop) in turn.
+
+        Of the sequences that write to a block which nobody else has, the last finds it its own.
+        """
+        if len(spans) == 1:
+            return self.num_new_blocks(*spans[0])
+        growth, written = 0, Counter[int]()
+        for sequence_id, start, stop in spans:
+            blocks = self._tables[sequence_id].blocks
+            growth += max(0, self.blocks_for(stop) - len(blocks))
+            written.update(blocks[start // self.block_size : self.blocks_for(stop)])
+        unshared = sum(
+            count == self.pool.ref_count(block) for block, count in written.items() if not self.pool.is_kept(block)
+        )
+        return growth + written.total() - unshared
 
     def reserve(self, sequence_id: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Makes positions start .. stop - 1 writable by this sequence alone; `start` tokens are already in place.
@@ -102,8 +153,29 @@ class BlockManager:
     def _allocate(self) -> int:
         block = self.pool.allocate()
         if self.prefix_index is not None:
-            self.prefix_index.forget(block)
+            for behind in self.prefix_index.forget(block):
+                self.pool.unkeep(behind)
         return block
+
+    def num_passed(self, num_tokens: int) -> int:
+        """How many of a sequence's first blocks nobody needs who goes on behind its first `num_tokens` tokens.
+
+        Two positions more than the window stay: the one before, so that the last token can be computed once more, and another, so that
+        a block that becomes full finds the one before it in the table.
+        """
+        if self.sliding_window is None:
+            return 0
+        return max(0, num_tokens - self.sliding_window - 1) // self.block_size
+
+    def slide(self, sequence_id: int, num_tokens: int) -> None:
+        """Gives up the blocks that fell out of the window of a sequence that goes on behind `num_tokens` tokens."""
+        if self.sliding_window is None or (table := self._tables.get(sequence_id)) is None:
+            return
+        for place in range(min(self.num_passed(num_tokens), len(table.blocks)) - 1, -1, -1):
+            if table.blocks[place] == NULL_BLOCK:
+                return
+            self.pool.release(table.blocks[place])
+            table.blocks[place], table.frozen = NULL_BLOCK, None
 
     def _unshare(self, blocks: list[int], start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Replaces the shared and the cached blocks among those that positions start .. stop - 1 touch."""
@@ -122,8 +194,7 @@ class BlockManager:
         if child_id in self._tables:
             raise ValueError(f"sequence {child_id} has a block table already")
         parent = self._tables[parent_id]
-        for block in parent.blocks:
-            self.pool.share(block)
+        self._share(parent.blocks)
         child = self._tables[child_id] = _Table(parent.blocks.copy(), parent.num_cached)
         child.frozen = parent.frozen
 
@@ -143,7 +214,13 @@ class BlockManager:
         # From the tail: what comes back first is handed out first, and the head of a sequence is what others may want again.
         # The prefix index needs it so, since a block is of no use to it without those before.
         while len(blocks) > num_kept:
-            self.pool.release(blocks.pop())
+            if (block := blocks.pop()) != NULL_BLOCK:
+                self.pool.release(block)
+
+    def _share(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if block != NULL_BLOCK:
+                self.pool.share(block)
 
     def find(self, token_ids: Sequence[int], digests: list[Digest], salt: str | None) -> list[int]:
         """The cached blocks that hold the longest prefix of these tokens, at least one token left out: its logits are wanted.
@@ -161,15 +238,20 @@ class BlockManager:
 
     def num_revived(self, blocks: Iterable[int]) -> int:
         """How many free blocks `adopt` would take: those that nobody uses, each once however often it is named."""
-        return sum(self.pool.ref_count(block) == 0 for block in set(blocks))
+        return sum(self.pool.ref_count(block) == 0 for block in set(blocks) - {NULL_BLOCK})
 
-    def adopt(self, sequence_id: int, blocks: Sequence[int]) -> None:
-        """A new sequence that begins with cached blocks. They are shared with whoever else uses them."""
+    def adopt(self, sequence_id: int, blocks: Sequence[int], num_tokens: int | None = None) -> None:
+        """A new sequence that begins with blocks that hold its first `num_tokens` tokens (None: as many as there are slots).
+
+        They are shared with whoever else uses them. Those that are out of its window are left to the others.
+        """
         if sequence_id in self._tables:
             raise ValueError(f"sequence {sequence_id} has a block table already")
-        for block in blocks:
-            self.pool.share(block)
-        self._tables[sequence_id] = _Table(list(blocks), len(blocks))
+        num_tokens = len(blocks) * self.block_size if num_tokens is None else num_tokens
+        num_cached = next((n for n, block in enumerate(blocks) if not self.pool.is_kept(block)), len(blocks))
+        self._share(blocks)
+        self._tables[sequence_id] = _Table(list(blocks), num_cached)
+        self.slide(sequence_id, num_tokens)  # after they were shared: they count as used now, the first ones last
 
     def cache(
         self, sequence_id: int, num_computed: int, token_ids: Sequence[int], digests: list[Digest], salt: str | None
@@ -185,10 +267,12 @@ class BlockManager:
         index.extend(digests, token_ids, salt, num_computed // size)
         for place in range(table.num_cached, num_computed // size):
             block, parent = table.blocks[place], table.blocks[place - 1] if place else salt
+            if block == NULL_BLOCK:
+                return  # it fell out of the window before it could be cached
             tokens = tuple(token_ids[place * size : (place + 1) * size])
             known = index.register(block, digests[place], parent, tokens)
             if known is None or (known != block and self.pool.ref_count(block) > 1):
-                return  # a collision, or a fork has the block too and would keep it behind another's
+                return  # the chain is broken, or a fork has the block too and would keep it behind another's
             if known == block:
                 self.pool.keep(block)
             else:
@@ -205,9 +289,72 @@ class BlockManager:
         for table in self._tables.values():
             table.num_cached = 0
 
+    def can_swap_out(self, sequence_ids: Sequence[int]) -> bool:
+        """Whether there are host blocks for all that these sequences hold."""
+        return self.swapped.has_room([self._tables[sequence_id].blocks for sequence_id in sequence_ids])
+
+    def swap_out(self, sequence_ids: Sequence[int]) -> Moves:
+        """Moves the block tables of sequences to host blocks; what they share they share there. `trim` what is not computed first.
+
+        Returns (block, host block) pairs: what has to be moved before anything else is written. Ask `can_swap_out` first.
+        """
+        moves = self.swapped.store(sequence_ids, [self._tables[sequence_id].blocks for sequence_id in sequence_ids])
+        for sequence_id in reversed(sequence_ids):
+            self.release(sequence_id)
+        return moves
+
+    def num_swap_in_blocks(self, spans: Sequence[tuple[int, int, int]]) -> int:
+        """Free blocks that `swap_in` and then `reserve` would take, for (sequence id, start, stop) of each sequence."""
+        tables = [self.swapped.table(sequence_id) for sequence_id, _, _ in spans]
+        growth = sum(self.blocks_for(stop) - len(table) for table, (_, _, stop) in zip(tables, spans, strict=True))
+        written = Counter(
+            table[-1] for table, (_, start, _) in zip(tables, spans, strict=True) if start % self.block_size
+        )
+        return num_distinct(tables) + growth + sum(count - 1 for count in written.values())
+
+    def swap_in(self, sequence_ids: Sequence[int]) -> Moves:
+        """Moves them back to blocks of the pool. Returns (host block, block) pairs. Ask `num_swap_in_blocks` first."""
+        tables = [self.swapped.table(sequence_id) for sequence_id in sequence_ids]
+        copies, moves = moved(tables, self._allocate, self.pool.share)
+        for sequence_id, blocks in zip(sequence_ids, copies, strict=True):
+            self._tables[sequence_id] = _Table(blocks)
+            self.swapped.drop(sequence_id)
+        return moves
+
+    def pin(self, pin_id: int, sequence_id: int, pin: Pin) -> None:
+        """Keeps in place what a sequence has computed of its first tokens, under an id of its own, until `unpin`."""
+        self.fork(sequence_id, pin_id)
+        self.trim(pin_id, len(pin.token_ids))
+        self.pins[pin_id] = pin
+
+    def unpin(self, pin_id: int) -> None:
+        del self.pins[pin_id]
+        self.release(pin_id)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that are in the table of a pin, each once."""
+        return num_distinct(self._tables[pin_id].blocks for pin_id in self.pins)
+
+    def find_pinned(self, token_ids: Sequence[int], salt: str | None) -> tuple[list[int], int]:
+        """The blocks of the pin that these tokens begin with, and how many tokens they hold; of several the longest.
+
+        The last token is left out, as in `find`. The last block may be partly filled: who writes to it copies it first.
+        """
+        num_tokens, blocks = 0, []
+        for pin_id, pin in self.pins.items():
+            length = min(len(pin.token_ids), len(token_ids) - 1)
+            if length <= num_tokens or pin.salt != salt or tuple(token_ids[:length]) != pin.token_ids[:length]:
+                continue
+            pinned = self._tables[pin_id].blocks[: self.blocks_for(length)]
+            if NULL_BLOCK not in pinned[self.num_passed(length) :]:
+                num_tokens, blocks = length, pinned
+        return blocks, num_tokens
+
     def usage(self, computed: Mapping[int, int], known: Mapping[int, int] | None = None) -> MemorySplit:
         """What the pool holds, given how many tokens of each sequence are computed and, if more, known. Walks all tables."""
-        known = computed if known is None else known
+        pinned = {pin_id: len(pin.token_ids) for pin_id, pin in self.pins.items()}
+        computed, known = {**computed, **pinned}, {**(computed if known is None else known), **pinned}
         tables = [
             (table.blocks, computed.get(sequence_id, 0), known.get(sequence_id, 0))
             for sequence_id, table in self._tables.items()
@@ -216,33 +363,15 @@ class BlockManager:
         return split_memory(tables, self.block_size, self.pool.num_free, len(shared))
 
     def check(self) -> None:
-        """Asserts that the pool is whole, its reference counts exactly the entries of the block tables, its kept blocks the index."""
-        self.pool.check()
-        entries = Counter(block for table in self._tables.values() for block in table.blocks)
-        counts = {block: self.pool.ref_count(block) for block in range(self.pool.num_blocks)}
-        assert entries == Counter({block: count for block, count in counts.items() if count}), (
-            "references and tables differ"
-        )
-        assert NULL_BLOCK not in entries, "the null block is in a block table"
+        """Asserts that pools, tables, pins and index are whole and agree."""
+        tables = {sequence_id: table.blocks for sequence_id, table in self._tables.items()}
+        cached = {sequence_id: table.blocks[: table.num_cached] for sequence_id, table in self._tables.items()}
+        slides = self.sliding_window is not None
+        check_references(self.pool, tables)
+        check_cached(self.pool, self.prefix_index, cached, slides=slides)
+        self.swapped.check()
+        assert self.pins.keys() <= tables.keys(), "a pin has no block table"
         for sequence_id, table in self._tables.items():
-            assert len(set(table.blocks)) == len(table.blocks), f"sequence {sequence_id} has a block twice"
+            check_table(table.blocks, slides=slides)
+            assert sequence_id not in self.swapped, f"sequence {sequence_id} is in two pools"
             assert table.frozen is None or table.frozen == tuple(table.blocks), f"sequence {sequence_id}: stale tuple"
-        self._check_cached()
-
-    def _check_cached(self) -> None:
-        index, pool = self.prefix_index, self.pool
-        kept = {block for block in range(pool.num_blocks) if pool.is_kept(block)}
-        if index is None:
-            assert not kept, "blocks are kept without an index"
-            return
-        index.check()
-        assert len(index) == len(kept) and all(block in index for block in kept), "kept blocks are those of the index"
-        for sequence_id, table in self._tables.items():
-            cached = table.blocks[: table.num_cached]
-            assert kept.issuperset(cached), f"sequence {sequence_id}: a cached block is not kept"
-            parents = [index.entry(block).parent for block in cached]
-            assert parents[1:] == cached[:-1], f"sequence {sequence_id}: its cached blocks are no chain"
-        evicted: set[int] = set()
-        for block in pool.cached_blocks():
-            assert index.entry(block).parent not in evicted, f"block {block} would outlive the block before it"
-            evicted.add(block)

@@ -82,6 +82,14 @@ class BlockPool:
         assert self._ref_counts[block] > 0, f"block {block} is not in use and cannot be kept"
         self._kept[block] = True
 
+    def unkeep(self, block: int) -> None:
+        """The content of a block that is kept is wanted no more; if the block is free, it is like any other."""
+        assert self._kept[block], f"block {block} is not kept"
+        self._kept[block] = False
+        if self._ref_counts[block] == 0:
+            del self._cached[block]
+            self._free.append(block)
+
     def share(self, block: int) -> None:
         """One more reference to a used block, or the first to a cached one."""
         if self._ref_counts[block] == 0:

@@ -30,7 +30,7 @@ class PrefixIndex:
 
     A block's digest is the hash of the digest before it (of the salt, at the root) and of its own tokens. It only finds
     candidates: a match has equal tokens behind the very block that matched before it, so a collision shares nothing.
-    The block before a block of the index is always in the index too; who takes blocks out takes the tails of chains first.
+    The block before a block of the index is always in the index too: a block that is taken out takes those behind it along.
     """
 
     def __init__(self, block_size: int, hash_function: Callable[[bytes], Digest] = blake2b_256) -> None:
@@ -38,6 +38,7 @@ class PrefixIndex:
         self._hash = hash_function
         self._block_of: dict[Digest, int] = {}
         self._entries: dict[int, Entry] = {}
+        self._children: dict[int, set[int]] = {}  # the blocks right behind a block, where there are any
 
     def __contains__(self, block: int) -> bool:
         return block in self._entries
@@ -80,27 +81,42 @@ class PrefixIndex:
         """Notes what a full and computed block holds.
 
         Returns:
-            The block that is known for this content: `block`, or another one that was there first. None: other content has
-            this digest, so this content cannot be known.
+            The block that is known for this content: `block`, or another one that was there first. None: it cannot be known,
+            because other content has this digest, or because the block before is not in the index (any more).
         """
+        if isinstance(parent, int) and parent not in self._entries:
+            return None
         known = self._block_of.setdefault(digest, block)
         if known in self._entries:
             return known if self._holds(known, parent, token_ids) else None
         self._entries[block] = Entry(digest, parent, token_ids)
+        if isinstance(parent, int):
+            self._children.setdefault(parent, set()).add(block)
         return block
 
     def _holds(self, block: int, parent: Parent, token_ids: tuple[int, ...]) -> bool:
         entry = self._entries[block]
         return entry.token_ids == token_ids and entry.parent == parent
 
-    def forget(self, block: int) -> None:
-        """Takes a block out, if it is in. Its content is about to change; no block behind it may be in."""
-        if entry := self._entries.pop(block, None):
-            del self._block_of[entry.digest]
+    def forget(self, block: int) -> list[int]:
+        """Takes a block out, if it is in, and all blocks behind it, which could not be found without it. Returns those behind."""
+        if block not in self._entries:
+            return []
+        taken = [block]
+        for one in taken:  # grows while it is walked
+            digest, parent, _ = self._entries.pop(one)
+            del self._block_of[digest]
+            taken += self._children.pop(one, ())
+            if one == block and isinstance(parent, int):
+                self._children[parent].discard(block)
+                if not self._children[parent]:
+                    del self._children[parent]
+        return taken[1:]
 
     def clear(self) -> None:
         self._entries.clear()
         self._block_of.clear()
+        self._children.clear()
 
     def entry(self, block: int) -> Entry:
         return self._entries[block]
@@ -109,6 +125,11 @@ class PrefixIndex:
         """Asserts the one-to-one map, full blocks, and that every digest follows from an entry whose own block is in."""
         assert self._block_of == {entry.digest: block for block, entry in self._entries.items()}, "not one to one"
         assert len(self._block_of) == len(self._entries), "two blocks have one digest"
+        behind = {(entry.parent, block) for block, entry in self._entries.items() if isinstance(entry.parent, int)}
+        assert behind == {(parent, block) for parent, blocks in self._children.items() for block in blocks}, (
+            "lost children"
+        )
+        assert all(self._children.values()), "an empty set of children"
         for block, (digest, parent, token_ids) in self._entries.items():
             assert len(token_ids) == self.block_size, f"block {block} is not full"
             assert not isinstance(parent, int) or parent in self._entries, f"block {parent} before {block} is missing"

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jaxpage.memory import BlockManager
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
 
 
 class Draft:
-    """Collects work, copies and preemptions until they are frozen into a plan."""
+    """Collects work, memory commands and preemptions until they are frozen into a plan."""
 
     def __init__(self) -> None:
         self.work: list[tuple[SequenceGroup, Sequence, int]] = []  # who computes how many of its next tokens
         self.num_tokens = 0
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.preempted: list[str] = []
+        self.num_admitted = 0  # groups
 
     def compute(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
         self.work.append((group, sequence, num_tokens))
         self.num_tokens += num_tokens
+
+    def add_copies(self, copies: Iterable[tuple[int, int]], block_manager: BlockManager) -> None:
+        for source, destination in copies:
+            # A source that were free could be handed out to a swap-in of this very step, which happens before the copies.
+            assert block_manager.pool.ref_count(source) > 0, f"block {source} is copied and was given up"
+            self.copies.append((source, destination))
 
     @property
     def num_rows(self) -> int:
@@ -38,6 +49,8 @@ class Draft:
             step_id,
             tuple(rows),
             tuple(samples),
+            swap_out=tuple(self.swap_out),
+            swap_in=tuple(self.swap_in),
             copies=tuple(self.copies),
             preempted=tuple(self.preempted),
         )

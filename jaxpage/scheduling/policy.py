@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxpage.request import Request
 
@@ -34,10 +35,39 @@ class StepLimits:
         return self.mixed and num_decoding < min(self.max_tokens, self.max_chunk_rows)
 
 
+@dataclass(frozen=True)
+class Preemption:
+    """What becomes of a group that gives way, and what new ones wait for (PagedAttention, section 4.5).
+
+    mode: "recompute" computes its tokens again, "swap" moves its blocks to host memory and back, as long as there are host blocks.
+        "auto" recomputes one sequence and swaps several: what several share is moved once, but would be computed once for each.
+        It is not chosen by measured cost, so that the same events give the same schedule on every machine.
+    new_wait_until: preempted groups are "readmitted", or, as the paper has it literally, "completed".
+    """
+
+    mode: Literal["auto", "recompute", "swap"] = "auto"
+    new_wait_until: Literal["readmitted", "completed"] = "readmitted"
+
+    def swaps(self, num_sequences: int) -> bool:
+        return self.mode == "swap" or (self.mode == "auto" and num_sequences > 1)
+
+
 def num_sequences(request: Request) -> int:
     """How many sequences the request can have at once: what its admission has to make room for."""
     return request.params.best_of or request.params.n
 
 
-def watermark_blocks(num_usable: int) -> int:
-    return max(1, int(num_usable * WATERMARK))
+def spare_blocks(num_usable: int, num_running: int, num_joining: int, *, resumes: bool) -> int:
+    """Blocks that an admission must leave free.
+
+    Who comes back after a preemption leaves one for every sequence that runs then, itself included: each takes at most one in S tokens,
+    so that nobody who gave way comes back only to give way at once.
+
+    Args:
+        num_usable: blocks of the pool.
+        num_running, num_joining: sequences.
+    """
+    if not num_running:
+        return 0
+    watermark = max(1, int(num_usable * WATERMARK))
+    return max(watermark, num_running + num_joining) if resumes else watermark

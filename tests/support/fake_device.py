@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from jaxpage.decoding import Append, Edit, Finish, Fork
 from jaxpage.memory import BlockManager
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduling import Scheduler, StepLimits, StepPlan
+from jaxpage.scheduling import Scheduler, StepPlan
+from jaxpage.scheduling.queues import ByPriority, FirstCome
 
 EOS = 7
 NUM_TOKEN_IDS = 40
@@ -41,14 +43,14 @@ def make_group(
     n: int = 1,
     min_tokens: int = 0,
     ignore_eos: bool = False,
-    cache_salt: str | None = None,
+    **params: Any,
 ) -> SequenceGroup:
     token_ids = tuple(prompt)
     request = Request(
         request_id=request_id,
         prompt=None,
         prompt_token_ids=token_ids,
-        params=SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens, cache_salt=cache_salt),
+        params=SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens, **params),
         seed=sequence_id,
         eos_token_ids=frozenset() if ignore_eos else frozenset({EOS}),
         max_total_tokens=len(token_ids) + max_tokens,
@@ -56,12 +58,19 @@ def make_group(
     return SequenceGroup(request, [Sequence(sequence_id, 0, len(token_ids), list(token_ids))])
 
 
-def alone(request: Request, sample_index: int = 0) -> list[int]:
+def alone(request: Request, sample_index: int = 0, window: int | None = None) -> list[int]:
     """The output that the request must have whatever happens around it: drawn one by one, without blocks or steps."""
     known = list(request.prompt_token_ids)
     while True:
         too_early = len(known) - len(request.prompt_token_ids) < request.params.min_tokens
-        known.append(draw(known, request.seed, sample_index, request.eos_token_ids if too_early else ()))
+        known.append(
+            draw(
+                known[-window:] if window else known,
+                request.seed,
+                sample_index,
+                request.eos_token_ids if too_early else (),
+            )
+        )
         if ends(request, known):
             return known[len(request.prompt_token_ids) :]
 
@@ -79,10 +88,16 @@ def context_of(token_ids: Iterable[int], root: object = None) -> int:
 
 
 class FakeDevice:
-    """The pages of a pool, with one token id and one context per slot. Salts are made visible: they are roots of contexts."""
+    """The pages of a pool, with one token id and one context per slot. Salts are made visible: they are roots of contexts.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    A draw sees the tokens of the window, if there is one; the context of a slot is a hash of all before it all the same, as the keys of
+    a deep layer depend on more than its window.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
         self.block_size = block_size
+        self.window = window
+        self.host: dict[int, tuple[list[int], list[int]]] = {}
         self.slots = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.contexts = [[NOTHING] * block_size for _ in range(num_blocks)]
 
@@ -90,6 +105,13 @@ class FakeDevice:
         for source, destination in copies:
             self.slots[destination] = self.slots[source].copy()
             self.contexts[destination] = self.contexts[source].copy()
+
+    def swap(self, plan: StepPlan) -> None:
+        """Out, then in: a block that is freed by the one may be filled by the other."""
+        for block, host_block in plan.swap_out:
+            self.host[host_block] = self.slots[block].copy(), self.contexts[block].copy()
+        for host_block, block in plan.swap_in:
+            self.slots[block], self.contexts[block] = self.host.pop(host_block)
 
     def write(self, table: tuple[int, ...], start: int, token_ids: Iterable[int], root: object = None) -> None:
         context = self.context(table, start, root)
@@ -99,7 +121,8 @@ class FakeDevice:
             self.slots[block][slot], self.contexts[block][slot] = token_id, context
 
     def read(self, table: tuple[int, ...], num_tokens: int) -> list[int]:
-        return [self.slots[table[p // self.block_size]][p % self.block_size] for p in range(num_tokens)]
+        first = max(0, num_tokens - self.window) if self.window else 0
+        return [self.slots[table[p // self.block_size]][p % self.block_size] for p in range(first, num_tokens)]
 
     def context(self, table: tuple[int, ...], num_tokens: int, root: object = None) -> int:
         if num_tokens == 0:
@@ -107,7 +130,10 @@ class FakeDevice:
         return self.contexts[table[(num_tokens - 1) // self.block_size]][(num_tokens - 1) % self.block_size]
 
     def run(self, plan: StepPlan, roots: Mapping[int, object]) -> list[int]:
-        """Copies, then all writes, then all draws."""
+        """Swaps, copies, then all writes, then all draws."""
+        for moves in (plan.swap_out, plan.swap_in, plan.copies):
+            assert len({destination for _, destination in moves}) == len(moves), "a block is a destination twice"
+        self.swap(plan)
         self.copy(plan.copies)
         for row in plan.rows:
             self.write(row.block_table, row.start, row.token_ids, roots[row.sequence_id])
@@ -115,7 +141,7 @@ class FakeDevice:
         for sample in plan.samples:
             row = plan.rows[sample.row]
             context = self.read(row.block_table, row.start + sample.offset + 1)
-            assert sample.position == len(context)
+            assert sample.position == row.start + sample.offset + 1
             token_ids.append(draw(context, sample.seed, sample.sample_index, sample.suppressed_token_ids))
         return token_ids
 
@@ -128,10 +154,11 @@ class Driver:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.device = FakeDevice(scheduler.block_manager.pool.num_blocks, scheduler.block_manager.block_size)
+        manager = scheduler.block_manager
+        self.device = FakeDevice(manager.pool.num_blocks, manager.block_size, manager.sliding_window)
         self.new_sequence_id = itertools.count(1_000_000).__next__
         self.plans: list[StepPlan] = []
-        self._steps_missed = 0  # in a row, by the oldest running group
+        self._steps_missed = (None, 0)  # in a row, by the running group of the lowest rank
 
     def step(self, change: EditsOf | None = None) -> list[SequenceGroup]:
         """One step; `change` may answer a draw with edits of its own. Returns the touched groups."""
@@ -144,12 +171,13 @@ class Driver:
         self.plans.append(plan)
         self._check_preemption(plan, before)
         sequences = {s.sequence_id: (g, s) for g in scheduler.running for s in g.unfinished}
-        check_limits(plan, scheduler.limits, {i: s for i, (_, s) in sequences.items()})
+        check_limits(plan, scheduler, {i: s for i, (_, s) in sequences.items()})
         roots = {i: g.request.params.cache_salt for i, (g, _) in sequences.items()}
         token_ids = self.device.run(plan, roots)
         for row in plan.rows:
             known = sequences[row.sequence_id][1].token_ids[: row.context_length]
-            assert self.device.read(row.block_table, row.context_length) == known
+            seen = known[-self.device.window :] if self.device.window else known
+            assert self.device.read(row.block_table, row.context_length) == seen
             context = self.device.context(row.block_table, row.context_length)
             assert context == context_of(known, roots[row.sequence_id]), "computed behind another prefix"
         edits: list[Edit] = []
@@ -163,7 +191,7 @@ class Driver:
 
     def lose_pages(self) -> None:
         self.scheduler.lose_pages()
-        self.device = FakeDevice(len(self.device.slots), self.device.block_size)
+        self.device = FakeDevice(len(self.device.slots), self.device.block_size, self.device.window)
         self.scheduler.check()
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -183,7 +211,8 @@ class Driver:
             for sample_index in range(1, request.params.n):
                 child_id = self.new_sequence_id()
                 edits.append(Fork(sequence.sequence_id, child_id, sample_index))
-                drawn[child_id] = draw(sequence.token_ids, request.seed, sample_index, banned)
+                seen = sequence.token_ids[-self.device.window :] if self.device.window else sequence.token_ids
+                drawn[child_id] = draw(seen, request.seed, sample_index, banned)
         for sequence_id, token in drawn.items():
             edits.append(Append(sequence_id, token))
             if ends(request, [*sequence.token_ids, token]):
@@ -191,17 +220,21 @@ class Driver:
         return edits
 
     def _check_preemption(self, plan: StepPlan, before: tuple[SequenceGroup, ...]) -> None:
-        arrival = [group.request.request_id for group in (*self.scheduler.running, *self.scheduler.waiting)]
-        num_running = self.scheduler.num_running
-        gave_way = arrival[num_running : num_running + len(plan.preempted)]
-        assert list(plan.preempted) == gave_way[::-1], "the newest give way first"
-        assert num_running + len(plan.preempted) >= len(before), "somebody gave way and is not named"
-        assert num_running > 0, "the oldest gave way"
+        gave_way = [group.request.request_id for group in before][len(before) - len(plan.preempted) :]
+        assert list(plan.preempted) == gave_way[::-1], "the highest ranks give way first"
+        assert {group.request.request_id for group in before} <= {
+            *plan.preempted,
+            *(group.request.request_id for group in self.scheduler.running),
+        }, "somebody gave way and is not named"
+        assert self.scheduler.num_running > 0 and len(plan.preempted) < max(1, len(before)), "the first gave way"
+        assert not (plan.preempted and plan.swap_in), "a step admits or preempts, never both"
         in_step = {row.sequence_id for row in plan.rows}
         assert not in_step & {s.sequence_id for g in self.scheduler.waiting for s in g.sequences}
-        oldest = self.scheduler.running[0]
-        self._steps_missed = 0 if in_step & {s.sequence_id for s in oldest.sequences} else self._steps_missed + 1
-        assert self._steps_missed <= 1, "the oldest stands still"
+        first = self.scheduler.running[0]
+        whose, missed = self._steps_missed
+        missed = missed + 1 if whose is first else 1
+        self._steps_missed = first, 0 if in_step & {s.sequence_id for s in first.sequences} else missed
+        assert self._steps_missed[1] <= 1, "the first stands still"
 
 
 def check_cached(manager: BlockManager, device: FakeDevice) -> None:
@@ -212,8 +245,10 @@ def check_cached(manager: BlockManager, device: FakeDevice) -> None:
             assert tuple(device.slots[block]) == manager.prefix_index.entry(block).token_ids, f"block {block} lies"
 
 
-def check_limits(plan: StepPlan, limits: StepLimits, sequences: dict[int, Sequence]) -> None:
+def check_limits(plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequence]) -> None:
     """Asserts that the backend's shapes hold the plan and that its parts fit together."""
+    limits, manager = scheduler.limits, scheduler.block_manager
+    window, block_size = manager.sliding_window, manager.block_size
     lengths = [len(row.token_ids) for row in plan.rows]
     assert lengths and min(lengths) > 0
     if max(lengths) == 1:
@@ -225,12 +260,15 @@ def check_limits(plan: StepPlan, limits: StepLimits, sequences: dict[int, Sequen
     reaching = {}
     for index, row in enumerate(plan.rows):
         sequence = sequences[row.sequence_id]
-        assert row.start == sequence.num_computed_tokens and 0 not in row.block_table
+        assert row.start == sequence.num_computed_tokens
+        num_passed = row.block_table.count(0)
+        assert num_passed == 0 or (window is not None and num_passed * block_size <= row.start - window + 1), "a hole"
         assert row.token_ids == tuple(sequence.token_ids[row.start : row.context_length])
         if row.context_length == sequence.num_known_tokens:
             reaching[index] = row.sequence_id
     assert {sample.row: sample.sequence_id for sample in plan.samples} == reaching
-    order = {sequence_id: place for place, sequence_id in enumerate(sequences)}
+    first_come = isinstance(scheduler._queue, FirstCome) and not isinstance(scheduler._queue, ByPriority)
+    order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
     decoding_first = [
         (sequences[row.sequence_id].num_pending_tokens > 1 or row.start == 0, order[row.sequence_id])
         for row in plan.rows

@@ -1,0 +1,113 @@
+"""What a waiting group brings along or finds in place, what its admission costs after that, and what is counted of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxpage.memory import BlockManager
+from jaxpage.request import Sequence, SequenceGroup
+from jaxpage.scheduling.draft import Draft
+
+
+class Hit(NamedTuple):
+    """The blocks that a sequence begins with, cached or pinned by others, and how many of its tokens they hold."""
+
+    sequence: Sequence
+    blocks: list[int]
+    num_tokens: int
+
+
+@dataclass
+class PrefixCounts:
+    """Tokens. A request is counted once, when it is first admitted; what it finds again after a preemption is counted apart."""
+
+    num_queried: int = 0
+    num_hits: int = 0
+    num_resumed_hits: int = 0
+
+
+def reserve_until(sequence: Sequence, num_tokens: int, manager: BlockManager, max_tokens: int) -> int:
+    """Up to which position a sequence is given blocks when it is admitted with `num_tokens` tokens in place: for all its tokens.
+
+    Where a window slides, as many blocks of its own as it ever needs at a time to compute `max_tokens` tokens in a step: from then on,
+    what a chunk takes the one before has given up.
+    """
+    if manager.sliding_window is None:
+        return sequence.num_known_tokens
+    most_held = manager.blocks_for(num_tokens) + most_blocks_held(manager, max_tokens)
+    return min(sequence.num_known_tokens, most_held * manager.block_size)
+
+
+def most_blocks_held(manager: BlockManager, max_tokens: int) -> int:
+    """Blocks that a window and a step's tokens touch, wherever they begin. Asked only where a window slides."""
+    assert manager.sliding_window is not None
+    return (manager.sliding_window + max_tokens - 1) // manager.block_size + 2
+
+
+def find_hits(group: SequenceGroup, manager: BlockManager) -> list[Hit]:
+    salt = group.request.params.cache_salt
+    hits = []
+    for sequence in group.unfinished:
+        blocks = manager.find(sequence.token_ids, sequence.block_digests, salt)
+        hit = Hit(sequence, blocks, len(blocks) * manager.block_size)
+        pinned, num_pinned = manager.find_pinned(sequence.token_ids, salt)
+        hits.append(hit if hit.num_tokens >= num_pinned else Hit(sequence, pinned, num_pinned))
+    return hits
+
+
+def blocks_to_admit(hits: list[Hit], manager: BlockManager, max_tokens: int) -> int:
+    """Free blocks that the group takes: cached ones count unless somebody uses them, each once for the whole group."""
+    num_new = num_revived = 0
+    revived: set[int] = set()
+    for sequence, blocks, num_tokens in hits:
+        num_new += manager.blocks_for(reserve_until(sequence, num_tokens, manager, max_tokens)) - len(blocks)
+        num_new += num_tokens % manager.block_size > 0  # the last block is written, and is somebody else's: a copy
+        revived.update(blocks[manager.num_passed(num_tokens) :])
+    num_revived = manager.num_revived(revived)
+    return num_new + num_revived
+
+
+def admit_with_hits(
+    group: SequenceGroup, hits: list[Hit], manager: BlockManager, draft: Draft, max_tokens: int, counts: PrefixCounts
+) -> None:
+    """Begins the block tables of the group."""
+    for sequence, blocks, num_tokens in hits:  # all of them before any reserves, which may evict cached blocks
+        manager.adopt(sequence.sequence_id, blocks, num_tokens)
+        sequence.num_computed_tokens = num_tokens
+    _reserve(group, manager, draft, max_tokens)
+    if manager.prefix_index is None and not manager.pins:
+        return
+    num_hits = sum(sequence.num_computed_tokens for sequence, _, _ in hits)
+    if group.num_cached_tokens is None:
+        group.num_cached_tokens = num_hits
+        counts.num_queried += sum(sequence.num_known_tokens for sequence, _, _ in hits)
+        counts.num_hits += num_hits
+    else:
+        counts.num_resumed_hits += num_hits
+
+
+def is_swapped(group: SequenceGroup, manager: BlockManager) -> bool:
+    return any(sequence.sequence_id in manager.swapped for sequence in group.unfinished)
+
+
+def blocks_to_swap_in(group: SequenceGroup, manager: BlockManager, max_tokens: int) -> int:
+    """Free blocks that the group takes when its blocks come back from host memory."""
+    spans = [
+        (s.sequence_id, s.num_computed_tokens, reserve_until(s, s.num_computed_tokens, manager, max_tokens))
+        for s in group.unfinished
+    ]
+    return manager.num_swap_in_blocks(spans)
+
+
+def admit_swapped(group: SequenceGroup, manager: BlockManager, draft: Draft, max_tokens: int) -> None:
+    """Takes the block tables of the group back from host memory."""
+    draft.swap_in += manager.swap_in([sequence.sequence_id for sequence in group.unfinished])
+    _reserve(group, manager, draft, max_tokens)
+
+
+def _reserve(group: SequenceGroup, manager: BlockManager, draft: Draft, max_tokens: int) -> None:
+    for sequence in group.unfinished:
+        start = sequence.num_computed_tokens
+        stop = reserve_until(sequence, start, manager, max_tokens)
+        draft.add_copies(manager.reserve(sequence.sequence_id, start, stop), manager)
