@@ -12,7 +12,7 @@ from tqdm import tqdm
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
 from jaxpage.engine.build import build_engine
-from jaxpage.engine.calls import Calls, Order, RequestStream
+from jaxpage.engine.calls import Calls, Order, PinnedPrefix, RequestStream
 from jaxpage.engine.reporting import Reporter
 from jaxpage.interrupts import held_interrupts
 from jaxpage.outputs import RequestOutput
@@ -131,6 +131,31 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets what was computed before: no later request finds it. Running requests are not disturbed."""
         self._calls.reset_prefix_cache()
+
+    def pin_prefix(self, prefix: Any, *, cache_salt: str | None = None) -> PinnedPrefix:
+        """Computes a prefix now and keeps it in place, for prompts that begin with it (a system prompt; PagedAttention, section 4.4).
+
+        A prompt that begins with the prefix, or ends within it, shares its blocks; the last one is copied when it is partly filled. It
+        needs no prefix caching. A text is found where the prompt's tokens begin with the text's tokens; otherwise as many of its full
+        blocks as agree.
+
+        Args:
+            prefix: a string, a list of token ids, or {"prompt_token_ids": [...]}.
+            cache_salt: only requests with the same salt find it.
+
+        Raises:
+            ValueError: it is empty, or leaves no room for a prompt that goes on.
+            CapacityError: its blocks would be missing to a request that waits or runs.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, cache_salt=cache_salt)
+        orders = self._prepare(prefix, params)
+        if len(orders) != 1:
+            raise ValueError(f"pin_prefix takes one prefix, not {len(orders)}")
+        if (length := len(orders[0].token_ids)) + 2 > self.memory.max_model_len:
+            raise ValueError(
+                f"The prefix has {length} tokens; a prompt must go on behind it, and max_model_len is {self.memory.max_model_len}"
+            )
+        return self._calls.pin(orders[0])
 
     def shutdown(self) -> None:
         """Ends what is running and frees the device. The object cannot be used any more; a second call does nothing."""

@@ -17,6 +17,7 @@ from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.buckets import make_menu
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
 from jaxpage.interrupts import held_interrupts
+from jaxpage.request import Sequence, SequenceGroup
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -600,3 +601,66 @@ def test_ends_of_sequence_beyond_the_vocabulary_hurt_nobody(tmp_path, llm):
     with make_llm(odd) as other:
         params = SamplingParams(temperature=0.0, max_tokens=5, min_tokens=3)
         assert one(other, [1, 2, 3], params).finish_reason in ("length", "stop")
+
+
+def test_priorities_are_refused_unless_the_policy_looks_at_them(llm, directory):
+    with pytest.raises(UnsupportedError, match="priority=3 needs scheduling_policy='priority'"):
+        llm.generate([1, 2], SamplingParams(priority=3))
+    with make_llm(directory, num_blocks=33, scheduling_policy="priority", max_num_seqs=1) as ranked:
+        streams = [
+            ranked.stream(prompt, SamplingParams(max_tokens=4, priority=p)) for p, prompt in ((2, [1]), (1, [2]))
+        ]
+        next(streams[0])  # there is one seat: the other one has been served before
+        scheduler = ranked._engine.scheduler
+        assert [group.request.params.priority for group in (*scheduler.running, *scheduler.waiting)] == [2]
+        for stream in streams:
+            list(stream)
+        invariants(ranked)
+
+
+def test_a_pinned_prefix_is_shared_and_stays(llm):
+    system, (end,) = prompts_of(37, seed=3)[0], prompts_of(9, seed=4)
+    want = one(llm, [*system, *end], GREEDY).token_ids
+    with llm.pin_prefix(system) as pinned:
+        assert (pinned.num_tokens, pinned.released) == (37, False)
+        assert llm.stats()["num_blocks_pinned"] == 3
+        llm.reset_prefix_cache()
+        for prompt, num_found in (([*system, *end], 37), (system, 36), (system[:20], 19), ([*system[:35], 0, 0], 32)):
+            output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+            assert output.metrics.num_cached_tokens == num_found
+            llm.reset_prefix_cache()
+        assert one(llm, [*system, *end], GREEDY).token_ids == want
+        assert llm.stats()["num_blocks_total"] - free_blocks(llm) == 3
+        salted = llm.generate([*system, *end], dataclasses.replace(GREEDY, cache_salt="s"), use_tqdm=False)[0]
+        assert salted.metrics.num_cached_tokens == 0 and salted.outputs[0].token_ids == want
+    assert pinned.released and free_blocks(llm) == llm.stats()["num_blocks_total"]
+    pinned.release()
+
+
+def test_pins_leave_room_for_what_was_accepted(llm):
+    (prompt,) = prompts_of(100)
+    with llm.stream(prompt, dataclasses.replace(GREEDY, max_tokens=150)) as stream:  # may need 16 of 32 blocks
+        next(stream)
+        with llm.pin_prefix(prompts_of(250, seed=1)[0]) as pinned:  # takes the other 16
+            with pytest.raises(CapacityError, match="cannot be pinned now: request '.*' may need 16 KV blocks, and 15"):
+                llm.pin_prefix(prompts_of(5, seed=2)[0])
+            with pytest.raises(CapacityError, match="the pool has 32, of which 16 are pinned"):
+                llm._engine.scheduler.add(_too_long(llm))
+        list(stream)
+    for prefix, message in (([], "one prefix, not 0"), (prompts_of(255)[0], "must go on behind it")):
+        with pytest.raises(ValueError, match=message):
+            llm.pin_prefix(prefix)
+    assert pinned.released
+
+
+def _too_long(llm):
+    """A request that would need more than the 16 blocks that a pin has left; admission clips those that users can make."""
+    request = llm._engine.admission.admit("too long", None, [1] * 250, GREEDY)
+    object.__setattr__(request, "max_total_tokens", 17 * 16 + 2)
+    return SequenceGroup(request, [Sequence(10**6, 0, 250, [1] * 250)])
+
+
+def test_pins_go_with_the_pages(llm, caplog):
+    pinned = llm.pin_prefix(prompts_of(20)[0])
+    llm._engine._rebuild_pages()
+    assert pinned.released and "1 pinned prefixes are lost" in caplog.text

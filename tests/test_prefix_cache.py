@@ -511,7 +511,7 @@ def test_without_an_index_nothing_is_kept() -> None:
     driver = make_driver(caching=False, block_size=4)
     run_one(driver, "a", list(range(24)))
     again = run_one(driver, "b", list(range(24)))
-    assert again.num_cached_tokens is None and driver.scheduler.block_manager.pool.num_cached == 0
+    assert again.num_cached_tokens == 0 and driver.scheduler.block_manager.pool.num_cached == 0
     assert driver.scheduler.prefix_counts.num_queried == 0 and not again.sequences[0].block_digests
 
 

@@ -145,19 +145,20 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: len(self.accepted) % 3 == 2)
     @rule()
     def pin(self) -> None:
-        """The prompt of a request that has computed it is kept in place."""
+        """The prompt of a request that has computed it is kept in place; the request ends."""
         scheduler = self.driver.scheduler
         for group in scheduler.running:
-            if len(group.unfinished) == 1 and group.unfinished[0].num_computed_tokens >= len(
-                group.request.prompt_token_ids
-            ):
+            if group.unfinished[0].num_computed_tokens >= len(group.request.prompt_token_ids):
                 before = scheduler.block_manager.num_pinned_blocks
                 try:
-                    scheduler.pin(self.new_pin_id(), group.request.request_id)
+                    assert scheduler.pin(self.new_pin_id(), group.request.request_id) is group
                 except CapacityError:
                     assert scheduler.block_manager.num_pinned_blocks == before
-                scheduler.check()
-                return
+                else:
+                    assert group.finished
+                    self.arrived.remove(group)
+                break
+        scheduler.check()
 
     @rule()
     def unpin(self) -> None:
@@ -329,6 +330,86 @@ def test_the_state_machine_sees_planted_mistakes(mistaken: type[Scheduler]) -> N
     machine = type("Mistaken", (Scheduling,), {"scheduler_class": mistaken})
     with pytest.raises((AssertionError, KeyError, CapacityError)):
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=500))
+
+
+class SwapsWhatIsNotComputed(Scheduler):
+    def _swap_out(self, group, draft):
+        trim, self.block_manager.trim = self.block_manager.trim, lambda *_: None
+        try:
+            return super()._swap_out(group, draft)
+        finally:
+            del self.block_manager.trim
+            assert self.block_manager.trim == trim
+
+
+class ForgetsToSwapIn(Scheduler):
+    def plan(self):
+        plan = super().plan()
+        return plan and replace(plan, swap_in=())
+
+
+class RanksBackwards(Scheduler):
+    def _run(self, group):
+        self._running = {group.request.request_id: group, **self._running}
+
+
+class LosesSharing(BlockManager):
+    """Siblings that share a block get one each from the host."""
+
+    def swap_in(self, sequence_ids):
+        return [move for sequence_id in sequence_ids for move in super(LosesSharing, self).swap_in([sequence_id])]
+
+
+class LeaksHostBlocks(BlockManager):
+    def swap_in(self, sequence_ids):
+        moves = super().swap_in(sequence_ids)
+        self.swapped.pool.allocate()
+        return moves
+
+
+class SlidesTooFar(BlockManager):
+    def num_passed(self, num_tokens):
+        return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window + 1) // self.block_size
+
+
+class NeverSlides(BlockManager):
+    def slide(self, sequence_id, num_tokens):
+        pass
+
+
+class PinsTooMuch(BlockManager):
+    """A pin says that it holds a token more than was computed with its prompt."""
+
+    def find_pinned(self, token_ids, salt):
+        blocks, num_tokens = super().find_pinned(token_ids, salt)
+        at_most = min(len(token_ids) - 1, len(blocks) * self.block_size)
+        return blocks, min(num_tokens + 1, at_most)
+
+
+class PinsForAll(BlockManager):
+    def find_pinned(self, token_ids, salt):
+        return super().find_pinned(token_ids, next((pin.salt for pin in self.pins.values()), None))
+
+
+@pytest.mark.parametrize(
+    "mistaken",
+    [
+        SwapsWhatIsNotComputed,
+        ForgetsToSwapIn,
+        RanksBackwards,
+        LosesSharing,
+        LeaksHostBlocks,
+        SlidesTooFar,
+        NeverSlides,
+        PinsTooMuch,
+        PinsForAll,
+    ],
+)
+def test_the_state_machine_sees_mistakes_of_memory(mistaken: type) -> None:
+    kind = "scheduler_class" if issubclass(mistaken, Scheduler) else "manager_class"
+    machine = type("Mistaken", (Scheduling,), {kind: mistaken})
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError, CapacityError)):
+        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=2000))
 
 
 def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:

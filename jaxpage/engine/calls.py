@@ -70,6 +70,32 @@ class Calls:
                 self._engine.abort(request_id)
                 self._changed.discard(request_id)
 
+    def pin(self, order: Order) -> PinnedPrefix:
+        """Computes a prompt and keeps it in place. Steps the engine, for everybody, until that is done."""
+        with self._lock, held_interrupts() as interrupts:
+            reporters: dict[str, Reporter] = {}
+            try:
+                self.add([order], reporters)
+                [(request_id, reporter)] = reporters.items()
+                while not reporter.num_output_tokens and not reporter.finished and not interrupts.pending:
+                    self.news({request_id}, interrupts)
+                if reporter.finished:
+                    raise RuntimeError(f"the prefix could not be computed: {reporter.whole().outputs[0].stop_reason}")
+                if interrupts.pending:
+                    raise KeyboardInterrupt
+                return PinnedPrefix(self, self._engine.pin(request_id), len(order.token_ids))
+            finally:
+                self.end(reporters)
+
+    def unpin(self, pin_id: int) -> None:
+        with self._lock, held_interrupts():
+            if not self._closed:
+                self._engine.unpin(pin_id)
+
+    def is_pinned(self, pin_id: int) -> bool:
+        with self._lock:
+            return not self._closed and self._engine.is_pinned(pin_id)
+
     def stats(self) -> dict[str, Any]:
         with self._lock:
             return self._engine.stats()
@@ -85,6 +111,33 @@ class Calls:
                 self._closed = True
                 self._engine.abort_all()
                 self._engine.runner.close()
+
+
+class PinnedPrefix:
+    """A prefix whose keys and values stay in place until `release()`, the end of a `with` block, or the engine's end.
+
+    Unlike a stream it does not end when nobody holds it any more: prompts find it by their tokens.
+    """
+
+    def __init__(self, calls: Calls, pin_id: int, num_tokens: int):
+        self.num_tokens = num_tokens
+        self._calls = calls
+        self._pin_id = pin_id
+
+    @property
+    def released(self) -> bool:
+        """True after `release`, and after a failed step that took the KV pages with it."""
+        return not self._calls.is_pinned(self._pin_id)
+
+    def release(self) -> None:
+        """Its blocks are free, but for those that running requests share. A second call does nothing."""
+        self._calls.unpin(self._pin_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class RequestStream(Iterator[RequestOutput]):

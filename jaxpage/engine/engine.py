@@ -53,6 +53,7 @@ class Engine:
         self._strategies: dict[int, SamplingStrategy] = {}  # by sequence id
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         self._sequence_ids = itertools.count()
+        self._pin_ids = itertools.count(-1, -1)  # in the same table as sequence ids, and never one of them
 
     @property
     def has_unfinished(self) -> bool:
@@ -113,6 +114,20 @@ class Engine:
         """No request finds what was computed before now. Those that run keep their blocks, and are found again as they go on."""
         self.scheduler.block_manager.forget_cached()
 
+    def pin(self, request_id: str) -> int:
+        """Ends a running request, and keeps its computed prompt in place until `unpin`. Raises CapacityError if others need the room."""
+        pin_id = next(self._pin_ids)
+        self._forget(self.scheduler.pin(pin_id, request_id))
+        return pin_id
+
+    def unpin(self, pin_id: int) -> None:
+        """Gives the blocks of a pin free, but for those that requests use. A pin that is gone is no error."""
+        if self.is_pinned(pin_id):
+            self.scheduler.block_manager.unpin(pin_id)
+
+    def is_pinned(self, pin_id: int) -> bool:
+        return pin_id in self.scheduler.block_manager.pins
+
     def stats(self) -> dict[str, Any]:
         return self.metrics.snapshot(self.scheduler, self.runner.executables)
 
@@ -134,7 +149,9 @@ class Engine:
         return groups
 
     def _rebuild_pages(self) -> None:
-        """The only place that makes the pages anew, because the prefix cache must go with them."""
+        """The only place that makes the pages anew, because the prefix cache and the pins must go with them."""
+        if pins := self.scheduler.block_manager.pins:
+            logger.warning("%d pinned prefixes are lost with the KV pages; pin them again", len(pins))
         self.scheduler.lose_pages()
         self.runner.rebuild_pages()
 

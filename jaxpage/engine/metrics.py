@@ -62,7 +62,8 @@ class EngineMetrics:
             self.request_success_total[reason] = self.request_success_total.get(reason, 0) + 1
 
     def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
-        pool, split = scheduler.block_manager.pool, scheduler.usage()
+        manager, split = scheduler.block_manager, scheduler.usage()
+        pool = manager.pool
         total, free, prefixes = pool.num_usable, pool.num_free, scheduler.prefix_counts
         return {
             "num_requests_running": scheduler.num_running,
@@ -72,6 +73,7 @@ class EngineMetrics:
             "num_blocks_total": total,
             "num_blocks_free": free,
             "num_blocks_cached": pool.num_cached,  # of the free ones
+            "num_blocks_pinned": manager.num_pinned_blocks,
             "num_preemptions_total": dict(scheduler.num_preemptions),
             "prefix_cache_queries_total": prefixes.num_queried,  # in tokens, as vLLM counts; each request once
             "prefix_cache_hits_total": prefixes.num_hits,

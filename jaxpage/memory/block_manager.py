@@ -337,19 +337,23 @@ class BlockManager:
         return num_distinct(self._tables[pin_id].blocks for pin_id in self.pins)
 
     def find_pinned(self, token_ids: Sequence[int], salt: str | None) -> tuple[list[int], int]:
-        """The blocks of the pin that these tokens begin with, and how many tokens they hold; of several the longest.
+        """The blocks of the pin that these tokens share most with, and how many tokens they hold.
 
-        The last token is left out, as in `find`. The last block may be partly filled: who writes to it copies it first.
+        The last token is left out, as in `find`. The last block may be partly filled where the whole pin is found, or the tokens end
+        within it: who writes to it copies it first.
         """
-        num_tokens, blocks = 0, []
+        found: list[int] = []
+        num_found = 0
         for pin_id, pin in self.pins.items():
-            length = min(len(pin.token_ids), len(token_ids) - 1)
-            if length <= num_tokens or pin.salt != salt or tuple(token_ids[:length]) != pin.token_ids[:length]:
+            if pin.salt != salt:
                 continue
-            pinned = self._tables[pin_id].blocks[: self.blocks_for(length)]
-            if NULL_BLOCK not in pinned[self.num_passed(length) :]:
-                num_tokens, blocks = length, pinned
-        return blocks, num_tokens
+            most = min(len(pin.token_ids), len(token_ids) - 1)
+            num_common = _num_common(token_ids, pin.token_ids, most)
+            num_tokens = num_common if num_common == most else num_common // self.block_size * self.block_size
+            blocks = self._tables[pin_id].blocks[: self.blocks_for(num_tokens)]
+            if num_tokens > num_found and NULL_BLOCK not in blocks[self.num_passed(num_tokens) :]:
+                found, num_found = blocks, num_tokens
+        return found, num_found
 
     def usage(self, computed: Mapping[int, int], known: Mapping[int, int] | None = None) -> MemorySplit:
         """What the pool holds, given how many tokens of each sequence are computed and, if more, known. Walks all tables."""
@@ -375,3 +379,15 @@ class BlockManager:
             check_table(table.blocks, slides=slides)
             assert sequence_id not in self.swapped, f"sequence {sequence_id} is in two pools"
             assert table.frozen is None or table.frozen == tuple(table.blocks), f"sequence {sequence_id}: stale tuple"
+
+
+def _num_common(first: Sequence[int], second: Sequence[int], most: int) -> int:
+    """How many tokens both begin with, up to `most`: by bisection over slices, which Python compares fast."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tuple(first[low:middle]) == tuple(second[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low

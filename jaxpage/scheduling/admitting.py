@@ -26,6 +26,17 @@ class PrefixCounts:
     num_hits: int = 0
     num_resumed_hits: int = 0
 
+    def note(self, group: SequenceGroup, hits: list[Hit], *, may_hit: bool) -> None:
+        """Counts an admission; where nothing is cached or pinned, nobody asks for anything."""
+        num_hits = sum(num_tokens for _, _, num_tokens in hits)
+        if group.num_cached_tokens is not None:
+            self.num_resumed_hits += num_hits
+            return
+        group.num_cached_tokens = num_hits
+        if may_hit:
+            self.num_queried += sum(sequence.num_known_tokens for sequence, _, _ in hits)
+            self.num_hits += num_hits
+
 
 def reserve_until(sequence: Sequence, num_tokens: int, manager: BlockManager, max_tokens: int) -> int:
     """Up to which position a sequence is given blocks when it is admitted with `num_tokens` tokens in place: for all its tokens.
@@ -76,15 +87,7 @@ def admit_with_hits(
         manager.adopt(sequence.sequence_id, blocks, num_tokens)
         sequence.num_computed_tokens = num_tokens
     _reserve(group, manager, draft, max_tokens)
-    if manager.prefix_index is None and not manager.pins:
-        return
-    num_hits = sum(sequence.num_computed_tokens for sequence, _, _ in hits)
-    if group.num_cached_tokens is None:
-        group.num_cached_tokens = num_hits
-        counts.num_queried += sum(sequence.num_known_tokens for sequence, _, _ in hits)
-        counts.num_hits += num_hits
-    else:
-        counts.num_resumed_hits += num_hits
+    counts.note(group, hits, may_hit=manager.prefix_index is not None or bool(manager.pins))
 
 
 def is_swapped(group: SequenceGroup, manager: BlockManager) -> bool:

@@ -249,24 +249,27 @@ class Roster:
         for sequence in group.sequences:
             del self._sequences[sequence.sequence_id]
 
-    def pin(self, pin_id: int, request_id: str) -> None:
-        """Keeps the computed prompt of a running request in place, until `block_manager.unpin(pin_id)`.
+    def pin(self, pin_id: int, request_id: str) -> SequenceGroup:
+        """Ends a running request whose prompt is computed, and keeps the prompt in place until `block_manager.unpin(pin_id)`.
 
         Raises:
-            CapacityError: a request that is waiting or running could then not run alone any more.
+            CapacityError: another request that is waiting or running could then not run alone any more. Nothing has changed.
         """
         manager, group = self.block_manager, self._running[request_id]
-        [sequence], num_tokens = group.unfinished, len(group.request.prompt_token_ids)
-        assert sequence.num_computed_tokens >= num_tokens, "the prompt is not computed yet"
-        manager.pin(pin_id, sequence.sequence_id, Pin(group.request.prompt_token_ids, group.request.params.cache_salt))
+        prompt, salt = group.request.prompt_token_ids, group.request.params.cache_salt
+        sequence = group.unfinished[0]
+        assert sequence.num_computed_tokens >= len(prompt), "the prompt is not computed yet"
+        manager.pin(pin_id, sequence.sequence_id, Pin(prompt, salt))
         room = manager.pool.num_usable - manager.num_pinned_blocks
         for other in self._groups.values():
-            if other is not group and self._most_blocks(other) > room:
+            if other is not group and (needed := self._most_blocks(other)) > room:
                 manager.unpin(pin_id)
                 raise CapacityError(
-                    f"a prefix of {num_tokens} tokens cannot be pinned now: request {other.request.request_id!r} may need"
-                    f" {self._most_blocks(other)} KV blocks, and {room} of {manager.pool.num_usable} would be left"
+                    f"a prefix of {len(prompt)} tokens cannot be pinned now: request {other.request.request_id!r} may need"
+                    f" {needed} KV blocks, and {room} of {manager.pool.num_usable} would be left"
                 )
+        self.abort(request_id)
+        return group
 
     def check(self) -> None:
         """Asserts what holds between steps: order, seats, and blocks for exactly the running sequences."""

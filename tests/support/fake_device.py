@@ -269,8 +269,9 @@ def check_limits(plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequ
     assert {sample.row: sample.sequence_id for sample in plan.samples} == reaching
     first_come = isinstance(scheduler._queue, FirstCome) and not isinstance(scheduler._queue, ByPriority)
     order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
-    decoding_first = [
-        (sequences[row.sequence_id].num_pending_tokens > 1 or row.start == 0, order[row.sequence_id])
-        for row in plan.rows
-    ]
+    decoding_first = []
+    for row in plan.rows:
+        is_chunk = sequences[row.sequence_id].num_pending_tokens > 1 or row.start == 0
+        if first_come or row.start or len(row.token_ids) > 1:  # a prompt of one token may be taken for either
+            decoding_first.append((is_chunk, order[row.sequence_id]))
     assert decoding_first == sorted(decoding_first), "single tokens first, each kind in order of arrival"
