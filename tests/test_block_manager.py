@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.scheduling import StepPlan
 from tests.support.fake_device import FakeDevice
 
 
@@ -32,10 +33,11 @@ class BlockTables(RuleBasedStateMachine):
 
     @initialize(block_size=st.sampled_from([1, 2, 3, 8]), num_blocks=st.integers(4, 16))
     def start(self, block_size: int, num_blocks: int) -> None:
-        self.manager = self.manager_class(BlockPool(num_blocks), block_size)
+        self.manager = self.manager_class(BlockPool(num_blocks), block_size, host_pool=BlockPool(8))
         self.pages = FakeDevice(num_blocks, block_size)
         self.tokens: dict[int, list[int]] = {}
         self.num_slots: dict[int, int] = {}  # that were reserved, at least
+        self.swapped: dict[int, list[int]] = {}  # tokens of those that are in host memory
         self.next_token = 0
         self.next_id = 0
 
@@ -115,6 +117,51 @@ class BlockTables(RuleBasedStateMachine):
         sequence_id = data.draw(st.sampled_from(sorted(self.tokens)))
         self.manager.release(sequence_id)
         del self.tokens[sequence_id], self.num_slots[sequence_id]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def extend_together(self, data: st.DataObject) -> None:
+        """A token for each of several sequences takes the blocks that were foretold."""
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, unique=True))
+        spans = [(i, len(self.tokens[i]), len(self.tokens[i]) + 1) for i in chosen]
+        num_new, num_free = self.manager.num_new_blocks_together(spans), self.manager.pool.num_free
+        if num_new <= num_free:
+            for sequence_id in chosen:
+                self.write(sequence_id, len(self.tokens[sequence_id]), 1)
+            assert num_free - self.manager.pool.num_free == num_new
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, unique=True))
+        for sequence_id in chosen:
+            self.manager.trim(sequence_id, len(self.tokens[sequence_id]))
+        blocks = {block for i in chosen for block in self.manager.block_table(i)}
+        assert self.manager.can_swap_out(chosen) == (len(blocks) <= self.manager.swapped.pool.num_free)
+        if self.manager.can_swap_out(chosen):
+            moves = self.manager.swap_out(chosen)
+            assert {block for block, _ in moves} == blocks and len(moves) == len(blocks), "each block moves once"
+            self.pages.swap(StepPlan(0, (), (), swap_out=moves))
+            self.swapped |= {i: self.tokens.pop(i) for i in chosen}
+        for sequence_id in chosen:
+            self.num_slots.pop(sequence_id)
+            if sequence_id in self.tokens:
+                self.num_slots[sequence_id] = len(self.tokens[sequence_id])
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        """Of several that share blocks some may come back before the others; what is foretold holds for the growth behind as well."""
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.swapped)), min_size=1, unique=True))
+        spans = [(i, len(self.swapped[i]), len(self.swapped[i]) + 1) for i in chosen]
+        num_new, num_free = self.manager.num_swap_in_blocks(spans), self.manager.pool.num_free
+        if num_new <= num_free:
+            self.pages.swap(StepPlan(0, (), (), swap_in=self.manager.swap_in(chosen)))
+            for sequence_id in chosen:
+                self.tokens[sequence_id] = self.swapped.pop(sequence_id)
+                self.num_slots[sequence_id] = len(self.tokens[sequence_id])
+                self.write(sequence_id, len(self.tokens[sequence_id]), 1)
+            assert num_free - self.manager.pool.num_free == num_new
 
     @invariant()
     def the_pages_hold_what_was_written(self) -> None:

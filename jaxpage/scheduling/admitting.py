@@ -67,6 +67,11 @@ def find_hits(group: SequenceGroup, manager: BlockManager) -> list[Hit]:
     return hits
 
 
+def no_hits(group: SequenceGroup) -> list[Hit]:
+    """As if nothing were in place."""
+    return [Hit(sequence, [], 0) for sequence in group.unfinished]
+
+
 def blocks_to_admit(hits: list[Hit], manager: BlockManager, max_tokens: int) -> int:
     """Free blocks that the group takes: cached ones count unless somebody uses them, each once for the whole group."""
     num_new = num_revived = 0

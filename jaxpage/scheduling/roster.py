@@ -166,7 +166,10 @@ class Roster:
         else:
             hits = admitting.find_hits(group, manager)
             if admitting.blocks_to_admit(hits, manager, max_tokens) + spare > manager.pool.num_free:
-                return False
+                # Where a window slides, what was found comes on top of what is ever needed: without it there may be room.
+                hits = admitting.no_hits(group)
+                if admitting.blocks_to_admit(hits, manager, max_tokens) + spare > manager.pool.num_free:
+                    return False
             admitting.admit_with_hits(group, hits, manager, draft, max_tokens, self.prefix_counts)
         draft.num_admitted += 1
         self._queue.remove(group)

@@ -111,7 +111,8 @@ class FakeDevice:
         for block, host_block in plan.swap_out:
             self.host[host_block] = self.slots[block].copy(), self.contexts[block].copy()
         for host_block, block in plan.swap_in:
-            self.slots[block], self.contexts[block] = self.host.pop(host_block)
+            slots, contexts = self.host[host_block]
+            self.slots[block], self.contexts[block] = slots.copy(), contexts.copy()
 
     def write(self, table: tuple[int, ...], start: int, token_ids: Iterable[int], root: object = None) -> None:
         context = self.context(table, start, root)
