@@ -52,9 +52,9 @@ def random_pages(kind, seed=0):
 
 def _random_bits(rng, dtype, shape):
     bits = rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
-    if dtype == jnp.bfloat16:  # XLA:CPU moves them by way of float32, which makes signalling NaNs quiet
+    if dtype == jnp.bfloat16:  # XLA:CPU moves them by way of float32, and all NaNs become one there
         words = bits.view(np.uint16)
-        words[words & 0x7F80 == 0x7F80] |= 0x40
+        words[words & 0x7F80 == 0x7F80] = 0x7FC0
     return bits.view(dtype)
 
 
