@@ -9,7 +9,7 @@ SMALLEST_ROWS = 2
 SMALLEST_CHUNK = 16
 CHUNK_ROWS = 16  # sequences that share one prompt step, at most
 # A batch of swapped blocks: large enough that calls cost little, small enough that padding does (docs/lab-log.md).
-SWAPPED_BYTES = 4 * 2**20
+SWAPPED_BYTES = 2 * 2**20
 MOST_SWAPPED = 64
 
 

@@ -52,6 +52,11 @@ class Runner:
             contents = self._host_pages.load(pairs[:, 0])
             self._pages = self.executables.scatter(self._pages, pairs[:, 1], contents)
 
+    def wait(self) -> None:
+        """Returns when all that was dispatched has happened: for measurements, since steps need no waiting."""
+        for page in jax.tree.leaves(self._pages):
+            page.block_until_ready()
+
     @property
     def pages_are_lost(self) -> bool:
         """True after a step that did not come to its end: it took the pages with it, or moved some of its blocks and not others.
