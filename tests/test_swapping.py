@@ -14,12 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage import SamplingParams
+from jaxpage import EngineConfig, SamplingParams
 from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.steps import gather_blocks, scatter_blocks
+from jaxpage.engine import build
 from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
+from jaxpage.errors import CapacityError
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
 from pallas_kernels import copy_blocks
 from tests.support.engines import LLAMA, make_llm
@@ -355,6 +358,24 @@ def test_who_does_not_swap_compiles_nothing_for_it(directory, settings):
     with make_llm(directory, num_blocks=33, **settings) as llm:
         assert llm.memory.num_host_blocks == llm._engine.builder.menu.num_swapped == 0
         assert {"gather", "scatter"}.isdisjoint(llm._engine.runner.executables._table)
+
+
+def test_as_many_host_blocks_as_asked_for_or_a_refusal(directory, monkeypatch):
+    def built(**settings):
+        small = EngineConfig(model=str(directory), num_blocks=33, max_num_seqs=4, max_num_batched_tokens=64)
+        built = build_engine(small.model_copy(update=settings), progress=False)
+        built.engine.runner.close()
+        return built.memory.num_host_blocks
+
+    assert built(swap_space_blocks=5, preemption_mode="swap") == 5
+    with pytest.raises(CapacityError, match="2147483647 host blocks .* Lower swap_space_blocks"):
+        built(swap_space_blocks=2**31 - 1)
+    monkeypatch.setattr(build, "available_host_bytes", lambda: 0)
+    assert built() == 0
+    with pytest.raises(
+        CapacityError, match="preemption_mode is 'swap', but the host's free memory holds no block of 8.00 KiB"
+    ):
+        built(preemption_mode="swap")
 
 
 def test_a_batch_of_swaps_is_about_two_mebibytes_and_at_least_a_block():
