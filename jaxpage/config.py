@@ -128,6 +128,13 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
             "num_blocks",
             f"cannot be {config.num_blocks} while kv_cache_memory_bytes is {config.kv_cache_memory_bytes}: both size the pool",
         )
+    if config.preemption_mode == "swap" and config.swap_space_blocks == 0:
+        yield "preemption_mode", "cannot be 'swap' while swap_space_blocks is 0: there is nowhere to swap to"
+    if config.preemption_mode == "recompute" and config.swap_space_blocks:
+        yield (
+            "swap_space_blocks",
+            f"cannot be {config.swap_space_blocks} while preemption_mode is 'recompute': nothing is swapped",
+        )
     if config.max_num_batched_tokens is not None:
         for name in ("max_num_seqs", "block_size"):
             if config.max_num_batched_tokens < getattr(config, name):
@@ -139,8 +146,6 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
 
 _REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # setting: (the values that are honoured, why the others are not)
-    "swap_space_blocks": ((None, 0), "this version does not swap; preempted requests are recomputed"),
-    "preemption_mode": (("auto", "recompute"), "this version does not swap; preempted requests are recomputed"),
     "attention_backend": (("auto", "reference", "scan"), "this version has no such kernel"),
     "speculative_config": ((None,), "this version does not speculate"),
     "tensor_parallel_size": ((1,), "this version runs on one device"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
+from jaxpage.bench import swapping
 from jaxpage.bench.report import Measurement, environment, json_line, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from tests.support.random_checkpoints import random_checkpoint
@@ -145,3 +146,18 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
 def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "throughput", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_swapping_is_timed_beside_recomputation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = random_checkpoint(tmp_path / "model", LLAMA)
+    swapping.main(["--model", str(model), "--num-tokens", "40", "--block-sizes", "4", "16", "--repeats", "2"])
+    header, *rows, line = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["block", "size"] and [row.split()[:2] for row in rows] == [["4", "10"], ["16", "3"]]
+    result = json.loads(line)
+    assert result["num_tokens"] == 40 and result["environment"] == environment()
+    for cost in result["results"]:
+        swap_out, swap_in, recompute = (cost[f"{name}_seconds"] for name in ("swap_out", "swap_in", "recompute"))
+        assert min(swap_out, swap_in, recompute) > 0
+        assert cost["ratio"] == pytest.approx((swap_out + swap_in) / recompute)
+    with pytest.raises(SystemExit):
+        swapping.main(["--num-tokens", "1"])

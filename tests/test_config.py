@@ -106,10 +106,26 @@ def test_two_sizes_of_one_pool_contradict_each_other() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"preemption_mode": "swap", "swap_space_blocks": 0},
+            "preemption_mode: cannot be 'swap' while swap_space_blocks is 0: there is nowhere to swap to",
+        ),
+        (
+            {"preemption_mode": "recompute", "swap_space_blocks": 8},
+            "swap_space_blocks: cannot be 8 while preemption_mode is 'recompute': nothing is swapped",
+        ),
+    ],
+)
+def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("swap_space_blocks", 8),
-        ("preemption_mode", "swap"),
         ("attention_backend", "triton"),
         ("attention_backend", "mosaic"),
         ("attention_backend", "cpu"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import stat
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.executables import use_compile_cache
-from jaxpage.device.sizing import MemoryPlan, choose_num_blocks
+from jaxpage.device.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
 from jaxpage.device.step_inputs import StepInputs, packed_size, unpack, views
 from jaxpage.errors import CapacityError
 
@@ -69,6 +70,36 @@ def test_what_does_not_fit_says_so_in_numbers(wanted, weights):
     plan = MemoryPlan(**{**PLAN.__dict__, "weights_bytes": weights})
     with pytest.raises(CapacityError, match=r"9\.77 KiB available on gpu .*weights take .* Lower num_blocks"):
         choose_num_blocks(plan, wanted=wanted, pool_bytes=None, max_num_seqs=8)
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "available", "want"),
+    [
+        ("gpu (test)", None, 10**6, 49),  # as many as the device has, the null block not counted
+        ("gpu (test)", None, 2_100, 9),  # half of 2,100 bytes is 10 blocks of 100, one of them the null block
+        ("gpu (test)", None, 150, 0),
+        ("gpu (test)", 20, 2_100, 20),  # what was asked for may take all
+        ("gpu (test)", 70, 10**6, 70),
+        ("cpu (test)", None, 12_100, 9),  # weights, workspace and pool take 10,000 of the same memory
+        ("cpu (test)", None, 5_000, 0),
+        ("cpu (test)", 20, 12_100, 20),
+    ],
+)
+def test_host_blocks_are_counted_from_what_is_left(device, wanted, available, want):
+    plan = dataclasses.replace(PLAN, device=device, num_blocks=50)
+    plan = choose_num_host_blocks(plan, wanted=wanted, available=available)
+    assert plan.num_host_blocks == want
+    rows = {0: "0, 0 B", 9: "9, 1000 B", 20: "20, 2.05 KiB", 49: "49, 4.88 KiB", 70: "70, 6.93 KiB"}
+    assert dict(plan.rows())["host blocks for swapping"] == rows[want]
+
+
+@pytest.mark.parametrize(("device", "available"), [("gpu (test)", 2_099), ("cpu (test)", 12_099)])
+def test_host_blocks_that_do_not_fit_say_so_in_numbers(device, available):
+    plan = dataclasses.replace(PLAN, device=device, num_blocks=50)
+    with pytest.raises(
+        CapacityError, match=r"20 host blocks .* take 2\.05 KiB, but .* 2\.05 KiB are free; .* takes 100 B"
+    ):
+        choose_num_host_blocks(plan, wanted=20, available=available)
 
 
 def test_the_table_names_every_part():

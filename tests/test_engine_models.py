@@ -40,7 +40,10 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
             prompts, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True), use_tqdm=False
         )
         invariants(llm)
-        assert llm.stats()["num_preemptions_total"]["recompute"] > 0
+        if (
+            llm._engine.scheduler.block_manager.sliding_window is None
+        ):  # else blocks that fell out of the window are enough
+            assert llm.stats()["num_preemptions_total"]["recompute"] > 0
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         tokens, logits = greedy_with_logits(model, prompt, NUM_TOKENS)
         assert output.outputs[0].token_ids == tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import jax
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 
 from jaxpage import SamplingParams
+from jaxpage.decoding import Fork, SamplingStrategy
+from jaxpage.engine.text import NoText
+from jaxpage.scheduling.draft import Draft
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -43,6 +47,15 @@ ENGINES = {
     "wide": {"max_num_seqs": 16, "max_num_batched_tokens": 128},
     "narrow chunks": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
     "small pool": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32},
+    "swapping": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32, "preemption_mode": "swap"},
+    "fair and mixed": {
+        "max_num_seqs": 6,
+        "num_blocks": 25,
+        "max_num_batched_tokens": 32,
+        "scheduling_policy": "fair",
+        "enable_mixed_steps": True,
+        "new_requests_wait_until": "completed",
+    },
 }
 
 
@@ -87,17 +100,26 @@ def test_the_requests_differ(lone_tokens):
 @pytest.mark.parametrize(
     ("family", "engine"),
     [("llama", engine) for engine in ENGINES]
-    + [("opt", "small pool"), ("mistral", "blocks of 8"), ("mistral", "small pool")],
+    + [("opt", "small pool"), ("mistral", "blocks of 8"), ("mistral", "tiny pool"), ("mistral", "swapping")],
 )
 def test_together_as_alone(family, engine, directories, prompts, lone_tokens):
-    with make_llm(directories[family], **ENGINES[engine]) as llm:
+    tiny = {"max_num_seqs": 6, "block_size": 4, "num_blocks": 31, "max_num_batched_tokens": 16, "max_model_len": 120}
+    settings = {**ENGINES, "tiny pool": tiny}[engine]
+    if (
+        engine == "tiny pool"
+    ):  # of the window's size: the longest prompt does not fit into the model, nor its blocks into the pool
+        prompts, lone_tokens = prompts[:3], {key: tokens[:3] for key, tokens in lone_tokens.items()}
+    with make_llm(directories[family], **settings) as llm:
         for kind, params in KINDS.items():
             assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == lone_tokens[family, kind]
-        reverse = llm.generate(prompts[::-1], [KINDS["greedy"], KINDS["seeded"]] * 3, use_tqdm=False)
-        mixed = [lone_tokens[family, kind][index] for index, kind in enumerate(["seeded", "greedy"] * 3)]
-        assert tokens_of(reverse)[::-1] == mixed
-        if engine == "small pool":
-            assert llm.stats()["num_preemptions_total"]["recompute"] >= 3
+        kinds = [("seeded", "greedy")[index % 2] for index in range(len(prompts))]
+        reverse = llm.generate(prompts[::-1], [KINDS[kind] for kind in kinds[::-1]], use_tqdm=False)
+        assert tokens_of(reverse)[::-1] == [lone_tokens[family, kind][index] for index, kind in enumerate(kinds)]
+        preempted = llm.stats()["num_preemptions_total"]
+        if family != "mistral" and engine in ("small pool", "swapping"):
+            assert preempted["swap" if engine == "swapping" else "recompute"] >= 3
+        if family == "mistral" and engine == "tiny pool":
+            assert preempted["recompute"] > 0
         invariants(llm)
 
 
@@ -120,6 +142,109 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
                 want = lone_tokens["llama", kind][2][0][: short.max_tokens]
                 assert reporter.whole().outputs[0].token_ids == want
         invariants(llm)
+
+
+@pytest.fixture
+def give_way(monkeypatch):
+    """Makes the newest running group give way at the beginning of the next step, whatever there is room for."""
+
+    def at_next_step(scheduler):
+        class Forced(Draft):
+            def __init__(self):
+                super().__init__()
+                monkeypatch.undo()
+                if scheduler.num_running > 1:
+                    scheduler._preempt_last(self)
+
+        monkeypatch.setattr("jaxpage.scheduling.scheduler.Draft", Forced)
+
+    return at_next_step
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens, give_way):
+    """In the middle of its prompt, at its first token, later: swapped or recomputed, its tokens and their probabilities stay."""
+    settings = {
+        "preemption_mode": mode,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 2,
+    }
+    with make_llm(directories[family], **settings) as llm:
+        engine = llm._engine
+        for kind, params in KINDS.items():
+            short = dataclasses.replace(params, max_tokens=8)
+            for step in range(2, 16):
+                engine.add("older", None, prompts[0], params)
+                reporter = engine.add("watched", None, prompts[2], short)
+                for number in range(10_000):
+                    if number == step:
+                        give_way(engine.scheduler)
+                    if not engine.step():
+                        break
+                ((token_ids, logprobs),) = tokens_of([reporter.whole()])
+                want_ids, want_logprobs = lone_tokens[family, kind][2]
+                assert (token_ids, logprobs) == (want_ids[:8], want_logprobs[:8])
+        assert llm.stats()["num_preemptions_total"][mode] > 20
+        invariants(llm)
+
+
+class Forking(SamplingStrategy):
+    """After `fork_at` tokens a twin goes on with the same noise: it must say what its elder says."""
+
+    def __init__(self, engine, request, fork_at):
+        super().__init__(request, lambda: NoText())
+        self._engine, self._fork_at, self.num_tokens = engine, fork_at, 0
+
+    def advance(self, sequence_id, token_id, logprobs=None):
+        edits = super().advance(sequence_id, token_id, logprobs)
+        self.num_tokens += 1
+        if self.num_tokens == self._fork_at:
+            child_id = next(self._engine._sequence_ids)
+            self._stopping_of[child_id] = copy.deepcopy(self._stopping_of[sequence_id])
+            self._engine._strategies[child_id] = self
+            self._engine._groups[child_id] = self._engine._groups[sequence_id]
+            edits.append(Fork(sequence_id, child_id, 0))
+        return edits
+
+
+@pytest.mark.parametrize("mode", ["auto", "recompute"])
+def test_forked_or_run_again(mode, directories, prompts, lone_tokens, monkeypatch, give_way):
+    """A fork that shares its elder's blocks, swapped with it or recomputed without it, draws what a run of its own draws."""
+    monkeypatch.setattr("jaxpage.engine.admission.unsupported", lambda params: [])
+    with make_llm(directories["llama"], preemption_mode=mode) as llm:
+        engine = llm._engine
+        for kind, params in KINDS.items():
+            for fork_at in (1, 2, 9, 24):
+                engine.add("older", None, prompts[0], dataclasses.replace(params, max_tokens=60))
+                reporter = engine.add("watched", None, prompts[2], dataclasses.replace(params, n=2))
+                (group,) = (g for g in engine.scheduler.waiting if g.request.request_id == "watched")
+                strategy = Forking(engine, group.request, fork_at)
+                engine._strategies[group.sequences[0].sequence_id] = strategy
+                while engine.step():
+                    if strategy.num_tokens in (fork_at, fork_at + 6):
+                        give_way(engine.scheduler)
+                elder, twin = reporter.whole().outputs
+                assert elder.token_ids == twin.token_ids == lone_tokens["llama", kind][2][0]
+        stats = llm.stats()
+        assert stats["copy_on_write_blocks_total"] > 0
+        assert stats["num_preemptions_total"]["swap" if mode == "auto" else "recompute"] >= 8
+        invariants(llm)
+
+
+def test_pinned_or_not(directories, prompts, lone_tokens):
+    """Behind a pinned prefix that ends in the middle of a block, with and without a cache beside it."""
+    for caching in (True, False):
+        with make_llm(directories["llama"], enable_prefix_caching=caching) as llm:
+            for length in (1, 15, 16, 40, 60, 61):
+                with llm.pin_prefix(prompts[1][:length]):
+                    for kind, params in KINDS.items():
+                        llm.reset_prefix_cache()
+                        outputs = llm.generate([prompts[1], prompts[3], prompts[1]], params, use_tqdm=False)
+                        assert tokens_of(outputs) == [lone_tokens["llama", kind][index] for index in (1, 3, 1)]
+                        assert outputs[0].metrics.num_cached_tokens == min(length, 60)
+            invariants(llm)
 
 
 def mark(llm):

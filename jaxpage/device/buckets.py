@@ -8,6 +8,9 @@ from dataclasses import dataclass
 SMALLEST_ROWS = 2
 SMALLEST_CHUNK = 16
 CHUNK_ROWS = 16  # sequences that share one prompt step, at most
+# A batch of swapped blocks: large enough that calls cost little, small enough that padding does (docs/lab-log.md).
+SWAPPED_BYTES = 2 * 2**20
+MOST_SWAPPED = 64
 
 
 @dataclass(frozen=True, order=True)
@@ -28,11 +31,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketMenu:
-    """All shapes that a step can have, from small to large, and the number of block copies of a copying step."""
+    """All shapes that a step can have, from small to large, and how many blocks are copied, or swapped, at once."""
 
     decode: tuple[Bucket, ...]
     chunk: tuple[Bucket, ...]
     num_copies: int = 16
+    num_swapped: int = 0  # 0: nothing is swapped
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -64,6 +68,11 @@ def make_menu(max_num_seqs: int, max_num_batched_tokens: int, *, mixed: bool = F
         decode=tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, max(SMALLEST_ROWS, max_num_seqs), 2)),
         chunk=tuple(Bucket(size, rows, size) for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens, 4)),
     )
+
+
+def swapped_at_once(block_bytes: int) -> int:
+    """Blocks of a batch to or from the host: a power of two."""
+    return min(MOST_SWAPPED, 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1))
 
 
 def _ladder(first: int, last: int, factor: int) -> list[int]:

@@ -19,13 +19,16 @@ from tqdm import tqdm
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.step_inputs import packed_size
-from jaxpage.device.steps import StepOptions, copy_step, model_step
+from jaxpage.device.steps import StepOptions, copy_step, gather_blocks, model_step, scatter_blocks
 
 logger = logging.getLogger(__name__)
 
 
 class Executables:
-    """One executable per bucket, and one that copies blocks. A shape that is not in the table is an error, never a compilation."""
+    """One executable per bucket, one that copies blocks and, if the menu swaps, two that move blocks from and to the host.
+
+    A shape that is not in the table is an error, never a compilation.
+    """
 
     def __init__(self, menu: BucketMenu, parameters: Any, pages: KVPages, options: StepOptions, *, progress: bool):
         """parameters and pages give shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do."""
@@ -37,6 +40,9 @@ class Executables:
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
         jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies)
+        if menu.num_swapped:
+            jobs["gather"] = functools.partial(_compile_gather, pages, menu.num_swapped)
+            jobs["scatter"] = functools.partial(_compile_scatter, pages, menu.num_swapped)
         self._table = _run_all(jobs, progress)
         self.compile_seconds = time.monotonic() - started
 
@@ -52,6 +58,16 @@ class Executables:
     @property
     def copy(self) -> Callable[[KVPages, Any], KVPages]:
         executable: Callable[[KVPages, Any], KVPages] = self._table["copy"]
+        return executable
+
+    @property
+    def gather(self) -> Callable[[KVPages, Any], jax.Array]:
+        executable: Callable[[KVPages, Any], jax.Array] = self._table["gather"]
+        return executable
+
+    @property
+    def scatter(self) -> Callable[[KVPages, Any, Any], KVPages]:
+        executable: Callable[[KVPages, Any, Any], KVPages] = self._table["scatter"]
         return executable
 
     def close(self) -> None:
@@ -88,6 +104,17 @@ def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: Step
 def _compile_copy(pages: KVPages, num_copies: int) -> Any:
     pairs = jax.ShapeDtypeStruct((num_copies, 2), jnp.int32)
     return jax.jit(copy_step, donate_argnums=0).lower(pages, pairs).compile()
+
+
+def _compile_gather(pages: KVPages, num_blocks: int) -> Any:
+    blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
+    return jax.jit(gather_blocks).lower(pages, blocks).compile()
+
+
+def _compile_scatter(pages: KVPages, num_blocks: int) -> Any:
+    blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
+    contents = jax.eval_shape(gather_blocks, pages, blocks)
+    return jax.jit(scatter_blocks, donate_argnums=0).lower(pages, blocks, contents).compile()
 
 
 def _run_all(jobs: dict[Bucket | str, Callable[[], Any]], progress: bool) -> dict[Bucket | str, Any]:

@@ -10,7 +10,7 @@ import psutil
 
 from jaxpage.errors import CapacityError
 
-HOST_SHARE = 0.5  # of the free host memory that the pool may take on CPU, where other programs live too
+HOST_SHARE = 0.5  # of the free host memory that a pool may take there, where other programs live too
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -26,10 +26,15 @@ class MemoryPlan:
     block_size: int
     num_blocks: int  # the null block included
     max_model_len: int
+    num_host_blocks: int = 0  # for swapping, beside the null block of the host; 0: nothing is swapped
 
     @property
     def pool_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    @property
+    def host_pool_bytes(self) -> int:
+        return (self.num_host_blocks + 1) * self.block_bytes if self.num_host_blocks else 0
 
     @property
     def num_slots(self) -> int:
@@ -46,6 +51,7 @@ class MemoryPlan:
             ("KV pool", gib(self.pool_bytes)),
             ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(self.block_bytes)} each"),
             ("KV tokens", f"{self.num_slots:,}"),
+            ("host blocks for swapping", f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}"),
             (f"sequences of {self.max_model_len:,} tokens", f"{sequences:,.1f}"),
         ]
 
@@ -62,6 +68,10 @@ def available_bytes(device: jax.Device, utilization: float) -> int:
     statistics = device.memory_stats() if device.platform != "cpu" else None
     if statistics and "bytes_limit" in statistics:
         return int(statistics["bytes_limit"] * utilization) - int(statistics.get("bytes_in_use", 0))
+    return available_host_bytes()
+
+
+def available_host_bytes() -> int:
     return min(psutil.virtual_memory().available, _cgroup_bytes())
 
 
@@ -83,6 +93,28 @@ def choose_num_blocks(plan: MemoryPlan, *, wanted: int | None, pool_bytes: int |
     if plan.num_slots < 2:
         raise CapacityError(
             _does_not_fit(plan, f"A pool of {plan.num_blocks} blocks (one is the null block) holds no sequence")
+        )
+    return plan
+
+
+def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: int) -> MemoryPlan:
+    """The plan with `num_host_blocks` filled in: the caller's number, else as many as the device has, in half of what is free.
+
+    available: bytes of the host that nobody uses; on CPU the weights, the workspace and the KV pool will take their part of them.
+
+    Raises CapacityError with the numbers if the caller's number does not fit.
+    """
+    taken = plan.weights_bytes + plan.workspace_bytes + plan.pool_bytes if plan.device.startswith("cpu") else 0
+    free = max(0, available - taken)
+    if wanted is None:
+        fitting = int(free * HOST_SHARE) // plan.block_bytes - 1
+        return replace(plan, num_host_blocks=max(0, min(plan.num_blocks - 1, fitting)))
+    plan = replace(plan, num_host_blocks=wanted)
+    if plan.host_pool_bytes > free:
+        raise CapacityError(
+            f"{wanted} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
+            f"{gib(free)} are free; a block of {plan.block_size} slots takes {gib(plan.block_bytes)}. Lower swap_space_blocks, "
+            "leave it out to take what fits, or free memory."
         )
     return plan
 

@@ -16,26 +16,41 @@ from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.step_inputs import packed_size, views
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
 
+Pairs = npt.NDArray[np.int32]
+
 
 @dataclass(frozen=True)
 class Batch:
-    """A step ready for the device: which executable, its one input, and the block copies to make before it."""
+    """A step ready for the device: which executable, its one input, and what moves blocks before it, in the plan's order."""
 
     bucket: Bucket
     packed: npt.NDArray[np.int32]
-    copies: tuple[npt.NDArray[np.int32], ...]  # each [num_copies, 2], padded with the null block
+    swap_out: tuple[Pairs, ...]  # each [num_swapped, 2]: (block, host block), padded with the null blocks of both sides
+    swap_in: tuple[Pairs, ...]  # each [num_swapped, 2]: (host block, block), padded likewise
+    copies: tuple[Pairs, ...]  # each [num_copies, 2], padded with the null block
     num_draws: int
 
 
 class BatchBuilder:
     """Knows the menu of shapes and the limits of every id."""
 
-    def __init__(self, menu: BucketMenu, *, table_width: int, block_size: int, num_blocks: int, vocab_size: int):
+    def __init__(
+        self,
+        menu: BucketMenu,
+        *,
+        table_width: int,
+        block_size: int,
+        num_blocks: int,
+        vocab_size: int,
+        num_host_blocks: int = 0,
+    ):
+        """num_blocks counts the null block, as the pages do; num_host_blocks does not, so host ids run from 1 to it."""
         self.menu = menu
         self.table_width = table_width
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.vocab_size = vocab_size
+        self.num_host_blocks = num_host_blocks
 
     def build(self, plan: StepPlan) -> Batch:
         bucket = self.menu.choose([len(row.token_ids) for row in plan.rows])
@@ -44,7 +59,15 @@ class BatchBuilder:
         self._fill_rows(fields, plan.rows)
         self._fill_draws(fields, plan.samples)
         self._check(fields)
-        return Batch(bucket, packed, self._copies(plan.copies), len(plan.samples))
+        device, host = self.num_blocks, self.num_host_blocks + 1
+        return Batch(
+            bucket,
+            packed,
+            swap_out=_pad("swap_out", plan.swap_out, (device, host), self.menu.num_swapped),
+            swap_in=_pad("swap_in", plan.swap_in, (host, device), self.menu.num_swapped),
+            copies=_pad("copies", plan.copies, (device, device), self.menu.num_copies),
+            num_draws=len(plan.samples),
+        )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         """Rows lie one after the other in the stream; rows of padding are empty, tokens of padding go to the null block."""
@@ -100,14 +123,14 @@ class BatchBuilder:
                     f"{name} has entries from {values.min()} to {values.max()}, allowed are 0 to {limit - 1}"
                 )
 
-    def _copies(self, copies: tuple[tuple[int, int], ...]) -> tuple[npt.NDArray[np.int32], ...]:
-        size = self.menu.num_copies
-        batches = []
-        for start in range(0, len(copies), size):
-            part = copies[start : start + size]
-            pairs = np.zeros((size, 2), np.int32)
-            pairs[: len(part)] = part
-            if pairs.min() < 0 or pairs.max() >= self.num_blocks:
-                raise ValueError(f"block copies {part} leave the pool of {self.num_blocks} blocks")
-            batches.append(pairs)
-        return tuple(batches)
+
+def _pad(name: str, pairs: tuple[tuple[int, int], ...], limits: tuple[int, int], size: int) -> tuple[Pairs, ...]:
+    """The pairs as arrays [size, 2], the last padded with null blocks. Only padding may name one."""
+    if not pairs:
+        return ()
+    ids = np.array(pairs, np.int32)
+    if ids.min() < 1 or (ids >= limits).any():
+        raise ValueError(f"{name} {pairs} leave the pools: ids are 1 to {limits[0] - 1} and 1 to {limits[1] - 1}")
+    padded = np.zeros((-(-len(ids) // size) * size, 2), np.int32)
+    padded[: len(ids)] = ids
+    return tuple(padded.reshape(-1, size, 2))

@@ -17,9 +17,17 @@ from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
-from jaxpage.device.buckets import BucketMenu, make_menu
+from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.executables import Executables, use_compile_cache
-from jaxpage.device.sizing import MemoryPlan, available_bytes, choose_num_blocks, gib
+from jaxpage.device.host_pages import HostPages
+from jaxpage.device.sizing import (
+    MemoryPlan,
+    available_bytes,
+    available_host_bytes,
+    choose_num_blocks,
+    choose_num_host_blocks,
+    gib,
+)
 from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.engine import Engine
@@ -58,7 +66,9 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     device = jax.devices()[0]
     dtype = _dtype(config, files, device)
     menu = make_menu(config.max_num_seqs, _max_num_batched_tokens(config, device), mixed=_mixes(config))
-    memory = _plan_memory(config, files, device, dtype, menu)
+    memory = _plan_swapping(config, _plan_memory(config, files, device, dtype, menu))
+    if memory.num_host_blocks:
+        menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     if progress:
         _print_table(memory, dtype)
     parameters = load_weights(files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress)
@@ -78,8 +88,9 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
             block_size=config.block_size,
             num_blocks=memory.num_blocks,
             vocab_size=files.spec.vocab_size,
+            num_host_blocks=memory.num_host_blocks,
         ),
-        runner=Runner(parameters, new_pages, executables),
+        runner=Runner(parameters, new_pages, executables, HostPages(memory.num_host_blocks, memory.block_bytes)),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
@@ -177,6 +188,19 @@ def _plan_memory(
     return replace(plan, max_model_len=plan.num_slots)
 
 
+def _plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
+    """The only place that decides whether anything can be swapped: `num_host_blocks` says how much."""
+    if config.preemption_mode == "recompute" or (config.preemption_mode == "auto" and config.max_num_seqs == 1):
+        return plan  # nobody swaps: one sequence recomputes, and there is never more than one
+    plan = choose_num_host_blocks(plan, wanted=config.swap_space_blocks, available=available_host_bytes())
+    if config.preemption_mode == "swap" and not plan.num_host_blocks:
+        raise CapacityError(
+            f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} beside what else "
+            "is in it. Free memory, or use preemption_mode 'recompute'."
+        )
+    return plan
+
+
 def _workspace_estimate(vocab_size: int, width: int, menu: BucketMenu) -> int:
     """Before compilation: logits with what sampling makes of them, and a dozen activations of the widest step, in float32."""
     rows = max(bucket.num_rows for bucket in menu.buckets)
@@ -195,6 +219,7 @@ def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan, kv: K
         BlockPool(memory.num_blocks),
         config.block_size,
         PrefixIndex(config.block_size) if config.enable_prefix_caching else None,
+        host_pool=BlockPool(memory.num_host_blocks + 1) if memory.num_host_blocks else None,
         sliding_window=_sliding_window(kv, memory.max_model_len),
     )
     return Scheduler(

@@ -1,4 +1,4 @@
-"""Runs batches on the device. Owns the parameters and the pages; never sees a sequence."""
+"""Runs batches on the device. Owns the parameters, the pages and the host's pages; never sees a sequence."""
 
 from __future__ import annotations
 
@@ -9,41 +9,72 @@ import jax
 import numpy as np
 
 from jaxpage.device.executables import Executables
+from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.steps import unpack_result
-from jaxpage.engine.batch_builder import Batch
+from jaxpage.engine.batch_builder import Batch, Pairs
 from jaxpage.scheduling.plan import StepResult
 
 
 class Runner:
     """Steps from the table of executables. The pages are donated to each step and replaced by what it returns."""
 
-    def __init__(self, parameters: Any, new_pages: Callable[[], KVPages], executables: Executables):
+    def __init__(
+        self, parameters: Any, new_pages: Callable[[], KVPages], executables: Executables, host_pages: HostPages
+    ):
         self.executables = executables
         self._parameters = parameters
         self._new_pages = new_pages
         self._pages = new_pages()
+        self._host_pages = host_pages
+        self._under_way = False
 
     def run(self, batch: Batch) -> StepResult:
+        self._under_way = True
+        self.swap_out(batch.swap_out)
+        self.swap_in(batch.swap_in)
         for pairs in batch.copies:
             self._pages = self.executables.copy(self._pages, pairs)
         step = self.executables.step(batch.bucket)
         packed, self._pages = step(self._parameters, self._pages, batch.packed)
-        return StepResult(*unpack_result(np.asarray(packed), batch.num_draws))
+        result = StepResult(*unpack_result(np.asarray(packed), batch.num_draws))
+        self._under_way = False
+        return result
+
+    def swap_out(self, batches: tuple[Pairs, ...]) -> None:
+        """Copies each (block, host block) of the batches. On return the host has them, so that the blocks may be overwritten."""
+        for pairs in batches:
+            self._host_pages.store(pairs[:, 1], np.asarray(self.executables.gather(self._pages, pairs[:, 0])))
+
+    def swap_in(self, batches: tuple[Pairs, ...]) -> None:
+        """Copies each (host block, block) of the batches. What reads the pages next waits for it on the device."""
+        for pairs in batches:
+            contents = self._host_pages.load(pairs[:, 0])
+            self._pages = self.executables.scatter(self._pages, pairs[:, 1], contents)
+
+    def wait(self) -> None:
+        """Returns when all that was dispatched has happened: for measurements, since steps need no waiting."""
+        for page in jax.tree.leaves(self._pages):
+            page.block_until_ready()
 
     @property
     def pages_are_lost(self) -> bool:
-        """True after a step that failed or was interrupted between taking the pages and returning them."""
-        return any(page.is_deleted() for page in jax.tree.leaves(self._pages))
+        """True after a step that did not come to its end: it took the pages with it, or moved some of its blocks and not others.
+
+        What that step swapped out may be missing on the host as well; what earlier steps swapped out is there.
+        """
+        return self._under_way or any(page.is_deleted() for page in jax.tree.leaves(self._pages))
 
     def rebuild_pages(self) -> None:
-        """An empty pool; what sequences had in the old one is gone."""
+        """An empty pool; what sequences had in the old one is gone. The host's pages stay as they are."""
         self._pages = ()
         self._pages = self._new_pages()
+        self._under_way = False
 
     def close(self) -> None:
-        """Gives the device memory back."""
+        """Gives the memory of the device and of the host back."""
         for array in jax.tree.leaves((self._parameters, self._pages)):
             array.delete()
         self._parameters, self._pages = {}, ()
+        self._host_pages.close()
         self.executables.close()

@@ -1,0 +1,30 @@
+"""The host's pool of KV blocks: where preempted sequences keep their keys and values while others use the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Blocks = npt.NDArray[np.int32]  # [n] host block ids
+Contents = npt.NDArray[np.uint8]  # [n, bytes of a block], as `gather_blocks` makes them
+
+
+class HostPages:
+    """One row of bytes per block, all layers together. Blocks 1 .. num_blocks hold content; block 0 is the null block, for padding.
+
+    Memory that was never written to is not taken from the system. Ids are not checked here: the batch builder does.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int):
+        self._rows: Contents = np.empty((num_blocks + 1, block_bytes), np.uint8)
+
+    def store(self, blocks: Blocks, contents: Contents) -> None:
+        self._rows[blocks] = contents
+
+    def load(self, blocks: Blocks) -> Contents:
+        """A copy, so that a transfer to the device that is still under way does not see what is stored next."""
+        return self._rows[blocks]
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._rows = np.empty((0, 0), np.uint8)
