@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.decoding import Fork, SamplingStrategy
 from jaxpage.engine.text import NoText
+from jaxpage.scheduling import scheduler as planning
 from jaxpage.scheduling.draft import Draft
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -145,20 +147,21 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
 
 
 @pytest.fixture
-def give_way(monkeypatch):
+def give_way():
     """Makes the newest running group give way at the beginning of the next step, whatever there is room for."""
 
     def at_next_step(scheduler):
         class Forced(Draft):
             def __init__(self):
                 super().__init__()
-                monkeypatch.undo()
+                planning.Draft = Draft
                 if scheduler.num_running > 1:
                     scheduler._preempt_last(self)
 
-        monkeypatch.setattr("jaxpage.scheduling.scheduler.Draft", Forced)
+        planning.Draft = Forced
 
-    return at_next_step
+    yield at_next_step
+    planning.Draft = Draft
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -178,15 +181,16 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens
             for step in range(2, 16):
                 engine.add("older", None, prompts[0], params)
                 reporter = engine.add("watched", None, prompts[2], short)
-                for number in range(10_000):
+                for number in itertools.count():
+                    if not engine.has_unfinished:
+                        break
                     if number == step:
                         give_way(engine.scheduler)
-                    if not engine.step():
-                        break
+                    engine.step()
                 ((token_ids, logprobs),) = tokens_of([reporter.whole()])
                 want_ids, want_logprobs = lone_tokens[family, kind][2]
                 assert (token_ids, logprobs) == (want_ids[:8], want_logprobs[:8])
-        assert llm.stats()["num_preemptions_total"][mode] > 20
+        assert llm.stats()["num_preemptions_total"][mode] >= 16
         invariants(llm)
 
 
@@ -222,13 +226,14 @@ def test_forked_or_run_again(mode, directories, prompts, lone_tokens, monkeypatc
                 (group,) = (g for g in engine.scheduler.waiting if g.request.request_id == "watched")
                 strategy = Forking(engine, group.request, fork_at)
                 engine._strategies[group.sequences[0].sequence_id] = strategy
-                while engine.step():
+                while engine.has_unfinished:
+                    engine.step()
                     if strategy.num_tokens in (fork_at, fork_at + 6):
                         give_way(engine.scheduler)
                 elder, twin = reporter.whole().outputs
                 assert elder.token_ids == twin.token_ids == lone_tokens["llama", kind][2][0]
         stats = llm.stats()
-        assert stats["copy_on_write_blocks_total"] > 0
+        assert (stats["copy_on_write_blocks_total"] > 0) == (mode == "auto")  # what is recomputed is shared no more
         assert stats["num_preemptions_total"]["swap" if mode == "auto" else "recompute"] >= 8
         invariants(llm)
 
