@@ -53,8 +53,8 @@ class EngineConfig(BaseModel):
     tokenizer: _Name | None = None  # where its files are; None: with the model
     revision: str | None = None  # of the hub repository
     load_format: Literal["auto", "safetensors", "orbax"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights and KV pages
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of KV pages; "auto": as dtype
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of KV pages; "auto": that of weights
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None  # prompt and output together; None: the model's
     block_size: _Count = 16  # slots of a KV block
     num_blocks: Annotated[int, Field(ge=2, lt=2**31)] | None = (
@@ -149,7 +149,6 @@ _REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attention_backend": (("auto", "reference", "scan"), "this version has no such kernel"),
     "speculative_config": ((None,), "this version does not speculate"),
     "tensor_parallel_size": ((1,), "this version runs on one device"),
-    "kv_cache_dtype": (("auto",), "this version keeps keys and values in the model's dtype"),
     "event_log": ((None,), "this version writes none"),
 }
 

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.quantized_pages import check_scales, quantize
 
 
 def write_kv(
     k_TKH: Float[Array, "T K H"],
     v_TKH: Float[Array, "T K H"],
-    k_pages: Float[Array, "P S K H"],
-    v_pages: Float[Array, "P S K H"],
+    k_pages: Num[Array, "P S K H"],
+    v_pages: Num[Array, "P S K H"],
     slots_T: Int[Array, "T"],
-) -> tuple[Float[Array, "P S K H"], Float[Array, "P S K H"]]:
-    """Returns the pages with token t's key and value at slot `slots_T[t]` (block * S + offset), cast to the pages' type.
+    *,
+    k_scale: Float[Array, "P S K"] | None = None,
+    v_scale: Float[Array, "P S K"] | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns the pages with token t's key and value at slot `slots_T[t]` (block * S + offset): k_pages and v_pages, then, where
+    they were given, k_scale and v_scale.
 
-    Padding tokens name a slot of the null block. Slots are not checked on the device, where JAX would drop or clamp a wrong one:
-    the host must.
+    Float pages take what is written cast to their type; pages of int8 or float8 come with scales and take it quantised, as
+    `quantized_pages` says. Padding tokens name a slot of the null block. Slots are not checked on the device, where JAX would drop
+    or clamp a wrong one: the host must.
+
+    Raises:
+        ValueError, TypeError: pages and scales do not fit together.
     """
-    return _write(k_pages, k_TKH, slots_T), _write(v_pages, v_TKH, slots_T)
+    check_scales(k_pages, v_pages, k_scale, v_scale)
+    if k_scale is None or v_scale is None:
+        return _write(k_pages, k_TKH, slots_T), _write(v_pages, v_TKH, slots_T)
+    k_kept_TKH, k_scale_TK = quantize(k_TKH, k_pages.dtype)
+    v_kept_TKH, v_scale_TK = quantize(v_TKH, v_pages.dtype)
+    return (
+        _write(k_pages, k_kept_TKH, slots_T),
+        _write(v_pages, v_kept_TKH, slots_T),
+        _write(k_scale, k_scale_TK, slots_T),
+        _write(v_scale, v_scale_TK, slots_T),
+    )
 
 
-def _write(pages: Float[Array, "P S K H"], new_TKH: Float[Array, "T K H"], slots_T: Int[Array, "T"]) -> jax.Array:
+def _write(pages: Num[Array, "P S ..."], new: Num[Array, "T ..."], slots_T: Int[Array, "T"]) -> jax.Array:
     num_blocks, block_size = pages.shape[:2]
     slots = pages.reshape(num_blocks * block_size, *pages.shape[2:])
     # A slot below zero would wrap around to the end of the pool; slots are never negative, so the wrap is left out of the program.
-    written = slots.at[slots_T].set(new_TKH.astype(pages.dtype), mode="drop", wrap_negative_indices=False)
+    written = slots.at[slots_T].set(new.astype(pages.dtype), mode="drop", wrap_negative_indices=False)
     return written.reshape(pages.shape)

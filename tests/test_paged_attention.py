@@ -156,6 +156,26 @@ def test_what_nobody_sees_may_be_nan(backend):
     np.testing.assert_array_equal(run(*case.arrays, scale=0.3, backend=backend), clean)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("contexts", "queries"), [([200, 70, 9], [1, 1, 1]), ([200, 150, 30], [20, 1, 30])])
+def test_what_no_window_reaches_may_be_nan(backend, contexts, queries):
+    """Blocks that every window has left are replaced by the null block, and nothing is known of what that holds."""
+    window, block_size = 9, 8
+    case = make_case(6, contexts, queries)
+    options = {"scale": 0.3, "sliding_window": window, "backend": backend}
+    clean = np.asarray(run(*case.arrays, **options))
+    np.testing.assert_allclose(clean, oracle(case, scale=0.3, sliding_window=window), atol=2e-6)
+    poisoned = [np.full_like(pages, np.nan) for pages in (case.k_pages, case.v_pages)]
+    table = np.zeros_like(case.block_table_BM)
+    for row, (length, num_new) in enumerate(zip(contexts, queries, strict=True)):
+        for position in range(max(0, length - num_new - window + 1), length):
+            block = table[row, position // block_size] = case.block_table_BM[row, position // block_size]
+            for pages, clean_pages in zip(poisoned, (case.k_pages, case.v_pages), strict=True):
+                pages[block, position % block_size] = clean_pages[block, position % block_size]
+    case = dataclasses.replace(case, k_pages=poisoned[0], v_pages=poisoned[1], block_table_BM=table)
+    np.testing.assert_array_equal(run(*case.arrays, **options), clean)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 24)), min_size=2, max_size=4),

@@ -310,6 +310,25 @@ def test_keys_and_values_are_the_same_to_the_last_bit(directories, prompts):
     assert len(contents) == 1
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_quantised_keys_and_values(kv_cache_dtype, directories, prompts, lone_tokens):
+    """A slot's eight bits and their scale depend on nothing but the vector: tokens and bits are those of the lone request."""
+    params = [KINDS["greedy"], KINDS["seeded"]] * 3
+    lone = {"max_num_seqs": 2, "enable_prefix_caching": False}
+    with make_llm(directories["llama"], **lone, kv_cache_dtype=kv_cache_dtype) as llm:
+        want = [tokens_of(llm.generate(*one, use_tqdm=False))[0] for one in zip(prompts, params, strict=True)]
+        contents = {_blocks_of(llm, prompts[3], 120)}
+    assert want != [lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)]
+    small_pool = {"block_size": 4, "num_blocks": 97, "max_num_batched_tokens": 32}
+    with make_llm(directories["llama"], **small_pool, kv_cache_dtype=kv_cache_dtype) as llm:
+        for _ in range(2):  # computed, then found
+            assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
+        stats = llm.stats()
+        assert stats["prefix_cache_hits_total"] > 100 and stats["num_preemptions_total"]["recompute"] >= 1
+        contents.add(_blocks_of(llm, prompts[3], 7))
+    assert len(contents) == 1
+
+
 def _blocks_of(llm, prompt, cut):
     """The bytes of a prompt's keys and values; its first `cut` tokens are computed before a stranger joins."""
     engine = llm._engine

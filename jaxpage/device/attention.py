@@ -23,15 +23,28 @@ def make_attend(inputs: StepInputs, *, backend: str, max_query_len: int) -> Atte
         scale: float,
         sliding_window: int | None = None,
     ) -> tuple[jax.Array, LayerPages]:
-        pages = LayerPages(*write_kv(k_TKH, v_TKH, *layer_pages, inputs.slots_T))
+        pages = LayerPages(
+            *write_kv(
+                k_TKH,
+                v_TKH,
+                layer_pages.k_pages,
+                layer_pages.v_pages,
+                inputs.slots_T,
+                k_scale=layer_pages.k_scale,
+                v_scale=layer_pages.v_scale,
+            )
+        )
         out_TNH = paged_attention(
             q_TNH,
-            *pages,
+            pages.k_pages,
+            pages.v_pages,
             inputs.block_table_BM,
             inputs.context_len_B,
             inputs.query_start,
             scale=scale,
             sliding_window=sliding_window,
+            k_scale=pages.k_scale,
+            v_scale=pages.v_scale,
             backend=backend,
             max_query_len=max_query_len,
         )

@@ -1,7 +1,11 @@
-"""The keys and values on the device: one donated pytree, two arrays per layer, block 0 being the null block that takes padding."""
+"""The keys and values on the device: one donated pytree, two arrays per layer and two of scales where they are quantised.
+
+Block 0 is the null block, which takes padding.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -9,6 +13,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpage.models.base import KVSpec
+from pallas_kernels import is_quantized
+
+_PAGE_DTYPES = {"int8": "int8", "fp8": "uint8"}  # of kv_cache_dtype; float8_e4m3fn is kept as its bits
 
 
 class LayerPages(NamedTuple):
@@ -16,19 +23,30 @@ class LayerPages(NamedTuple):
 
     k_pages: jax.Array  # [P, S, K, H]
     v_pages: jax.Array  # [P, S, K, H]
+    k_scale: jax.Array | None = None  # [P, S, K] in float32, of quantised pages
+    v_scale: jax.Array | None = None
 
 
 KVPages = tuple[LayerPages, ...]
 
 
+def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
+    """The type of the pages' arrays for a value of the setting; "auto" is the model's own."""
+    return jnp.dtype(_PAGE_DTYPES.get(kv_cache_dtype, model_dtype))
+
+
 def bytes_per_block(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:
-    return 2 * kv.num_layers * block_size * kv.num_kv_heads * kv.head_width * jnp.dtype(dtype).itemsize
+    """Scales included."""
+    arrays = jax.tree.leaves(page_shapes(kv, 1, block_size, dtype))
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
 def page_shapes(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike) -> KVPages:
     """The pages as shapes, for compiling ahead of time."""
-    page = jax.ShapeDtypeStruct((num_blocks, block_size, kv.num_kv_heads, kv.head_width), dtype)
-    return tuple(LayerPages(page, page) for _ in range(kv.num_layers))  # type: ignore[arg-type]
+    slots = (num_blocks, block_size, kv.num_kv_heads)
+    page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
+    scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
+    return tuple(LayerPages(page, page, scale, scale) for _ in range(kv.num_layers))  # type: ignore[arg-type]
 
 
 def allocate(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike) -> KVPages:

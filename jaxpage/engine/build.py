@@ -70,16 +70,13 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     if memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     if progress:
-        _print_table(memory, dtype)
+        _print_table(memory, dtype, config.kv_cache_dtype)
     parameters = load_weights(files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress)
     graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
     table_width = -(-memory.max_model_len // config.block_size)
     options = StepOptions(graph, table_width, config.attention_backend, sample_by_row=device.platform == "cpu")
-    pages = kv_pages.page_shapes(files.spec.kv, memory.num_blocks, config.block_size, jnp.dtype(dtype))
-    executables = Executables(menu, parameters, pages, options, progress=progress)
-    new_pages = functools.partial(
-        kv_pages.allocate, files.spec.kv, memory.num_blocks, config.block_size, jnp.dtype(dtype)
-    )
+    pool = (files.spec.kv, memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
+    executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
     engine = Engine(
         scheduler=_scheduler(config, menu, memory, files.spec.kv),
         builder=BatchBuilder(
@@ -90,7 +87,12 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
             vocab_size=files.spec.vocab_size,
             num_host_blocks=memory.num_host_blocks,
         ),
-        runner=Runner(parameters, new_pages, executables, HostPages(memory.num_host_blocks, memory.block_bytes)),
+        runner=Runner(
+            parameters,
+            functools.partial(kv_pages.allocate, *pool),
+            executables,
+            HostPages(memory.num_host_blocks, memory.block_bytes),
+        ),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
@@ -169,7 +171,9 @@ def _plan_memory(
         available_bytes=available_bytes(device, config.gpu_memory_utilization),
         weights_bytes=files.plan.num_bytes(dtype),
         workspace_bytes=_workspace_estimate(spec.vocab_size, spec.model_width, menu),
-        block_bytes=kv_pages.bytes_per_block(spec.kv, config.block_size, jnp.dtype(dtype)),
+        block_bytes=kv_pages.bytes_per_block(
+            spec.kv, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype)
+        ),
         block_size=config.block_size,
         num_blocks=0,
         max_model_len=config.max_model_len or longest,
@@ -244,8 +248,9 @@ def _sliding_window(kv: KVSpec, max_model_len: int) -> int | None:
     return max(windows)
 
 
-def _print_table(memory: MemoryPlan, dtype: str) -> None:
-    rows = [*memory.rows(), ("dtype", dtype)]
+def _print_table(memory: MemoryPlan, dtype: str, kv_cache_dtype: str) -> None:
+    kv_dtype = dtype if kv_cache_dtype == "auto" else f"{kv_cache_dtype}, a float32 scale per token and head"
+    rows = [*memory.rows(), ("dtype", dtype), ("KV dtype", kv_dtype)]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"  {name:<{width}}  {value}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.paged_attention import reference, scan
 from pallas_kernels.paged_attention.arguments import Arguments
@@ -19,8 +19,8 @@ INTERPRETABLE_BACKENDS: tuple[str, ...] = ()  # kernels that run on CPU with int
 
 def paged_attention(
     q_TNH: Float[Array, "T N H"],
-    k_pages: Float[Array, "P S K H"],
-    v_pages: Float[Array, "P S K H"],
+    k_pages: Num[Array, "P S K H"],
+    v_pages: Num[Array, "P S K H"],
     block_table_BM: Int[Array, "B M"],
     context_len_B: Int[Array, "B"],
     query_start: Int[Array, "B+1"],
@@ -29,8 +29,8 @@ def paged_attention(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     tree_mask_TQ: Bool[Array, "T Q"] | None = None,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
+    k_scale: Float[Array, "P S K"] | None = None,
+    v_scale: Float[Array, "P S K"] | None = None,
     backend: str = "auto",
     interpret: bool = False,
     max_query_len: int | None = None,
@@ -46,7 +46,7 @@ def paged_attention(
         sliding_window: number of positions a token sees, its own included; None for all.
         logit_softcap: scores become softcap * tanh(scores / softcap).
         tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row, in place of the causal order.
-        k_scale, v_scale: reserved for quantised pages, which no backend reads yet.
+        k_scale, v_scale: of pages of int8 or float8, as `write_kv` makes them; None for float pages.
         backend: one of `BACKENDS`, or "auto".
         interpret: reserved for kernels that can be interpreted; refused by backends that are not kernels.
         max_query_len: a promise that no row has more query tokens, which lets a backend choose its tiles; the default is T.
@@ -60,8 +60,6 @@ def paged_attention(
     """
     if backend != "auto" and backend not in _BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, not {backend!r}")
-    if k_scale is not None or v_scale is not None:
-        raise NotImplementedError("k_scale and v_scale: no backend reads quantised pages yet")
     if interpret:
         raise NotImplementedError(f"interpret=True: {backend} is not a kernel; interpretable: {INTERPRETABLE_BACKENDS}")
     arguments = Arguments(
@@ -75,6 +73,8 @@ def paged_attention(
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,
         tree_mask_TQ=tree_mask_TQ,
+        k_scale=k_scale,
+        v_scale=v_scale,
         max_query_len=max_query_len or q_TNH.shape[0],
     )
     refusals = []
@@ -86,6 +86,6 @@ def paged_attention(
     raise NotImplementedError("no backend of paged_attention takes this call: " + "; ".join(refusals))
 
 
-def pages_from_PSKH(pages_PSKH: Float[Array, "P S K H"]) -> Float[Array, "P S K H"]:
+def pages_from_PSKH(pages_PSKH: Num[Array, "P S K H"]) -> Num[Array, "P S K H"]:
     """Turns pages in the order [block, slot, key/value head, head width] into the layout that the kernels use: today the same."""
     return pages_PSKH

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_pages import check_scales
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -22,6 +24,8 @@ class Arguments:
     sliding_window: int | None
     logit_softcap: float | None
     tree_mask_TQ: jax.Array | None
+    k_scale: jax.Array | None  # [P, S, K], of quantised pages
+    v_scale: jax.Array | None
     max_query_len: int
 
     def __post_init__(self) -> None:
@@ -35,6 +39,7 @@ class Arguments:
             raise ValueError(
                 f"k_pages and v_pages must be alike, but are {self.k_pages.shape} and {self.v_pages.shape}"
             )
+        check_scales(self.k_pages, self.v_pages, self.k_scale, self.v_scale)
         num_rows, num_kv_heads = self.block_table_BM.shape[0], self.k_pages.shape[2]
         if self.context_len_B.shape != (num_rows,):
             raise ValueError(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.arguments import Arguments, token_rows
+from pallas_kernels.quantized_pages import dequantize
 
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
 
@@ -42,8 +43,12 @@ def attend(arguments: Arguments) -> jax.Array:
     block_size, num_kv_heads = arguments.k_pages.shape[1:3]
     num_positions = arguments.block_table_BM.shape[1] * block_size
     table_TM = arguments.block_table_BM[rows.row_T]
-    k_TCKH = arguments.k_pages[table_TM].reshape(num_tokens, num_positions, num_kv_heads, width).astype(jnp.float32)
-    v_TCKH = arguments.v_pages[table_TM].reshape(num_tokens, num_positions, num_kv_heads, width).astype(jnp.float32)
+
+    def gathered(pages: jax.Array) -> jax.Array:
+        return pages[table_TM].reshape(num_tokens, num_positions, *pages.shape[2:])
+
+    k_TCKH = dequantize(*jax.tree.map(gathered, (arguments.k_pages, arguments.k_scale)))
+    v_TCKH = dequantize(*jax.tree.map(gathered, (arguments.v_pages, arguments.v_scale)))
     q_TKGH = arguments.q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, width).astype(jnp.float32)
     scores = _product("tkgh,tckh->tkgc", q_TKGH * arguments.scale, k_TCKH)
     if arguments.logit_softcap is not None:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.arguments import Arguments, token_rows
+from pallas_kernels.quantized_pages import dequantize
 
 CONTEXT_TILE = 64  # positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
 QUERY_TILE = 16  # tokens of a row, at most
@@ -96,14 +97,22 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
     assert q_RKAH.shape[2] == max(2, tiles.position_RQ.shape[1] * group)
     table_RM = _padded_table(arguments)[tiles.row_R]
     last_R = jnp.max(tiles.position_RQ, axis=1)
+    first, last = jnp.zeros((), jnp.int32), jnp.max(last_R).astype(jnp.int32)
+    first_R = jnp.zeros_like(last_R)
+    if arguments.sliding_window is not None:
+        lowest_R = jnp.min(jnp.where(tiles.position_RQ < 0, last, tiles.position_RQ), axis=1)
+        first_R = jnp.maximum(lowest_R - arguments.sliding_window + 1, 0)
+        first = jnp.min(first_R).astype(jnp.int32)
 
     def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top_RKA, total_RKA, out_RKAH = carry
         position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
-        k_RCKH = _context_tile(arguments.k_pages, table_RM, index)
-        v_RCKH = _context_tile(arguments.v_pages, table_RM, index)
-        # What lies behind the end of a context may be anything, even NaN, and zero times NaN is NaN.
-        v_RCKH = jnp.where((position_C <= last_R[:, None])[:, :, None, None], v_RCKH, 0.0)
+        tile = functools.partial(_context_tile, table_RM=table_RM, index=index)
+        k_RCKH = dequantize(*jax.tree.map(tile, (arguments.k_pages, arguments.k_scale)))
+        v_RCKH = dequantize(*jax.tree.map(tile, (arguments.v_pages, arguments.v_scale)))
+        # What lies before the window or behind the end of a context may be anything, even NaN, and zero times NaN is NaN.
+        needed_RC = (position_C >= first_R[:, None]) & (position_C <= last_R[:, None])
+        v_RCKH = jnp.where(needed_RC[:, :, None, None], v_RCKH, 0.0)
         scores = _product("rkah,rckh->rkac", q_RKAH, k_RCKH)
         if arguments.logit_softcap is not None:
             scores = arguments.logit_softcap * jnp.tanh(scores / arguments.logit_softcap)
@@ -117,13 +126,9 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         new_out = out_RKAH * shrink[..., None] + _product("rkac,rckh->rkah", weights, v_RCKH)
         return new_top, total_RKA * shrink + _sum_by_halves(weights), new_out
 
-    first, last = jnp.zeros((), jnp.int32), jnp.max(last_R).astype(jnp.int32)
-    if arguments.sliding_window is not None:
-        begin_RQ = jnp.where(tiles.position_RQ < 0, last, tiles.position_RQ) - arguments.sliding_window + 1
-        first = (jnp.maximum(jnp.min(begin_RQ), 0) // CONTEXT_TILE).astype(jnp.int32)
     shape = q_RKAH.shape[:3]
     start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_RKAH.shape))
-    _, total_RKA, out_RKAH = jax.lax.fori_loop(first, last // CONTEXT_TILE + 1, body, start)
+    _, total_RKA, out_RKAH = jax.lax.fori_loop(first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start)
     return out_RKAH / jnp.where(total_RKA == 0.0, 1.0, total_RKA)[..., None]
 
 
@@ -142,7 +147,7 @@ def _padded_table(arguments: Arguments) -> jax.Array:
 
 
 def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
-    """Tile number `index` of every row's context, [R, C, K, H] in float32."""
+    """Tile number `index` of every row's context, [R, C, ...], of pages [P, S, ...]."""
     block_size = pages.shape[1]
     if block_size <= CONTEXT_TILE:
         blocks_per_tile = CONTEXT_TILE // block_size
@@ -151,4 +156,4 @@ def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> ja
     else:
         block = jax.lax.dynamic_index_in_dim(table_RM, index * CONTEXT_TILE // block_size, axis=1, keepdims=False)
         tile = jax.lax.dynamic_slice_in_dim(pages[block], index * CONTEXT_TILE % block_size, CONTEXT_TILE, axis=1)
-    return tile.astype(jnp.float32)
+    return tile
