@@ -212,8 +212,7 @@ class BlockManager:
             (table.blocks, computed.get(sequence_id, 0), known.get(sequence_id, 0))
             for sequence_id, table in self._tables.items()
         ]
-        shared = {block for blocks, _, _ in tables for block in blocks if self.pool.ref_count(block) > 1}
-        return split_memory(tables, self.block_size, self.pool.num_free, len(shared))
+        return split_memory(tables, self.block_size, self.pool.num_free)
 
     def check(self) -> None:
         """Asserts that the pool is whole, its reference counts exactly the entries of the block tables, its kept blocks the index."""
