@@ -167,6 +167,7 @@ def _add_bench(commands: _Commands[_Parser]) -> None:
     add("--baseline", metavar="NAME", help="transformers: the same work by static batches of transformers, beside it")
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="rows of a static batch; default: 16")
     add("--output-json", metavar="FILE", help="write the JSON line there as well")
+    add("--plot", metavar="FILE", help="draw what the KV pool held over time: .png, .svg or .pdf; needs jaxpage[plot]")
     add_engine_flags(throughput, without=("seed",))
     throughput.set_defaults(run=_lazily("bench_throughput"))
 
