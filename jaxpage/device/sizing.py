@@ -36,6 +36,13 @@ class MemoryPlan:
         """Tokens that the pool can hold; the null block holds none."""
         return (self.num_blocks - 1) * self.block_size
 
+    def num_users(self, length: int) -> int:
+        """Sequences of `length` tokens that the pool holds at once: each takes whole blocks."""
+        return (self.num_blocks - 1) // self.blocks_for(length)
+
+    def blocks_for(self, length: int) -> int:
+        return -(-length // self.block_size)
+
     def rows(self) -> list[tuple[str, str]]:
         sequences = self.num_slots / self.max_model_len
         return [

@@ -17,24 +17,22 @@ from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
-from jaxpage.device.buckets import BucketMenu, make_menu
+from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.executables import Executables, use_compile_cache
-from jaxpage.device.sizing import MemoryPlan, available_bytes, choose_num_blocks, gib
+from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.capacity import Form, choose_dtype, place_of, plan_memory, step_menu
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import load_tokenizer
-from jaxpage.errors import CapacityError, CheckpointError, ConfigError
+from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import Scheduler, StepLimits
 
 logger = logging.getLogger(__name__)
-
-BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
-BATCHED_TOKENS_ON_ACCELERATORS = 2048
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,10 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
     device = jax.devices()[0]
-    dtype = _dtype(config, files, device)
-    menu = make_menu(config.max_num_seqs, _max_num_batched_tokens(config, device))
-    memory = _plan_memory(config, files, device, dtype, menu)
+    place = place_of(device, config.gpu_memory_utilization)
+    dtype = choose_dtype(config, place, files.plan.stored_dtype())
+    menu = step_menu(config, place)
+    memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), files.plan.num_bytes(dtype))
     if progress:
         _print_table(memory, dtype)
     parameters = load_weights(files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress)
@@ -131,57 +130,6 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
             "eos_token_id %s can never be drawn: the model's ids end at %d", beyond, files.spec.vocab_size - 1
         )
     return token_ids - beyond
-
-
-def _dtype(config: EngineConfig, files: ModelFiles, device: jax.Device) -> str:
-    """ "auto" follows the checkpoint, but on CPU everything runs in float32, where XLA's bfloat16 products are many times slower."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if device.platform == "cpu" else files.plan.stored_dtype()
-
-
-def _max_num_batched_tokens(config: EngineConfig, device: jax.Device) -> int:
-    if config.max_num_batched_tokens is not None:
-        return max(config.max_num_batched_tokens, 2)
-    return BATCHED_TOKENS_ON_CPU if device.platform == "cpu" else BATCHED_TOKENS_ON_ACCELERATORS
-
-
-def _plan_memory(
-    config: EngineConfig, files: ModelFiles, device: jax.Device, dtype: str, menu: BucketMenu
-) -> MemoryPlan:
-    spec = files.spec
-    longest = spec.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
-    plan = MemoryPlan(
-        device=f"{device.platform} ({device.device_kind})",
-        available_bytes=available_bytes(device, config.gpu_memory_utilization),
-        weights_bytes=files.plan.num_bytes(dtype),
-        workspace_bytes=_workspace_estimate(spec.vocab_size, spec.model_width, menu),
-        block_bytes=kv_pages.bytes_per_block(spec.kv, config.block_size, jnp.dtype(dtype)),
-        block_size=config.block_size,
-        num_blocks=0,
-        max_model_len=config.max_model_len or longest,
-    )
-    plan = choose_num_blocks(
-        plan, wanted=config.num_blocks, pool_bytes=config.kv_cache_memory_bytes, max_num_seqs=config.max_num_seqs
-    )
-    if plan.num_slots >= plan.max_model_len:
-        return plan
-    if config.max_model_len is not None:
-        raise CapacityError(
-            f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the KV pool of {plan.num_slots} slots "
-            f"({plan.num_blocks - 1} blocks of {plan.block_size}). Lower max_model_len to {plan.num_slots} or less, or raise "
-            "num_blocks or kv_cache_memory_bytes."
-        )
-    return replace(plan, max_model_len=plan.num_slots)
-
-
-def _workspace_estimate(vocab_size: int, width: int, menu: BucketMenu) -> int:
-    """Before compilation: logits with what sampling makes of them, and a dozen activations of the widest step, in float32."""
-    rows = max(bucket.num_rows for bucket in menu.buckets)
-    tokens = max(bucket.num_tokens for bucket in menu.buckets)
-    return 4 * (6 * rows * vocab_size + 24 * tokens * width)
 
 
 def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan) -> Scheduler:
