@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpage.config import EngineConfig
     from jaxpage.llm import LLM
+    from jaxpage.memory import MemoryReport
     from jaxpage.outputs import CompletionOutput, RequestOutput
     from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
@@ -20,6 +21,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "MemoryReport",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -28,6 +30,7 @@ __all__ = [
 _HOMES = {
     "LLM": "jaxpage.llm",
     "EngineConfig": "jaxpage.config",
+    "MemoryReport": "jaxpage.memory",
     "SamplingParams": "jaxpage.sampling_params",
     "BeamSearchParams": "jaxpage.sampling_params",
     "RequestOutput": "jaxpage.outputs",

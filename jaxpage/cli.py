@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from jaxpage import __version__
-from jaxpage.cli_flags import UsageError, add_engine_flags, add_sampling_flags
+from jaxpage.cli_flags import ENGINE_FLAGS, PLAN_SETTINGS, UsageError, add_engine_flags, add_sampling_flags, byte_size
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
 
-LATER = ("serve", "plan", "bench latency", "bench serve")  # named by the interface, not in this version
+LATER = ("serve", "bench latency", "bench serve")  # named by the interface, not in this version
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_chat(commands)
     _add_convert(commands)
+    _add_plan(commands)
     _add_compile(commands)
     _add_config(commands)
     _add_bench(commands)
@@ -135,6 +136,21 @@ def _add_convert(commands: _Commands[_Parser]) -> None:
     parser.set_defaults(run=_lazily("convert"))
 
 
+def _add_plan(commands: _Commands[_Parser]) -> None:
+    parser = _command(commands, "plan", "what fits in how much memory, by a model's config.json alone")
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="directory, config.json, hub id or demo")
+    add(
+        "--memory",
+        type=byte_size,
+        metavar="SIZE",
+        help="of each device: 24GiB, 40GB, bytes; default: of this machine's",
+    )
+    add("--json", action="store_true", help="one JSON object in place of the tables")
+    add_engine_flags(parser, without=tuple(flag.setting for flag in ENGINE_FLAGS if flag.setting not in PLAN_SETTINGS))
+    parser.set_defaults(run=_lazily("plan"))
+
+
 def _add_compile(commands: _Commands[_Parser]) -> None:
     parser = _command(commands, "compile", "compile every shape of a configuration into the persistent cache")
     add_engine_flags(parser)
@@ -167,6 +183,7 @@ def _add_bench(commands: _Commands[_Parser]) -> None:
     add("--baseline", metavar="NAME", help="transformers: the same work by static batches of transformers, beside it")
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="rows of a static batch; default: 16")
     add("--output-json", metavar="FILE", help="write the JSON line there as well")
+    add("--plot", metavar="FILE", help="draw what the KV pool held over time: .png, .svg or .pdf; needs jaxpage[plot]")
     add_engine_flags(throughput, without=("seed",))
     throughput.set_defaults(run=_lazily("bench_throughput"))
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.cli_flags import UsageError, engine_settings, sampling_settings
+from jaxpage.cli_flags import PLANNED_SETTINGS, UsageError, engine_settings, sampling_settings
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import BUILT_IN, ResolvedConfig, resolve_config
 from jaxpage.errors import UnsupportedError
@@ -74,6 +74,15 @@ def convert(arguments: argparse.Namespace) -> None:
 
     source = resolve_model(arguments.source)
     say(f"Written to {convert_checkpoint(source, arguments.destination, progress=True)}")
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """`jaxpage plan MODEL`: also for settings that this version refuses to run."""
+    planned = {name: vars(arguments).pop(name) for name in PLANNED_SETTINGS if name in vars(arguments)}
+    config = _resolved(arguments).config
+    from jaxpage.cli_plan import run  # after the configuration is known to be right: this imports jax
+
+    run(arguments, config, planned)
 
 
 def compile_menu(arguments: argparse.Namespace) -> None:

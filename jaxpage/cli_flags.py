@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 
@@ -46,6 +48,22 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+_UNITS = {
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+
+
+def byte_size(text: str) -> int:
+    """The value of a flag that takes an amount of memory: 24GiB (of 1024), 40GB (of 1000), or bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    unit = _UNITS.get(match[2] or "b") if match else None
+    if match is None or unit is None:
+        raise argparse.ArgumentTypeError(f"not an amount of memory such as 24GiB, 40GB or bytes: {text[:80]!r}")
+    return int(Decimal(match[1]) * unit)
+
+
 # One per field of EngineConfig; a test compares the two.
 ENGINE_FLAGS = (
     Flag("model", str, '"demo" (packaged), a directory, or a hub id; default: demo'),
@@ -73,6 +91,16 @@ ENGINE_FLAGS = (
     Flag("tensor_parallel_size", int, "devices to split the model over (this version: 1)"),
     Flag("event_log", str, "write everything that a replay needs to this file"),
 )
+
+# Those on which it depends what fits in memory.
+PLAN_SETTINGS = (
+    *("revision", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "num_blocks", "kv_cache_memory_bytes"),
+    *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"),
+)
+PLANNED_SETTINGS = (
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+)  # of them, those that are planned before they are honoured
 
 SAMPLING_FLAGS = (
     Flag("max_tokens", int, "longest output, in tokens; default: 200"),

@@ -15,6 +15,7 @@ from jaxpage.engine.build import build_engine
 from jaxpage.engine.calls import Calls, Order, PinnedPrefix, RequestStream
 from jaxpage.engine.reporting import Reporter
 from jaxpage.interrupts import held_interrupts
+from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt, normalise, one_each
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
@@ -127,6 +128,13 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """A snapshot of the engine's counters and gauges, under the names of the metrics."""
         return self._calls.stats()
+
+    def memory_report(self, *, reset: bool = False) -> MemoryReport:
+        """What the KV pool held during the steps since the start, or since the last call with `reset`: means, peak, samples over time.
+
+        `print` it for a table. A long history is thinned to at most 512 samples; `reset` begins a new one, with the next step.
+        """
+        return self._calls.memory_report(reset=reset)
 
     def reset_prefix_cache(self) -> None:
         """Forgets what was computed before: no later request finds it. Running requests are not disturbed."""

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[1]
 
 # import name -> distribution, where they differ
 DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint"}
-OPTIONAL = {"torch": "jaxpage/bench/baseline_transformers.py"}  # import name -> the one file that may import it
+OPTIONAL = {  # import name -> the one file that may import it
+    "torch": "jaxpage/bench/baseline_transformers.py",
+    "matplotlib": "jaxpage/bench/memory_plot.py",
+}
 
 
 def test_the_house_keeps_its_laws() -> None:

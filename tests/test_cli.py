@@ -205,7 +205,6 @@ def test_wrong_use_is_status_2(
         (("generate", "x", "--repetition-penalty", "1.1"), "does not support repetition_penalty=1.1"),
         (("generate", "x", "--tensor-parallel-size", "2"), "tensor_parallel_size: 2 is not supported"),
         (("serve", "demo"), "'jaxpage serve' is not in this version"),
-        (("plan",), "'jaxpage plan' is not in this version"),
         (("bench", "serve"), "'jaxpage bench serve' is not in this version"),
     ],
 )
@@ -267,7 +266,9 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=600)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["generate", "--help"], ["bench", "throughput", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["--help"], ["generate", "--help"], ["plan", "--help"], ["bench", "throughput", "--help"]], ids=" ".join
+)
 def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
     """Half a second is the promise; what would break it is an import, and that can be told without a clock."""
     code = (
@@ -294,9 +295,9 @@ def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
 
 def test_help_lists_what_exists_and_nothing_else() -> None:
     text = process("--help").stdout
-    for command in ("generate", "chat", "convert", "compile", "config", "bench", "doctor"):
+    for command in ("generate", "chat", "convert", "plan", "compile", "config", "bench", "doctor"):
         assert f"\n    {command} " in text
-    assert "serve" not in text and "plan " not in text
+    assert "serve" not in text
     assert process("--version").stdout == f"jaxpage {__version__}\n"
 
 

@@ -98,6 +98,7 @@ def test_figure_8_parallel_sampling_copies_on_write_once() -> None:
     story.fork(a1, a2)
     assert story.manager.block_table(a1) == story.manager.block_table(a2) == (7, 1)
     assert (story.pool.ref_count(7), story.pool.ref_count(1)) == (2, 2)
+    assert (story.usage().saved_blocks, story.usage().unshared_blocks) == (2, 4)
     assert story.write(a1, ["fathers"]) == ((1, 3),)  # A1 writes first: its last block is copied to block 3
     assert (story.pool.ref_count(7), story.pool.ref_count(1), story.pool.ref_count(3)) == (2, 1, 1)
     num_free = story.pool.num_free
@@ -105,6 +106,7 @@ def test_figure_8_parallel_sampling_copies_on_write_once() -> None:
     assert story.pool.num_free == num_free
     assert story.manager.block_table(a1) == (7, 3)
     assert story.manager.block_table(a2) == (7, 1)
+    assert (story.usage().saved_blocks, story.usage().saved_by_sharing) == (1, 0.25)  # block 7 for two
     assert story.read(a1) == [*FOUR_SCORE[:7], "fathers"]
     assert story.read(a2) == [*FOUR_SCORE[:7], "mothers"]
 
@@ -128,6 +130,7 @@ def test_figure_9_beam_search_shares_and_frees() -> None:
     before = {0: [0, 1, 3, 5], 1: [0, 1, 3, 6], 2: [0, 1, 3, 7], 3: [0, 2, 4, 8]}
     assert {c: list(story.manager.block_table(c)) for c in before} == {c: ours(*b) for c, b in before.items()}
     assert [story.pool.ref_count(block) for block in ours(*range(9))] == [4, 3, 1, 3, 1, 1, 1, 1, 1]
+    assert (story.usage().saved_blocks, story.usage().unshared_blocks) == (7, 16)  # nine blocks for four times four
 
     # The four likeliest continuations come from candidates 1 (two of them) and 2 (two): 0 and 3 are not extended.
     free_before = story.pool.num_free
@@ -144,6 +147,7 @@ def test_figure_9_beam_search_shares_and_frees() -> None:
     after = {10: [0, 1, 3, 6, 9], 11: [0, 1, 3, 6, 10], 12: [0, 1, 3, 7, 11], 13: [0, 1, 3, 7, 12]}
     assert {c: list(story.manager.block_table(c)) for c in after} == {c: ours(*b) for c, b in after.items()}
     assert [story.pool.ref_count(block) for block in ours(0, 1, 3, 6, 7, 9, 10, 11, 12)] == [4, 4, 4, 2, 2, 1, 1, 1, 1]
+    assert (story.usage().saved_blocks, story.usage().saved_by_sharing) == (11, 11 / 20)  # nine for four times five
     for child, parent in survivors.items():
         prefix = [f"prompt {i}" for i in range(4)] + [f"shared {i}" for i in range(8)]
         assert story.read(child) == [*prefix, *(f"beam {parent} {i}" for i in range(4)), f"next {child}"]
@@ -192,7 +196,22 @@ def test_figure_3_both_requests_at_once() -> None:
     story.write(A, ["prompt"] * 7 + ["current"])
     story.write(B, ["prompt"] * 3 + ["current"])
     # 12 slots for 12 tokens in three blocks; the reservations hold 2560 slots for the same.
-    assert story.usage() == MemorySplit(12, 0, 0, 24, 0)
+    assert story.usage().kinds == {"token states": 12, "reserved": 0, "internal fragmentation": 0, "free": 24}
     story.write(A, ["to come"] * 2)
     story.write(B, ["to come"])
-    assert story.usage() == MemorySplit(15, 0, 5, 16, 0)
+    assert story.usage().kinds == {"token states": 15, "reserved": 0, "internal fragmentation": 5, "free": 16}
+    assert story.usage().saved_by_sharing == 0.0
+
+
+@pytest.mark.parametrize(("num_samples", "printed"), [(2, 6.09), (4, 8.53), (6, 9.79)])
+def test_figure_15_parallel_sampling_saves_the_prompt(num_samples: int, printed: float) -> None:
+    """Section 3: the prompts take 12 % of the memory (of which k - 1 of k copies are saved); figure 15a prints what was measured."""
+    story = Story(free_order=[], num_blocks=1000)
+    story.write(0, ["prompt"] * 4 * 12)
+    for sample in range(1, num_samples):
+        story.fork(0, sample)
+    for sample in range(num_samples):
+        story.write(sample, ["word"] * 4 * 88)
+    split = story.usage()
+    assert (split.unshared_blocks, split.saved_blocks) == (100 * num_samples, 12 * (num_samples - 1))
+    assert 100 * split.saved_by_sharing == pytest.approx(printed, abs=0.5)

@@ -28,6 +28,7 @@ def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float)
     """All requests at once, until the last has finished. `load_seconds`: how long making `llm` took, compilation included."""
     warmup_seconds = warm_up(llm, workload)
     llm.reset_prefix_cache()  # the warm-up computed some of these prompts
+    llm.memory_report(reset=True)
     before = llm.stats()
     start = time.perf_counter()
     outputs = llm.generate(
@@ -43,6 +44,7 @@ def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float)
         load_seconds=load_seconds - before["compile_seconds_total"],
         compile_seconds=before["compile_seconds_total"],
         warmup_seconds=warmup_seconds,
+        memory=llm.memory_report(),
         details={
             "num_preemptions": sum(after["num_preemptions_total"].values())
             - sum(before["num_preemptions_total"].values()),

@@ -16,6 +16,7 @@ import jax
 
 from jaxpage import __version__
 from jaxpage.bench.workloads import WorkItem
+from jaxpage.memory import MemoryReport
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Measurement:
     warmup_seconds: float
     outputs: Sequence[Sequence[int]] = ()
     details: dict[str, Any] | None = None
+    memory: MemoryReport | None = None
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class Measurement:
             "compile_seconds": self.compile_seconds,
             "warmup_seconds": self.warmup_seconds,
             **(self.details or {}),
+            **({"kv_memory": self.memory.as_dict()} if self.memory else {}),
         }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxpage.bench.measure import run_workload
 from jaxpage.bench.report import Measurement, json_line, table
@@ -21,6 +23,7 @@ BASELINES = ("transformers",)
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
     _check(arguments)
+    draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
     start = time.perf_counter()
     with LLM(**config.model_dump()) as llm:
@@ -45,7 +48,11 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         max_output=max_output,
         config=config.model_dump(),
     )
-    print(table(measurements))
+    memory = measurements[0].memory
+    print(f"{table(measurements)}\n\n{memory}\n")
+    if draw and memory:
+        title = f"What the KV pool held: {config.model}, {arguments.num_prompts} requests ({arguments.dataset})"
+        draw(memory, title=title).savefig(arguments.plot)
     if arguments.output_json:
         Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
     print(line)
@@ -73,6 +80,19 @@ def _caps(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
             file=sys.stderr,
         )
     return max_input, max_output
+
+
+def _plotter(path: str) -> Callable[..., Any]:
+    """What draws the picture. What would fail when all is done is refused before anything runs."""
+    try:
+        from jaxpage.bench.memory_plot import FORMATS, draw  # matplotlib is optional
+    except ImportError as error:
+        raise UsageError(f"--plot needs matplotlib (pip install 'jaxpage[plot]'): {error}") from None
+    if Path(path).suffix not in FORMATS:
+        raise UsageError(f"--plot writes {', '.join(FORMATS)}, got {path!r}")
+    if not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no such directory")
+    return draw
 
 
 def _baseline(

@@ -3,17 +3,19 @@
 Nothing here unpickles, runs code that comes with a model, or touches a device before all of the checkpoint fits.
 """
 
-from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_generation_config
+from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_generation_config, stated_dtype
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.loading import LoadPlan, check_weights, load_sharded, load_weights
-from jaxpage.checkpoints.opening import ModelFiles, open_model, weights_bytes
-from jaxpage.checkpoints.resolve import resolve_model
+from jaxpage.checkpoints.opening import ModelDescription, ModelFiles, describe_model, open_model, weights_bytes
+from jaxpage.checkpoints.resolve import resolve_model, resolve_model_config
 
 __all__ = [
     "LoadPlan",
+    "ModelDescription",
     "ModelFiles",
     "check_weights",
     "convert",
+    "describe_model",
     "eos_token_ids",
     "load_sharded",
     "load_weights",
@@ -21,5 +23,7 @@ __all__ = [
     "read_config",
     "read_generation_config",
     "resolve_model",
+    "resolve_model_config",
+    "stated_dtype",
     "weights_bytes",
 ]

@@ -22,6 +22,7 @@ LIMITS = {
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), MAX_WIDTH),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), MAX_LENGTH),
 }
+DTYPES = ("float32", "bfloat16", "float16")
 CODE_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -51,6 +52,17 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
                 if content.get("auto_map"):
                     problems.add(f"{name} has auto_map: it needs remote code, and remote code is never run")
     return config
+
+
+def stated_dtype(config: dict[str, Any]) -> str:
+    """The dtype that config.json says the weights have; float32 where it says nothing, as in transformers.
+
+    Raises CheckpointError when it is none that weights can have here.
+    """
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise CheckpointError(f"config.json: dtype {quoted(dtype)} is not one of {', '.join(DTYPES)}")
+    return str(dtype)
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A model directory opened: its config, family, spec and fitted tensors, or one error with all that is wrong."""
+"""A model directory opened: its config, family, spec and fitted tensors, or one error with all that is wrong. Or its config alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.errors import CheckpointError
 from jaxpage.models.base import Family, ModelSpec
 from jaxpage.models.registry import load_family
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What config.json says of a model."""
+
+    config: dict[str, Any]
+    family: Family
+    spec: ModelSpec
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,15 @@ def open_model(directory: str | os.PathLike[str]) -> ModelFiles:
     return _open(Path(directory), compare=True)
 
 
+def describe_model(directory: str | os.PathLike[str]) -> ModelDescription:
+    """Read what config.json says, for which no weights need to be there. Raises one CheckpointError listing all that is wrong."""
+    problems = Problems(Path(directory))
+    described = _describe(Path(directory), problems)
+    problems.raise_if_any()
+    assert described is not None
+    return described
+
+
 def weights_bytes(directory: str | os.PathLike[str], dtype: str | None = None) -> int:
     """Bytes that the weights will take in `dtype` (None: as stored), from headers alone. Raises as `open_model`."""
     return _open(Path(directory), compare=False).plan.num_bytes(dtype)
@@ -41,22 +59,27 @@ def weights_bytes(directory: str | os.PathLike[str], dtype: str | None = None) -
 
 def _open(directory: Path, *, compare: bool) -> ModelFiles:
     problems = Problems(directory)
-    config = check_config(directory, problems)
-    family: Family | None = None
-    spec: ModelSpec | None = None
-    if config:
-        with problems.collect():
-            family = load_family(config)
-    if family and not problems:  # sizes out of bounds must not reach a family
-        with problems.collect():
-            spec = _spec(family, config)
-    if family is None or spec is None:
+    described = _describe(directory, problems)
+    if described is None:
         read_layout(directory, problems)  # the files' own faults belong in the same list
         problems.raise_if_any()
-    assert family is not None and spec is not None
+    assert described is not None
+    config, family, spec = described.config, described.family, described.spec
     plan = fit(directory, family.weights(spec), family.ignored, problems, compare=compare)
     problems.raise_if_any()
     return ModelFiles(directory, config, family, spec, plan)
+
+
+def _describe(directory: Path, problems: Problems) -> ModelDescription | None:
+    """None if config.json tells too little; `problems` has why. It may have something else that is wrong with the config."""
+    config = check_config(directory, problems)
+    if not config:
+        return None
+    with problems.collect():
+        family = load_family(config)
+        if not problems:  # sizes out of bounds must not reach a family
+            return ModelDescription(config, family, _spec(family, config))
+    return None
 
 
 def _spec(family: Family, config: dict[str, Any]) -> ModelSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from jaxpage.errors import ConfigError, ModelNotFoundError
@@ -20,12 +21,14 @@ HUB_FILES = (
 )
 
 
-def resolve_model(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+def resolve_model(
+    model: str | os.PathLike[str], revision: str | None = None, *, hub_files: Iterable[str] = HUB_FILES
+) -> Path:
     """The directory of `model`: "demo" (packaged), a local directory, or a hub id such as "org/name", in this order.
 
     All files of a hub model come from one snapshot, the one that `revision` (branch, tag or commit) names when asked;
     what is in the hub's cache is used without a download. Raises ModelNotFoundError, with the nearest names, when there
-    is no such model, and ConfigError for a revision of what is not on the hub.
+    is no such model, and ConfigError for a revision of what is not on the hub. hub_files: globs of what is wanted from there.
     """
     name = os.fspath(model)
     local = DEMO if name == "demo" else Path(name).expanduser()
@@ -41,14 +44,21 @@ def resolve_model(model: str | os.PathLike[str], revision: str | None = None) ->
         raise ModelNotFoundError(f"model = {name!r} is not a directory: give the one that holds its config.json")
     if not HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"model = {name!r}: there is no such directory{_near(name)}")
-    return _from_hub(name, revision)
+    return _from_hub(name, revision, hub_files)
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def resolve_model_config(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """As `resolve_model`, where config.json is all that is wanted: it may be named itself, and nothing else comes from the hub."""
+    path = Path(model).expanduser()
+    is_file = path.name == "config.json" and os.path.isfile(path)
+    return resolve_model(path.parent if is_file else model, revision, hub_files=("config.json",))
+
+
+def _from_hub(name: str, revision: str | None, files: Iterable[str]) -> Path:
     try:
         import huggingface_hub  # lazy on purpose: a local model needs no HTTP client
 
-        snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=revision, allow_patterns=list(HUB_FILES))
+        snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=revision, allow_patterns=list(files))
         return Path(snapshot).resolve()
     except Exception as error:  # offline, unknown, private, gone, disk full: whatever it is, the model is not here
         version = f" at revision {revision!r}" if revision else ""

@@ -26,6 +26,7 @@ class MemoryPlan:
     block_size: int
     num_blocks: int  # the null block included
     max_model_len: int
+    most_sequence_blocks: int | None = None  # that one sequence holds at a time, where a window slides
     num_host_blocks: int = 0  # for swapping, beside the null block of the host; 0: nothing is swapped
 
     @property
@@ -41,8 +42,16 @@ class MemoryPlan:
         """Tokens that the pool can hold; the null block holds none."""
         return (self.num_blocks - 1) * self.block_size
 
+    def num_users(self, length: int) -> int:
+        """Sequences of `length` tokens that the pool holds at once: each takes whole blocks."""
+        return (self.num_blocks - 1) // self.blocks_for(length)
+
+    def blocks_for(self, length: int) -> int:
+        """Blocks that a sequence of `length` tokens holds, at most at a time."""
+        return min(-(-length // self.block_size), self.most_sequence_blocks or length)
+
     def rows(self) -> list[tuple[str, str]]:
-        sequences = self.num_slots / self.max_model_len
+        sequences = (self.num_blocks - 1) / self.blocks_for(self.max_model_len)
         return [
             ("device", self.device),
             ("available memory", gib(self.available_bytes)),

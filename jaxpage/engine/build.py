@@ -17,32 +17,32 @@ from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
-from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
+from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
-from jaxpage.device.sizing import (
-    MemoryPlan,
-    available_bytes,
-    available_host_bytes,
-    choose_num_blocks,
-    choose_num_host_blocks,
-    gib,
-)
+from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.capacity import (
+    Form,
+    choose_dtype,
+    mixes,
+    place_of,
+    plan_memory,
+    plan_swapping,
+    sliding_window,
+    step_menu,
+)
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import load_tokenizer
-from jaxpage.errors import CapacityError, CheckpointError, ConfigError
+from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
 
 logger = logging.getLogger(__name__)
-
-BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
-BATCHED_TOKENS_ON_ACCELERATORS = 2048
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
     device = jax.devices()[0]
-    dtype = _dtype(config, files, device)
-    menu = make_menu(config.max_num_seqs, _max_num_batched_tokens(config, device), mixed=_mixes(config))
-    memory = _plan_swapping(config, _plan_memory(config, files, device, dtype, menu))
-    if memory.num_host_blocks:
-        menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
+    place = place_of(device, config.gpu_memory_utilization)
+    dtype = choose_dtype(config, place, files.plan.stored_dtype())
+    memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), files.plan.num_bytes(dtype))
+    memory = plan_swapping(config, memory)
+    menu = step_menu(config, place, memory)
     if progress:
         _print_table(memory, dtype, config.kv_cache_dtype)
     parameters = load_weights(files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress)
@@ -146,85 +146,19 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
-def _dtype(config: EngineConfig, files: ModelFiles, device: jax.Device) -> str:
-    """ "auto" follows the checkpoint, but on CPU everything runs in float32, where XLA's bfloat16 products are many times slower."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if device.platform == "cpu" else files.plan.stored_dtype()
-
-
-def _max_num_batched_tokens(config: EngineConfig, device: jax.Device) -> int:
-    if config.max_num_batched_tokens is not None:
-        return max(config.max_num_batched_tokens, 2)
-    return BATCHED_TOKENS_ON_CPU if device.platform == "cpu" else BATCHED_TOKENS_ON_ACCELERATORS
-
-
-def _plan_memory(
-    config: EngineConfig, files: ModelFiles, device: jax.Device, dtype: str, menu: BucketMenu
-) -> MemoryPlan:
-    spec = files.spec
-    longest = spec.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
-    plan = MemoryPlan(
-        device=f"{device.platform} ({device.device_kind})",
-        available_bytes=available_bytes(device, config.gpu_memory_utilization),
-        weights_bytes=files.plan.num_bytes(dtype),
-        workspace_bytes=_workspace_estimate(spec.vocab_size, spec.model_width, menu),
-        block_bytes=kv_pages.bytes_per_block(
-            spec.kv, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype)
-        ),
-        block_size=config.block_size,
-        num_blocks=0,
-        max_model_len=config.max_model_len or longest,
-    )
-    plan = choose_num_blocks(
-        plan, wanted=config.num_blocks, pool_bytes=config.kv_cache_memory_bytes, max_num_seqs=config.max_num_seqs
-    )
-    if plan.num_slots >= plan.max_model_len:
-        return plan
-    if config.max_model_len is not None:
-        raise CapacityError(
-            f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the KV pool of {plan.num_slots} slots "
-            f"({plan.num_blocks - 1} blocks of {plan.block_size}). Lower max_model_len to {plan.num_slots} or less, or raise "
-            "num_blocks or kv_cache_memory_bytes."
-        )
-    return replace(plan, max_model_len=plan.num_slots)
-
-
-def _plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
-    """The only place that decides whether anything can be swapped: `num_host_blocks` says how much."""
-    if config.preemption_mode == "recompute" or (config.preemption_mode == "auto" and config.max_num_seqs == 1):
-        return plan  # nobody swaps: one sequence recomputes, and there is never more than one
-    plan = choose_num_host_blocks(plan, wanted=config.swap_space_blocks, available=available_host_bytes())
-    if config.preemption_mode == "swap" and not plan.num_host_blocks:
-        raise CapacityError(
-            f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} beside what else "
-            "is in it. Free memory, or use preemption_mode 'recompute'."
-        )
-    return plan
-
-
-def _workspace_estimate(vocab_size: int, width: int, menu: BucketMenu) -> int:
-    """Before compilation: logits with what sampling makes of them, and a dozen activations of the widest step, in float32."""
-    rows = max(bucket.num_rows for bucket in menu.buckets)
-    tokens = max(bucket.num_tokens for bucket in menu.buckets)
-    return 4 * (6 * rows * vocab_size + 24 * tokens * width)
-
-
 def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
     limits = StepLimits(
         max_rows=config.max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,
         max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
-        mixed=_mixes(config),
+        mixed=mixes(config),
     )
     manager = BlockManager(
         BlockPool(memory.num_blocks),
         config.block_size,
         PrefixIndex(config.block_size) if config.enable_prefix_caching else None,
         host_pool=BlockPool(memory.num_host_blocks + 1) if memory.num_host_blocks else None,
-        sliding_window=_sliding_window(kv, memory.max_model_len),
+        sliding_window=sliding_window(kv, memory.max_model_len),
     )
     return Scheduler(
         limits,
@@ -233,19 +167,6 @@ def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan, kv: K
         queue=POLICIES[config.scheduling_policy](),
         preemption=Preemption(config.preemption_mode, config.new_requests_wait_until),
     )
-
-
-def _mixes(config: EngineConfig) -> bool:
-    """Attention in plain XLA, all that there is now, pads every row to a tile: there prompt chunks and single tokens are better apart."""
-    return bool(config.enable_mixed_steps)
-
-
-def _sliding_window(kv: KVSpec, max_model_len: int) -> int | None:
-    """How far back any layer looks, if that is less than all: blocks farther back are free."""
-    windows = [window for window in kv.sliding_windows if window is not None]
-    if len(windows) < kv.num_layers or max(windows) >= max_model_len:
-        return None
-    return max(windows)
 
 
 def _print_table(memory: MemoryPlan, dtype: str, kv_cache_dtype: str) -> None:

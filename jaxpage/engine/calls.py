@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
 from jaxpage.interrupts import Interrupts, held_interrupts
+from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import SamplingParams
@@ -99,6 +100,10 @@ class Calls:
     def stats(self) -> dict[str, Any]:
         with self._lock:
             return self._engine.stats()
+
+    def memory_report(self, *, reset: bool) -> MemoryReport:
+        with self._lock:
+            return self._engine.memory_report(reset=reset)
 
     def reset_prefix_cache(self) -> None:
         with self._lock, held_interrupts():

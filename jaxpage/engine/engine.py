@@ -15,6 +15,7 @@ from jaxpage.engine.metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.text import NoText, StreamDetokenizer
+from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduling import Scheduler
@@ -90,7 +91,7 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             return []
-        self.metrics.scheduled(plan, self._groups)
+        self.metrics.scheduled(plan, self._groups, self.scheduler)
         try:
             result = self.runner.run(self.builder.build(plan))
         except Exception:
@@ -130,6 +131,13 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         return self.metrics.snapshot(self.scheduler, self.runner.executables)
+
+    def memory_report(self, *, reset: bool) -> MemoryReport:
+        """What the pool held since the engine was built or since the last reset, which begins anew."""
+        report = self.metrics.memory_report(self.scheduler)
+        if reset:
+            self.metrics.memory = MemoryHistory()
+        return report
 
     def _commit(self, plan: StepPlan, edits: list[Edit]) -> list[SequenceGroup]:
         groups = self.scheduler.commit(plan, edits)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpage.decoding import Append, Edit
 from jaxpage.device.executables import Executables
+from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.request import SequenceGroup
 from jaxpage.scheduling import Scheduler
@@ -24,13 +25,19 @@ class EngineMetrics:
     copy_on_write_blocks_total: int = 0
     request_success_total: dict[str, int] = field(default_factory=dict)  # by finish reason
     requests: dict[str, RequestMetrics] = field(default_factory=dict)
+    memory: MemoryHistory = field(default_factory=MemoryHistory)
+    _step_began: float = 0.0  # in seconds of time.monotonic
 
     def arrived(self, request_id: str) -> RequestMetrics:
         metrics = self.requests[request_id] = RequestMetrics(arrival_time=time.monotonic())
         return metrics
 
-    def scheduled(self, plan: StepPlan, group_of: dict[int, SequenceGroup]) -> None:
-        now = time.monotonic()
+    def scheduled(self, plan: StepPlan, group_of: dict[int, SequenceGroup], scheduler: Scheduler) -> None:
+        """Books a step that is about to run."""
+        now = self._step_began = time.monotonic()
+        pool = scheduler.block_manager.pool
+        used_blocks = pool.num_usable - pool.num_free
+        self.memory.begin(scheduler.usage, used_blocks=used_blocks, num_preempted=len(plan.preempted))
         for row in plan.rows:
             metrics = self.requests[group_of[row.sequence_id].request.request_id]
             if metrics.first_scheduled_time is None:
@@ -43,6 +50,7 @@ class EngineMetrics:
         """Books a step that happened; one that failed has computed nothing."""
         now = time.monotonic()
         self.engine_steps_total += 1
+        self.memory.end(now - self._step_began)
         self.copy_on_write_blocks_total += len(plan.copies)
         self.generation_tokens_total += sum(isinstance(edit, Append) for edit in edits)
         for row in plan.rows:
@@ -60,6 +68,10 @@ class EngineMetrics:
         for sequence in group.sequences:
             reason = sequence.finish_reason or "abort"
             self.request_success_total[reason] = self.request_success_total.get(reason, 0) + 1
+
+    def memory_report(self, scheduler: Scheduler) -> MemoryReport:
+        manager = scheduler.block_manager
+        return self.memory.report(num_blocks=manager.pool.num_usable, block_size=manager.block_size)
 
     def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
         manager, split = scheduler.block_manager, scheduler.usage()
@@ -86,6 +98,8 @@ class EngineMetrics:
             "kv_reserved_slots": split.reserved_slots,
             "kv_internal_fragmentation_slots": split.internal_fragmentation_slots,
             "kv_free_slots": split.free_slots,
+            "kv_saved_by_sharing_blocks": split.saved_blocks,
+            "kv_saved_by_sharing_perc": split.saved_by_sharing,  # of the blocks without sharing, 0 to 1
             "request_success_total": dict(self.request_success_total),
             "compile_total": executables.compile_total,
             "compile_seconds_total": executables.compile_seconds,

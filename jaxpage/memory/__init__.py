@@ -2,7 +2,18 @@
 
 from jaxpage.memory.block_manager import BlockManager, Pin
 from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
+from jaxpage.memory.memory_history import MemoryHistory, MemoryReport, MemorySample
 from jaxpage.memory.memory_split import MemorySplit
 from jaxpage.memory.prefix_index import PrefixIndex
 
-__all__ = ["NULL_BLOCK", "BlockManager", "BlockPool", "MemorySplit", "Pin", "PrefixIndex"]
+__all__ = [
+    "NULL_BLOCK",
+    "BlockManager",
+    "BlockPool",
+    "MemoryHistory",
+    "MemoryReport",
+    "MemorySample",
+    "MemorySplit",
+    "Pin",
+    "PrefixIndex",
+]

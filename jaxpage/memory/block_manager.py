@@ -11,6 +11,7 @@ from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
 from jaxpage.memory.invariants import check_cached, check_references, check_table
 from jaxpage.memory.memory_split import MemorySplit, split_memory
 from jaxpage.memory.prefix_index import Digest, PrefixIndex
+from jaxpage.memory.sliding import num_passed
 from jaxpage.memory.swapping import HostTables, Moves, moved, num_distinct
 
 
@@ -158,14 +159,8 @@ class BlockManager:
         return block
 
     def num_passed(self, num_tokens: int) -> int:
-        """How many of a sequence's first blocks nobody needs who goes on behind its first `num_tokens` tokens.
-
-        Two positions more than the window stay: the one before, so that the last token can be computed once more, and another, so that
-        a block that becomes full finds the one before it in the table.
-        """
-        if self.sliding_window is None:
-            return 0
-        return max(0, num_tokens - self.sliding_window - 1) // self.block_size
+        """How many of a sequence's first blocks nobody needs who goes on behind its first `num_tokens` tokens."""
+        return 0 if self.sliding_window is None else num_passed(num_tokens, self.sliding_window, self.block_size)
 
     def slide(self, sequence_id: int, num_tokens: int) -> None:
         """Gives up the blocks that fell out of the window of a sequence that goes on behind `num_tokens` tokens."""
@@ -363,8 +358,7 @@ class BlockManager:
             (table.blocks, computed.get(sequence_id, 0), known.get(sequence_id, 0))
             for sequence_id, table in self._tables.items()
         ]
-        shared = {block for blocks, _, _ in tables for block in blocks if self.pool.ref_count(block) > 1}
-        return split_memory(tables, self.block_size, self.pool.num_free, len(shared))
+        return split_memory(tables, self.block_size, self.pool.num_free)
 
     def check(self) -> None:
         """Asserts that pools, tables, pins and index are whole and agree."""

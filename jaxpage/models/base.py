@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -88,6 +89,12 @@ class Family(Protocol):
 
     def weights(self, spec: Any) -> list[Weight]:
         """One entry per parameter of the model."""
+
+
+def num_parameters(family: Family, spec: ModelSpec) -> int:
+    """Numbers that the model's weights have in all."""
+    _, parameters = abstract_model(family, spec, "float32")
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parameters))
 
 
 def abstract_model(family: Family, spec: ModelSpec, dtype: DTypeLike) -> tuple[Any, dict[str, Any]]:

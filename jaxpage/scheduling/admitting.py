@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxpage.memory import BlockManager
+from jaxpage.memory.sliding import most_blocks
 from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling.draft import Draft
 
@@ -46,14 +47,8 @@ def reserve_until(sequence: Sequence, num_tokens: int, manager: BlockManager, ma
     """
     if manager.sliding_window is None:
         return sequence.num_known_tokens
-    most_held = manager.blocks_for(num_tokens) + most_blocks_held(manager, max_tokens)
+    most_held = manager.blocks_for(num_tokens) + most_blocks(manager.sliding_window, max_tokens, manager.block_size)
     return min(sequence.num_known_tokens, most_held * manager.block_size)
-
-
-def most_blocks_held(manager: BlockManager, max_tokens: int) -> int:
-    """Blocks that a window and a step's tokens touch, wherever they begin. Asked only where a window slides."""
-    assert manager.sliding_window is not None
-    return (manager.sliding_window + max_tokens - 1) // manager.block_size + 2
 
 
 def find_hits(group: SequenceGroup, manager: BlockManager) -> list[Hit]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, MemorySplit, Pin
+from jaxpage.memory.sliding import most_blocks
 from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling import admitting
 from jaxpage.scheduling.admitting import PrefixCounts
@@ -134,8 +135,8 @@ class Roster:
         request, manager = group.request, self.block_manager
         blocks = manager.blocks_for(request.max_total_tokens - 1)  # the last token is drawn and never computed
         if manager.sliding_window is not None:
-            blocks = min(blocks, admitting.most_blocks_held(manager, self.limits.max_tokens))
-            return num_sequences(request) * blocks
+            most = most_blocks(manager.sliding_window, self.limits.max_tokens, manager.block_size)
+            return num_sequences(request) * min(blocks, most)
         _, num_pinned = manager.find_pinned(request.prompt_token_ids, request.params.cache_salt)
         return num_sequences(request) * blocks - num_pinned // manager.block_size
 

@@ -54,6 +54,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/bench/throughput.py",
         "jaxpage.bench.baseline_transformers",
     ): "the baseline needs torch, the rest does not",
+    ("jaxpage/bench/throughput.py", "jaxpage.bench.memory_plot"): "the picture needs matplotlib, the rest does not",
 }
 # Files that import modules by name.
 DYNAMIC_IMPORTS: dict[str, str] = {

@@ -1,0 +1,228 @@
+"""`jaxpage plan`: what fits in how much memory, and what another dtype or layout would change. Needs config.json and no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpage.checkpoints import describe_model, resolve_model_config, stated_dtype
+from jaxpage.config import EngineConfig
+from jaxpage.device.sizing import MemoryPlan, gib
+from jaxpage.engine.capacity import (
+    Form,
+    Place,
+    choose_dtype,
+    kv_heads_per_device,
+    place_of,
+    plan_memory,
+    refused_settings,
+)
+from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.models.base import ModelSpec, num_parameters
+
+SHORTEST = 256  # of the lengths that users are counted at; each is twice the one before
+REFERENCE_LENGTH = 1024  # that the alternatives are compared at
+CACHE_DTYPES = ("auto", "int8", "fp8")
+DEVICES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: a model that somebody would run with these settings in that place."""
+
+    config: EngineConfig
+    architecture: str
+    spec: ModelSpec
+    num_parameters: int
+    place: Place
+
+    def option(self, form: Form) -> Option:
+        """Raises ConfigError for a form that no model can have."""
+        refused = refused_settings(self.config, form)
+        weights_bytes = self.num_parameters * jnp.dtype(form.dtype).itemsize
+        try:
+            plan = plan_memory(self.config, self.spec, self.place, form, weights_bytes)
+        except (CapacityError, ConfigError) as error:
+            return Option(form, refused, None, 0, error)
+        num_devices = form.tensor_parallel_size
+        num_copies = num_devices * kv_heads_per_device(self.spec, num_devices) // self.spec.kv.num_kv_heads
+        return Option(form, refused, plan, num_copies, None)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A form of the model, and what each of its devices would hold, or why nothing would fit."""
+
+    form: Form
+    refused: tuple[str, ...]  # settings that this version does not honour: it plans this and does not run it
+    plan: MemoryPlan | None
+    num_kv_copies: int  # devices that have the same key/value heads
+    error: CapacityError | ConfigError | None
+
+    def num_users(self, length: int) -> int:
+        return self.plan.num_users(length) if self.plan else 0
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]) -> None:
+    """Prints the tables, or one JSON object.
+
+    Args:
+        given: fields of `Form` from the command line. They are not in `config`, because they may ask for what this version
+            does not run.
+
+    Raises:
+        ConfigError: a setting is wrong, or the devices cannot share the heads.
+        CapacityError: the model does not fit, with the numbers. What else it could be is printed all the same.
+    """
+    model = describe_model(resolve_model_config(config.model, config.revision))
+    place = _place(arguments.memory, config.gpu_memory_utilization)
+    size = num_parameters(model.family, model.spec)
+    subject = Subject(config, model.config["architectures"][0], model.spec, size, place)
+    form = Form(choose_dtype(config, place, stated_dtype(model.config)), config.kv_cache_dtype)
+    chosen = subject.option(replace(form, **given))
+    if isinstance(chosen.error, ConfigError):
+        raise chosen.error
+    options = [subject.option(form) for form in _forms(chosen.form)]
+    length = min(REFERENCE_LENGTH, config.max_model_len or model.spec.max_position_embeddings)
+    if not arguments.json:
+        print("\n".join([*_chosen_lines(subject, chosen), *_option_lines(options, chosen, length)]))
+    elif chosen.plan:
+        print(json.dumps(_as_dict(subject, chosen, options, length), allow_nan=False))
+    if chosen.error:
+        raise chosen.error
+
+
+def _place(memory: int | None, utilization: float) -> Place:
+    if memory is None:
+        return place_of(jax.devices()[0], utilization)
+    return Place(f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})", int(memory * utilization))
+
+
+def _forms(chosen: Form) -> list[Form]:
+    """What the chosen form is compared with, itself included."""
+    narrow = "bfloat16" if chosen.dtype == "float32" else chosen.dtype
+    forms = [Form(dtype, cache, num) for dtype in ("float32", narrow) for cache in CACHE_DTYPES for num in DEVICES]
+    return forms if chosen in forms else [chosen, *forms]
+
+
+def _bytes_per_token(plan: MemoryPlan) -> int:
+    return plan.block_bytes // plan.block_size
+
+
+def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
+    """(tokens of each user, blocks of each user, users that fit), for lengths up to the longest."""
+    doubling = (SHORTEST << power for power in range(32))
+    lengths = [*(length for length in doubling if length < plan.max_model_len), plan.max_model_len]
+    return [(length, plan.blocks_for(length), plan.num_users(length)) for length in lengths]
+
+
+def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
+    plan, form, kv, seats = chosen.plan, chosen.form, subject.spec.kv, subject.config.max_num_seqs
+    if plan is None:
+        return []
+    rows = [
+        ("model", f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters"),
+        ("keys and values", f"{kv.num_layers} layers, {kv.num_kv_heads} heads of {kv.head_width}"),
+        ("dtype", f"{form.dtype}; of keys and values: {form.kv_cache_dtype}"),
+        ("devices", f"{form.tensor_parallel_size}{', each as follows' if form.tensor_parallel_size > 1 else ''}"),
+        *plan.rows(),
+        ("KV bytes per token", f"{_bytes_per_token(plan):,}"),
+    ]
+    if chosen.refused:
+        rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))
+    users = _users(plan)
+    if subject.place.is_cpu and plan.num_blocks - 1 == seats * plan.blocks_for(plan.max_model_len):
+        rows.append(("", "(no more blocks than max_num_seqs x max_model_len can use)"))
+    lines = [
+        *_aligned(rows, num_words=2),
+        "",
+        "Users at the same time, by the tokens of each, prompt and output together:",
+        *_aligned([("tokens", "blocks", "users"), *(tuple(f"{number:,}" for number in row) for row in users)]),
+    ]
+    if users[0][-1] > seats:
+        lines.append(f"max_num_seqs lets {seats} of them run; the others wait.")
+    return [*lines, ""]
+
+
+def _option_lines(options: Sequence[Option], chosen: Option, length: int) -> list[str]:
+    rows: list[tuple[str, ...]] = [("dtype", "KV dtype", "devices", "weights", "KV per token", "users", "factor", "")]
+    rows += [_option_row(option, chosen, length) for option in options]
+    title = f"Alternatives, with users of {length:,} tokens; weights and KV are those of one device:"
+    lines = [title, *_aligned(rows, num_words=2)]
+    if refused := sorted({name for option in options for name in option.refused}):
+        lines.append(f"* planned; not run by this version ({', '.join(refused)})")
+    return lines
+
+
+def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
+    form, plan, users, of = option.form, option.plan, option.num_users(length), chosen.num_users(length)
+    names = (form.dtype, form.kv_cache_dtype, f"{form.tensor_parallel_size}{'*' if option.refused else ' '}")
+    if plan is None:
+        return (
+            *names,
+            "",
+            "",
+            "",
+            "",
+            "does not fit" if isinstance(option.error, CapacityError) else str(option.error),
+        )
+    factor = f"{users / of:.2f}" if of else ""
+    remark = f"{option.num_kv_copies} devices have the same KV heads" if option.num_kv_copies > 1 else ""
+    return (*names, gib(plan.weights_bytes), gib(_bytes_per_token(plan)), f"{users:,}", factor, remark)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], num_words: int = 0) -> list[str]:
+    """Columns as wide as they need; the first `num_words` and a last one without a title to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = [index < num_words or not rows[0][index] for index in range(len(widths))]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, left, strict=True)
+        lines.append("  ".join(f"{cell:<{width}}" if to_left else f"{cell:>{width}}" for cell, width, to_left in cells))
+    return [line.rstrip() for line in lines]
+
+
+def _as_dict(subject: Subject, chosen: Option, options: Sequence[Option], length: int) -> dict[str, Any]:
+    assert chosen.plan is not None
+    of = chosen.num_users(length)
+    return {
+        "model": subject.config.model,
+        "architecture": subject.architecture,
+        "num_parameters": subject.num_parameters,
+        "device": chosen.plan.device,
+        **_option_dict(chosen, length),
+        "users_by_length": [
+            {"length": tokens, "blocks": blocks, "users": users} for tokens, blocks, users in _users(chosen.plan)
+        ],
+        "reference_length": length,
+        "alternatives": [
+            {**_option_dict(option, length), "factor": option.num_users(length) / of if of else None}
+            for option in options
+        ],
+    }
+
+
+def _option_dict(option: Option, length: int) -> dict[str, Any]:
+    """Its numbers are those of one device; without a plan there are none."""
+    numbers: dict[str, Any] = {}
+    if plan := option.plan:
+        numbers = {
+            **{name: value for name, value in asdict(plan).items() if name != "device"},
+            "pool_bytes": plan.pool_bytes,
+            "num_slots": plan.num_slots,
+            "bytes_per_token": _bytes_per_token(plan),
+            "num_kv_copies": option.num_kv_copies,
+        }
+    return {
+        **asdict(option.form),
+        "not_run_because_of": list(option.refused),
+        "error": None if option.error is None else str(option.error),
+        "users": option.num_users(length),
+        **numbers,
+    }

@@ -1,0 +1,167 @@
+"""How much fits: the division of a device's memory, for an engine that starts and for one that is only thought of."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import jax
+
+from jaxpage.config import EngineConfig, UnsupportedSettings
+from jaxpage.device import kv_pages
+from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
+from jaxpage.device.sizing import (
+    MemoryPlan,
+    available_bytes,
+    available_host_bytes,
+    choose_num_blocks,
+    choose_num_host_blocks,
+    gib,
+)
+from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.memory.sliding import most_blocks
+from jaxpage.models.base import KVSpec, ModelSpec
+
+BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
+BATCHED_TOKENS_ON_ACCELERATORS = 2048
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device that an engine runs on, or one that somebody has in mind."""
+
+    name: str  # begins with the platform
+    available_bytes: int
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name.startswith("cpu")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model is kept: its numbers in which types, on how many devices. The fields are settings."""
+
+    dtype: str  # never "auto"
+    kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1
+
+
+def place_of(device: jax.Device, utilization: float) -> Place:
+    return Place(f"{device.platform} ({device.device_kind})", available_bytes(device, utilization))
+
+
+def choose_dtype(config: EngineConfig, place: Place, stored: str) -> str:
+    """ "auto" follows the checkpoint, but on CPU everything runs in float32, where XLA's bfloat16 products are many times slower."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if place.is_cpu else stored
+
+
+def mixes(config: EngineConfig) -> bool:
+    """Attention in plain XLA, all that there is now, pads every row to a tile: there prompt chunks and single tokens are better apart."""
+    return bool(config.enable_mixed_steps)
+
+
+def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = None) -> BucketMenu:
+    """The shapes of an engine's steps; with its memory, also those in which blocks move to the host and back."""
+    menu = make_menu(config.max_num_seqs, max_num_batched_tokens(config, place), mixed=mixes(config))
+    if memory is not None and memory.num_host_blocks:
+        menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
+    return menu
+
+
+def max_num_batched_tokens(config: EngineConfig, place: Place) -> int:
+    if config.max_num_batched_tokens is not None:
+        return max(config.max_num_batched_tokens, 2)
+    return BATCHED_TOKENS_ON_CPU if place.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
+
+
+def sliding_window(kv: KVSpec, max_model_len: int) -> int | None:
+    """How far back any layer looks, if that is less than all: blocks farther back are free."""
+    windows = [window for window in kv.sliding_windows if window is not None]
+    if len(windows) < kv.num_layers or max(windows) >= max_model_len:
+        return None
+    return max(windows)
+
+
+def plan_memory(config: EngineConfig, spec: ModelSpec, place: Place, form: Form, weights_bytes: int) -> MemoryPlan:
+    """What one device holds. Of `form`'s devices each has its part of the weights and its heads of every block.
+
+    Args:
+        weights_bytes: of the whole model, in `form.dtype`.
+
+    Raises:
+        ConfigError: `max_model_len` is beyond the model's positions, or the heads cannot be divided among the devices.
+        CapacityError: the weights leave no room, or one sequence of `max_model_len` does not fit; with the numbers.
+    """
+    longest = spec.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
+    kv = replace(spec.kv, num_kv_heads=kv_heads_per_device(spec, form.tensor_parallel_size))
+    plan = MemoryPlan(
+        device=place.name,
+        available_bytes=place.available_bytes,
+        weights_bytes=-(-weights_bytes // form.tensor_parallel_size),
+        workspace_bytes=_workspace_estimate(spec.vocab_size, spec.model_width, step_menu(config, place)),
+        block_bytes=kv_pages.bytes_per_block(
+            kv, config.block_size, kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
+        ),
+        block_size=config.block_size,
+        num_blocks=0,
+        max_model_len=config.max_model_len or longest,
+    )
+    window = sliding_window(kv, plan.max_model_len)
+    if window is not None:
+        most = most_blocks(window, max_num_batched_tokens(config, place), config.block_size)
+        plan = replace(plan, most_sequence_blocks=most)
+    plan = choose_num_blocks(
+        plan, wanted=config.num_blocks, pool_bytes=config.kv_cache_memory_bytes, max_num_seqs=config.max_num_seqs
+    )
+    if plan.blocks_for(plan.max_model_len) < plan.num_blocks:
+        return plan
+    if config.max_model_len is not None:
+        raise CapacityError(
+            f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the KV pool of {plan.num_slots} slots "
+            f"({plan.num_blocks - 1} blocks of {plan.block_size}). Lower max_model_len to {plan.num_slots} or less, or raise "
+            "num_blocks or kv_cache_memory_bytes."
+        )
+    return replace(plan, max_model_len=plan.num_slots, most_sequence_blocks=None)
+
+
+def plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
+    """The only place that decides whether anything can be swapped: `num_host_blocks` says how much."""
+    if config.preemption_mode == "recompute" or (config.preemption_mode == "auto" and config.max_num_seqs == 1):
+        return plan  # nobody swaps: one sequence recomputes, and there is never more than one
+    plan = choose_num_host_blocks(plan, wanted=config.swap_space_blocks, available=available_host_bytes())
+    if config.preemption_mode == "swap" and not plan.num_host_blocks:
+        raise CapacityError(
+            f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} beside what else "
+            "is in it. Free memory, or use preemption_mode 'recompute'."
+        )
+    return plan
+
+
+def kv_heads_per_device(spec: ModelSpec, num_devices: int) -> int:
+    """Key/value heads of each device: its share, or one of which several devices keep a copy. Raises ConfigError if neither goes."""
+    num_query_heads, num_kv_heads = spec.num_query_heads, spec.kv.num_kv_heads
+    if num_query_heads % num_devices:
+        raise ConfigError(f"{num_devices} devices cannot share {num_query_heads} query heads evenly")
+    if num_kv_heads % num_devices and num_devices % num_kv_heads:
+        raise ConfigError(f"{num_devices} devices cannot share {num_kv_heads} key/value heads evenly")
+    return max(1, num_kv_heads // num_devices)
+
+
+def refused_settings(config: EngineConfig, form: Form) -> tuple[str, ...]:
+    """The settings that keep this version from running a model in that form. Raises ConfigError for what is no form at all."""
+    try:
+        config.replace(**asdict(form))
+    except UnsupportedSettings as error:
+        return tuple(name for name, _ in error.problems)
+    return ()
+
+
+def _workspace_estimate(vocab_size: int, width: int, menu: BucketMenu) -> int:
+    """Before compilation: logits with what sampling makes of them, and a dozen activations of the widest step, in float32."""
+    rows = max(bucket.num_rows for bucket in menu.buckets)
+    tokens = max(bucket.num_tokens for bucket in menu.buckets)
+    return 4 * (6 * rows * vocab_size + 24 * tokens * width)

@@ -1,0 +1,327 @@
+"""`jaxpage plan`: published sizes, users counted by a real block manager, the engine's own plan, and how it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpage import cli
+from jaxpage.cli_flags import ENGINE_FLAGS, PLAN_SETTINGS, PLANNED_SETTINGS, byte_size
+from jaxpage.config import EngineConfig, UnsupportedSettings
+from jaxpage.engine.capacity import Form
+from jaxpage.errors import CapacityError
+from jaxpage.memory import BlockManager, BlockPool
+from tests.support.engines import LLAMA, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+GIB = 2**30
+
+
+def opt(num_layers: int, width: int, num_heads: int) -> dict[str, Any]:
+    """An OPT of Zhang et al., table 1, with the fields of the published config.json."""
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "vocab_size": 50272,
+        "hidden_size": width,
+        "ffn_dim": 4 * width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": 2048,
+        "word_embed_proj_dim": width,
+        "do_layer_norm_before": True,
+        "torch_dtype": "float16",
+    }
+
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(directory: Path, config: dict[str, Any]) -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def run(*words: str) -> int:
+    try:
+        return cli.main(["plan", *words])
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run(*words, "--json") == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_devices", "weights_gb", "kv_gib", "bytes_per_token", "slots"),
+    [
+        (opt(40, 5120, 40), 1, 26, 12, 800 * 2**10, 15_728),
+        (opt(64, 9216, 72), 4, 132, 21.3, 2.25 * 2**20, 9_700),
+        (opt(96, 12288, 96), 8, 346, 264.1, 4.5 * 2**20, 60_100),
+    ],
+    ids=["13B", "66B", "175B"],
+)
+def test_table_1_of_the_paper(
+    config: dict[str, Any],
+    num_devices: int,
+    weights_gb: float,
+    kv_gib: float,
+    bytes_per_token: float,
+    slots: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Memory of parameters, of keys and values, and the slots that it has; ours is divided among the devices."""
+    pool = str(int(kv_gib * GIB / num_devices))
+    flags = ["--kv-cache-memory-bytes", pool, "--tensor-parallel-size", str(num_devices)]
+    plan = planned(capsys, write(tmp_path, config), "--memory", "80GiB", "--gpu-memory-utilization", "1", *flags)
+    assert plan["dtype"] == "float16"
+    assert plan["weights_bytes"] * num_devices == pytest.approx(weights_gb * 1e9, rel=0.015)
+    assert plan["bytes_per_token"] * num_devices == bytes_per_token
+    assert plan["num_blocks"] * 16 == pytest.approx(slots, abs=50), "printed in thousands, with one decimal"
+    assert plan["num_slots"] == (plan["num_blocks"] - 1) * 16, "the null block is ours: it takes padding"
+    if num_devices == 1:
+        assert plan["num_blocks"] == 983 and plan["num_blocks"] * 16 == slots
+
+
+def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8,030,261,248 parameters, as on its page; 128 KiB per token in bfloat16; a byte and a scale per 128 in int8."""
+    model = write(tmp_path, LLAMA_3_8B)
+    plan = planned(capsys, model, "--memory", "24GiB", "--max-num-batched-tokens", "2048")
+    assert (plan["num_parameters"], plan["weights_bytes"]) == (8_030_261_248, 16_060_522_496)
+    assert (plan["bytes_per_token"], plan["block_bytes"]) == (128 * 2**10, 2 * 2**20)
+    assert plan["available_bytes"] == int(0.9 * 24 * GIB)
+    free = plan["available_bytes"] - plan["weights_bytes"] - plan["workspace_bytes"]
+    assert 0 <= free - plan["pool_bytes"] < plan["block_bytes"], "all that is left, in whole blocks"
+    per_token = {
+        (option["dtype"], option["kv_cache_dtype"], option["tensor_parallel_size"]): option.get("bytes_per_token")
+        for option in plan["alternatives"]
+    }
+    vectors = 2 * 32 * 8  # keys and values, layers, heads
+    assert per_token["bfloat16", "auto", 1] == vectors * 128 * 2
+    for cache in ("int8", "fp8"):
+        assert per_token["bfloat16", cache, 1] == vectors * (128 + 4)
+        assert per_token["float32", cache, 4] == vectors * (128 + 4) / 4
+    assert per_token["float32", "auto", 2] == vectors * 128 * 4 / 2
+    assert per_token["float32", "auto", 1] is None, "32 GB of weights"
+
+
+def test_users_are_as_many_as_a_block_manager_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, write(tmp_path, LLAMA_3_8B), "--memory", "20GiB", "--block-size", "32")
+    assert [row["length"] for row in plan["users_by_length"]] == [256, 512, 1024, 2048, 4096, 8192]
+    odd = planned(capsys, str(tmp_path), "--memory", "20GiB", "--block-size", "32", "--max-model-len", "1000")
+    assert [row["length"] for row in odd["users_by_length"]] == [256, 512, 1000]
+    assert (odd["reference_length"], odd["users"]) == (1000, odd["users_by_length"][-1]["users"])
+    full = planned(capsys, str(tmp_path), "--memory", "20GiB", "--num-blocks", "32", "--max-model-len", "256")
+    assert full["users_by_length"] == [{"length": 256, "blocks": 16, "users": 1}], "one block is the null block"
+    for of in (plan, odd, full):
+        for row in of["users_by_length"]:
+            manager, num_users = BlockManager(BlockPool(of["num_blocks"]), of["block_size"]), 0
+            with pytest.raises(CapacityError):
+                while True:
+                    manager.reserve(num_users, 0, row["length"])
+                    num_users += 1
+            assert (row["users"], row["blocks"]) == (num_users, len(manager.block_table(0))), row["length"]
+
+
+def test_the_engine_does_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On this machine's device, from the same settings. On a CPU "auto" is float32 and the pool ends at what max_num_seqs can use."""
+    model = random_checkpoint(tmp_path / "llama", LLAMA, dtype="bfloat16")
+    flags = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64"]
+    plan = planned(capsys, str(model), *flags)
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": None}
+    with make_llm(model, **settings) as llm:
+        memory = llm.memory
+    for name in ("weights_bytes", "block_bytes", "num_blocks", "max_model_len", "pool_bytes", "num_slots", "device"):
+        assert plan[name] == getattr(memory, name), name
+    assert plan["dtype"] == "float32" and plan["num_blocks"] == 1 + 2 * 4
+    assert run(str(model), *flags) == 0
+    assert "no more blocks than max_num_seqs x max_model_len can use" in capsys.readouterr().out
+
+
+def test_heads_on_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """12 query and 2 key/value heads: 4 devices have each of the two twice, and 8 cannot share the 12."""
+    heads = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = write(tmp_path, {**LLAMA_3_8B, **heads})
+    plan = planned(capsys, model, "--memory", "8GiB", "--dtype", "float32")
+    options = {o["tensor_parallel_size"]: o for o in plan["alternatives"] if o["dtype"] == "float32"}
+    per_token = 2 * 2 * 64 * 4 * 2  # keys and values, layers, width, float32, heads; of the last `auto` comes first
+    auto = {o["tensor_parallel_size"]: o for o in plan["alternatives"][:4]}
+    assert [auto[n].get("bytes_per_token") for n in (1, 2, 4, 8)] == [per_token, per_token / 2, per_token / 2, None]
+    assert [auto[n].get("num_kv_copies") for n in (1, 2, 4, 8)] == [1, 1, 2, None]
+    assert [auto[n].get("weights_bytes") for n in (1, 2, 4)] == [-(-plan["weights_bytes"] // n) for n in (1, 2, 4)]
+    assert auto[8]["error"] == options[8]["error"] == "8 devices cannot share 12 query heads evenly"
+    assert auto[8]["users"] == 0 and auto[1]["factor"] == 1.0
+    assert run(model, "--memory", "8GiB", "--dtype", "float32", "--tensor-parallel-size", "5") == 2
+    assert "5 devices cannot share 12 query heads evenly" in capsys.readouterr().err
+    assert run(write(tmp_path, {**LLAMA_3_8B, **heads, "num_key_value_heads": 4}), "--tensor-parallel-size", "6") == 2
+    assert "6 devices cannot share 4 key/value heads evenly" in capsys.readouterr().err
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
+    assert run(*words) == 0
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_tables_have_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (write(tmp_path, LLAMA_3_8B), "--memory", "24GiB")
+    plan, lines = planned(capsys, *words), lines_of(capsys, *words)
+    assert ["KV", "bytes", "per", "token", "131,072"] in lines
+    for row in plan["users_by_length"]:
+        assert [f"{row[name]:,}" for name in ("length", "blocks", "users")] in lines
+    assert ["max_num_seqs", "lets", "64", "of", "them", "run;", "the", "others", "wait."] in lines
+    assert ["float32", "auto", "1", "does", "not", "fit"] in lines
+    for option in plan["alternatives"]:
+        if option["error"] is None:
+            form = [option["dtype"], option["kv_cache_dtype"]]
+            [line] = [
+                line for line in lines if line[:2] == form and line[2].strip("*") == str(option["tensor_parallel_size"])
+            ]
+            assert line[-2:] == [f"{option['users']:,}", f"{option['factor']:.2f}"]
+            assert line[2].endswith("*") == bool(option["not_run_because_of"])
+
+
+@pytest.mark.parametrize("form", [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}])
+def test_what_this_version_does_not_run_is_planned_and_marked(
+    form: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [(name, value)] = form.items()
+    try:
+        EngineConfig(**form)
+        runs = True
+    except UnsupportedSettings:
+        runs = False
+    flag = "--" + name.replace("_", "-")
+    words = (write(tmp_path, LLAMA_3_8B), "--memory", "24GiB", flag, str(value))
+    plan = planned(capsys, *words)
+    assert (plan[name], plan["not_run_because_of"]) == (value, [] if runs else [name])
+    assert run(*words) == 0
+    assert (f"does not run it ({name})" in capsys.readouterr().out) is not runs
+
+
+def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write(tmp_path, LLAMA_3_8B)
+    assert run(model, "--memory", "12GiB") == 1
+    out, err = capsys.readouterr()
+    assert "of 10.80 GiB available on a device of 12.00 GiB (gpu_memory_utilization 0.9), weights take 14.96 GiB" in err
+    assert "bfloat16  auto           2*  7.48 GiB     64.00 KiB     38\n" in out and "Users at" not in out
+    assert run(model, "--memory", "12GiB", "--json") == 1
+    assert capsys.readouterr().out == ""
+    assert run(model, "--memory", "17.5GiB", "--gpu-memory-utilization", "0.95", "--max-model-len", "8192") == 1
+    assert "One sequence of max_model_len = 8192 tokens does not fit in the KV pool" in capsys.readouterr().err
+
+
+WRONG_USE = [
+    (("--memory", "24GX"), "not an amount of memory such as 24GiB, 40GB or bytes: '24GX'"),
+    (("--memory", "-1"), "argument --memory"),
+    (("--kv-cache-dtype", "int3"), "kv_cache_dtype: must be 'auto', 'int8' or 'fp8', got 'int3'"),
+    (("--tensor-parallel-size", "0"), "tensor_parallel_size: must be greater than or equal to 1, got 0"),
+    (("--dtype", "int8"), "dtype: must be 'auto', 'float32'"),
+    (("--max-model-len", "8193", "--memory", "24GB"), "max_model_len is 8193, but the model's positions end at 8192"),
+    (("--revision", "v1"), "revision = 'v1' names a version on the hub"),
+    (("--scheduling-policy", "fair"), "unknown argument '--scheduling-policy'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_USE, ids=[" ".join(words) for words, _ in WRONG_USE])
+def test_wrong_use_is_status_2(
+    words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(write(tmp_path, LLAMA_3_8B), *words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and "Traceback" not in err
+
+
+def test_the_model_is_a_directory_a_config_or_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = write(tmp_path / "m", LLAMA_3_8B)
+    memory = ("--memory", "24GiB")
+    by_directory = planned(capsys, directory, *memory)
+    for name in ("m", "m/config.json"):
+        assert {**planned(capsys, name, *memory), "model": directory} == by_directory
+    assert planned(capsys, "demo", *memory) == planned(capsys, *memory), "the built-in model"
+    asked = []
+
+    class Hub:
+        @staticmethod
+        def snapshot_download(**arguments: Any) -> str:
+            asked.append(arguments)
+            return directory
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    assert planned(capsys, "org/name", "--revision", "v1", *memory)["weights_bytes"] == by_directory["weights_bytes"]
+    assert asked == [{"repo_id": "org/name", "revision": "v1", "allow_patterns": ["config.json"]}], "no weights"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["NoSuchModel"]}, "architecture 'NoSuchModel' is not one of"),
+        ({"hidden_size": 10**9, "auto_map": {"AutoModel": "x.y"}}, "(2 problems)"),
+        ({"torch_dtype": "float64"}, "config.json: dtype 'float64' is not one of float32, bfloat16, float16"),
+    ],
+)
+def test_a_config_that_does_not_serve_is_status_1(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(write(tmp_path, {**LLAMA_3_8B, **change}), "--memory", "24GiB") == 1
+    assert message in capsys.readouterr().err
+    assert run(str(tmp_path / "none")) == 1
+    assert "there is no such directory" in capsys.readouterr().err
+
+
+def test_a_config_without_a_dtype_means_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {name: value for name, value in LLAMA_3_8B.items() if name != "torch_dtype"}
+    assert planned(capsys, write(tmp_path, config), "--memory", "80GB")["dtype"] == "float32"
+    assert planned(capsys, write(tmp_path, {**config, "dtype": "float16"}), "--memory", "80GB")["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("40GB", 40 * 10**9),
+        ("1.5 tib", 3 * 2**39),
+        ("80 kB", 80_000),
+        ("0.1MiB", 104_857),
+        ("123", 123),
+        ("7B", 7),
+    ],
+)
+def test_amounts_of_memory(text: str, num_bytes: int) -> None:
+    assert byte_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24G", "24 gigabytes", "-1GB", "1e9", "1_000", "nan", "٣GB", "1.GB"])
+def test_what_is_no_amount_of_memory(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="not an amount of memory"):
+        byte_size(text)
+
+
+def test_flags_are_settings() -> None:
+    assert set(PLAN_SETTINGS) < {flag.setting for flag in ENGINE_FLAGS}
+    assert set(PLANNED_SETTINGS) == set(PLAN_SETTINGS) & set(Form.__dataclass_fields__) - {"dtype"}
