@@ -56,7 +56,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
     device = jax.devices()[0]
-    dtype = _dtype(config, files, device)
+    dtype = model_dtype(config, files, device)
     menu = make_menu(config.max_num_seqs, _max_num_batched_tokens(config, device))
     memory = _plan_memory(config, files, device, dtype, menu)
     if progress:
@@ -130,7 +130,7 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
-def _dtype(config: EngineConfig, files: ModelFiles, device: jax.Device) -> str:
+def model_dtype(config: EngineConfig, files: ModelFiles, device: jax.Device) -> str:
     """ "auto" follows the checkpoint, but on CPU everything runs in float32, where XLA's bfloat16 products are many times slower."""
     if config.dtype != "auto":
         return config.dtype
