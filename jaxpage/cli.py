@@ -170,6 +170,9 @@ def _add_config(commands: _Commands[_Parser]) -> None:
         action.set_defaults(run=_lazily(f"config_{name}"))
 
 
+_KV_DTYPE_SETTINGS = {"model", "tokenizer", "revision", "dtype", "max_model_len", "block_size", "attention_backend"}
+
+
 def _add_bench(commands: _Commands[_Parser]) -> None:
     parser = _command(commands, "bench", "measure this engine")
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
@@ -186,6 +189,13 @@ def _add_bench(commands: _Commands[_Parser]) -> None:
     add("--plot", metavar="FILE", help="draw what the KV pool held over time: .png, .svg or .pdf; needs jaxpage[plot]")
     add_engine_flags(throughput, without=("seed",))
     throughput.set_defaults(run=_lazily("bench_throughput"))
+    kv_dtype = _command(kinds, "kv-dtype", "what keys and values in int8 and fp8 change in the logits, and what fits")
+    add = kv_dtype.add_argument
+    add("--text", metavar="FILE", help="the text to look at; default: random token ids")
+    add("--num-tokens", type=int, default=512, metavar="N", help="of the text, at most; default: 512")
+    add("--seed", type=int, default=0, metavar="N", help="of random token ids; default: 0")
+    add_engine_flags(kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS))
+    kv_dtype.set_defaults(run=_lazily("bench_kv_dtype"))
 
 
 if __name__ == "__main__":

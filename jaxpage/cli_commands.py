@@ -118,6 +118,13 @@ def bench_throughput(arguments: argparse.Namespace) -> None:
     run(arguments, _resolved(arguments, without=("seed",)).config)
 
 
+def bench_kv_dtype(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench kv-dtype`."""
+    from jaxpage.bench.kv_dtype import run
+
+    run(arguments, _resolved(arguments, without=("seed",)).config)
+
+
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
     """An engine refuses a bad prompt or parameter with ValueError, before anything runs: that is wrong use."""

@@ -352,13 +352,14 @@ class BlockManager:
 
     def usage(self, computed: Mapping[int, int], known: Mapping[int, int] | None = None) -> MemorySplit:
         """What the pool holds, given how many tokens of each sequence are computed and, if more, known. Walks all tables."""
-        pinned = {pin_id: len(pin.token_ids) for pin_id, pin in self.pins.items()}
-        computed, known = {**computed, **pinned}, {**(computed if known is None else known), **pinned}
+        known = computed if known is None else known
         tables = [
             (table.blocks, computed.get(sequence_id, 0), known.get(sequence_id, 0))
             for sequence_id, table in self._tables.items()
+            if sequence_id not in self.pins
         ]
-        return split_memory(tables, self.block_size, self.pool.num_free)
+        pinned = [(self._tables[pin_id].blocks, len(pin.token_ids)) for pin_id, pin in self.pins.items()]
+        return split_memory(tables, self.block_size, self.pool.num_free, pinned)
 
     def check(self) -> None:
         """Asserts that pools, tables, pins and index are whole and agree."""

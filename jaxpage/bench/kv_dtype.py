@@ -1,0 +1,157 @@
+"""`jaxpage bench kv-dtype`: what keys and values of eight bits change in a model's logits, and how many sequences fit for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.typing import DTypeLike
+
+from jaxpage.bench.report import environment
+from jaxpage.checkpoints import load_weights, open_model, resolve_model
+from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.cli_flags import UsageError
+from jaxpage.config import EngineConfig
+from jaxpage.device import kv_pages
+from jaxpage.device.buckets import Bucket
+from jaxpage.device.step_inputs import packed_size, unpack, views
+from jaxpage.device.steps import StepOptions, logits_step
+from jaxpage.engine.capacity import choose_dtype, place_of
+from jaxpage.engine.text import load_tokenizer
+from jaxpage.models.base import abstract_model
+
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+STEP_TOKENS = 128
+_BUCKET = Bucket(STEP_TOKENS, STEP_TOKENS, STEP_TOKENS)  # as many rows as tokens, so that every token's logits come out
+Logits = npt.NDArray[np.float32]  # [T, V]
+
+_ROWS = (
+    ("max |logit difference|", "max_logit_difference", ".4f"),
+    ("mean |logit difference|", "mean_logit_difference", ".5f"),
+    ("KL divergence (nats)", "kl_divergence", ".2e"),
+    ("same likeliest token", "top1_agreement", ".1%"),
+    ("loss (nats per token)", "loss", ".4f"),
+    ("KV bytes per token", "bytes_per_token", ",.0f"),
+    ("sequences per GiB", "sequences_per_gib", ",d"),
+)
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Prints a table and, as the last line, one JSON object. Raises UsageError for a text that is too short."""
+    files = open_model(resolve_model(config.model, config.revision))
+    place = place_of(jax.devices()[0], config.gpu_memory_utilization)
+    dtype = choose_dtype(config, place, files.plan.stored_dtype())
+    longest = min(files.spec.max_position_embeddings, config.max_model_len or files.spec.max_position_embeddings)
+    token_ids = _token_ids(arguments, config, files)[: min(arguments.num_tokens, longest)]
+    if len(token_ids) < 2:
+        raise UsageError(f"at least 2 tokens are needed, got {len(token_ids)}")
+    parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)
+    columns: dict[str, dict[str, float]] = {}
+    for kv_cache_dtype in KV_CACHE_DTYPES:
+        page_dtype = kv_pages.page_dtype(kv_cache_dtype, dtype)
+        logits_TV = position_logits(config, files, parameters, token_ids, dtype=dtype, page_dtype=page_dtype)
+        if kv_cache_dtype == "auto":
+            exact_TV = logits_TV
+        block_bytes = kv_pages.bytes_per_block(files.spec.kv, config.block_size, page_dtype)
+        columns[kv_cache_dtype] = {
+            **differences(exact_TV, logits_TV, token_ids),
+            "bytes_per_token": block_bytes / config.block_size,
+            "sequences_per_gib": (2**30 // block_bytes - 1) // -(-longest // config.block_size),
+        }
+    print(_table({dtype if name == "auto" else name: column for name, column in columns.items()}))
+    print(f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; sequences of {longest:,} tokens")
+    context = {"num_tokens": len(token_ids), "text": arguments.text, "seed": arguments.seed, "dtype": dtype}
+    print(json.dumps({**columns, **context, "config": config.model_dump(), "environment": environment()}))
+
+
+def differences(exact_TV: Logits, logits_TV: Logits, token_ids: Sequence[int]) -> dict[str, float]:
+    """How far logits are from the exact ones, and the loss of the tokens of the text that follow them."""
+    exact_logprobs_TV, logprobs_TV = _log_softmax(exact_TV), _log_softmax(logits_TV)
+    divergence_T = (np.exp(exact_logprobs_TV) * (exact_logprobs_TV - logprobs_TV)).sum(-1)
+    return {
+        "max_logit_difference": float(np.abs(logits_TV - exact_TV).max()),
+        "mean_logit_difference": float(np.abs(logits_TV - exact_TV).mean()),
+        "kl_divergence": float(divergence_T.mean()),
+        "top1_agreement": float((logits_TV.argmax(-1) == exact_TV.argmax(-1)).mean()),
+        "loss": float(-logprobs_TV[np.arange(len(token_ids) - 1), token_ids[1:]].mean()),
+    }
+
+
+def _log_softmax(logits_TV: Logits) -> npt.NDArray[np.float64]:
+    shifted_TV = logits_TV.astype(np.float64) - logits_TV.max(-1, keepdims=True)
+    logprobs_TV: npt.NDArray[np.float64] = shifted_TV - np.log(np.exp(shifted_TV).sum(-1, keepdims=True))
+    return logprobs_TV
+
+
+def _token_ids(arguments: argparse.Namespace, config: EngineConfig, files: ModelFiles) -> list[int]:
+    for name, least in (("num_tokens", 2), ("seed", 0)):
+        if getattr(arguments, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+    if arguments.text is None:
+        draw = np.random.default_rng(arguments.seed)
+        return [int(token_id) for token_id in draw.integers(0, files.spec.vocab_size, arguments.num_tokens)]
+    tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else files.directory)
+    if tokenizer is None:
+        raise UsageError(f"--text {arguments.text}: the model {config.model!r} has no tokenizer")
+    try:
+        text = Path(arguments.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {arguments.text}: {error}") from None
+    token_ids: list[int] = tokenizer(text)["input_ids"]
+    return token_ids
+
+
+def position_logits(
+    config: EngineConfig,
+    files: ModelFiles,
+    parameters: Any,
+    token_ids: Sequence[int],
+    *,
+    dtype: DTypeLike,
+    page_dtype: DTypeLike,
+) -> Logits:
+    """The logits after each token of one sequence, by the engine's own step, over pages of `page_dtype`."""
+    width = -(-len(token_ids) // config.block_size)
+    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
+    options = StepOptions(graph, width, config.attention_backend, sample_by_row=True)
+
+    def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
+        return logits_step(parameters, pages, unpack(packed, _BUCKET, width), bucket=_BUCKET, options=options)
+
+    compiled = jax.jit(step, donate_argnums=1)
+    pages = kv_pages.allocate(files.spec.kv, width + 1, config.block_size, page_dtype)
+    rows = []
+    for start in range(0, len(token_ids), STEP_TOKENS):
+        part = token_ids[start : start + STEP_TOKENS]
+        logits_TV, pages = compiled(parameters, pages, _packed(part, start, width, config.block_size))
+        rows.append(np.asarray(logits_TV)[: len(part)])
+    return np.concatenate(rows)
+
+
+def _packed(token_ids: Sequence[int], start: int, width: int, block_size: int) -> npt.NDArray[np.int32]:
+    """A step of one row, in the blocks from 1 on, that asks for the logits of every token."""
+    count = len(token_ids)
+    packed = np.zeros(packed_size(_BUCKET, width), np.int32)
+    fields: dict[str, Any] = views(packed, _BUCKET, width)
+    fields["token_ids_T"][:count] = token_ids
+    fields["positions_T"][:count] = np.arange(start, start + count)
+    fields["slots_T"][:count] = block_size + np.arange(start, start + count)
+    fields["block_table_BM"][0] = np.arange(1, width + 1)
+    fields["context_len_B"][0] = start + count
+    fields["query_start"][1:] = count
+    fields["drawn_token_B"][:] = np.arange(STEP_TOKENS)
+    return packed
+
+
+def _table(columns: dict[str, dict[str, float]]) -> str:
+    lines = [f"{'':<24}" + "".join(f"{name:>14}" for name in columns)]
+    for label, key, form in _ROWS:
+        lines.append(f"{label:<24}" + "".join(f"{column[key]:>14{form}}" for column in columns.values()))
+    return "\n".join(lines)
