@@ -184,6 +184,13 @@ def _add_bench(commands: _Commands[_Parser]) -> None:
     add("--max-output", type=int, default=512, metavar="N", help="longest output, in tokens; default: 512")
     add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths; default: 0")
     add("--baseline", metavar="NAME", help="transformers: the same work by static batches of transformers, beside it")
+    add(
+        "--versus",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the same work by an engine with other settings, beside it; several with commas; repeatable",
+    )
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="rows of a static batch; default: 16")
     add("--output-json", metavar="FILE", help="write the JSON line there as well")
     add("--plot", metavar="FILE", help="draw what the KV pool held over time: .png, .svg or .pdf; needs jaxpage[plot]")

@@ -124,6 +124,19 @@ def test_bench_throughput_end_to_end(model: Path, tmp_path: Path, capsys: pytest
     assert result["config"]["num_blocks"] == 33 and result["seed"] == 0
 
 
+def test_engines_with_other_settings_stand_beside(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*flags(model), "--num-blocks", "9", "--max-model-len", "32", "--preemption-mode", "swap"]
+    others = ["--versus", "preemption_mode=recompute", "--versus", "num_blocks=33, swap_space_blocks=40"]
+    assert cli.main(["bench", "throughput", *words, *others]) == 0
+    *shown, line = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    assert result["identical_outputs"] == [6, 6]
+    assert [other["engine"] for other in result["baselines"]] == others[1::2]
+    preemptions = [result["num_preemptions"], *(other["num_preemptions"] for other in result["baselines"])]
+    assert preemptions[0] > 0 and preemptions[1] > 0 and preemptions[2] == 0
+    assert "6 of 6 outputs are those of preemption_mode=recompute" in shown
+
+
 def test_the_tool_is_the_same_program(model: Path) -> None:
     root = Path(__file__).parents[1]
     command = [sys.executable, "tools/bench_throughput.py", *flags(model), "--max-output", "100"]
@@ -140,6 +153,8 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
         (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["--dataset", "pile"], "--dataset must be one of sharegpt, alpaca, random, got 'pile'"),
         (["--baseline", "vllm"], "--baseline must be one of transformers, got 'vllm'"),
+        (["--versus", "recompute"], "--versus takes NAME=VALUE[,NAME=VALUE], got 'recompute'"),
+        (["--versus", "blocksize=8"], "blocksize: unknown setting; did you mean 'block_size'?"),
         (["--seed", "-1"], "--seed must not be negative, got -1"),
     ],
 )

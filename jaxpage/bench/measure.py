@@ -24,7 +24,7 @@ def warm_up(llm: LLM, workload: Sequence[WorkItem], num_requests: int = 2, num_t
     return time.perf_counter() - start
 
 
-def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float) -> Measurement:
+def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float, name: str = "jaxpage") -> Measurement:
     """All requests at once, until the last has finished. `load_seconds`: how long making `llm` took, compilation included."""
     warmup_seconds = warm_up(llm, workload)
     llm.reset_prefix_cache()  # the warm-up computed some of these prompts
@@ -37,7 +37,7 @@ def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float)
     duration = time.perf_counter() - start
     after = llm.stats()
     return Measurement.of(
-        "jaxpage",
+        name,
         workload,
         [output.outputs[0].token_ids for output in outputs],
         duration=duration,

@@ -83,6 +83,7 @@ _ROWS = (
     ("total tokens/s", "total_token_throughput", ".1f"),
     ("load (s)", "load_seconds", ".2f"),
     ("compile (s)", "compile_seconds", ".2f"),
+    ("preemptions", "num_preemptions", "d"),
     ("warm-up (s)", "warmup_seconds", ".2f"),
 )
 
@@ -90,9 +91,11 @@ _ROWS = (
 def table(measurements: Sequence[Measurement]) -> str:
     """One column per engine."""
     columns = [measurement.as_dict() for measurement in measurements]
-    lines = [f"{'':<18}" + "".join(f"{column['engine']:>24}" for column in columns)]
+    widths = [max(24, len(column["engine"]) + 2) for column in columns]
+    lines = [f"{'':<18}" + "".join(f"{c['engine']:>{width}}" for c, width in zip(columns, widths, strict=True))]
     for label, key, form in _ROWS:
-        lines.append(f"{label:<18}" + "".join(f"{column[key]:>24{form}}" for column in columns))
+        cells = [format(column[key], form) if key in column else "-" for column in columns]
+        lines.append(f"{label:<18}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
     return "\n".join(lines)
 
 
@@ -102,10 +105,14 @@ def json_line(measurements: Sequence[Measurement], **context: Any) -> str:
     result = {**first.as_dict(), **context, "environment": environment()}
     if others:
         result["baselines"] = [other.as_dict() for other in others]
-        result["identical_outputs"] = [
-            sum(list(a) == list(b) for a, b in zip(first.outputs, other.outputs, strict=True)) for other in others
-        ]
+        result["identical_outputs"] = num_identical(measurements)
     return json.dumps(result, allow_nan=False)
+
+
+def num_identical(measurements: Sequence[Measurement]) -> list[int]:
+    """How many outputs of the first measurement each of the others has too."""
+    first, *others = measurements
+    return [sum(list(a) == list(b) for a, b in zip(first.outputs, other.outputs, strict=True)) for other in others]
 
 
 def environment() -> dict[str, Any]:

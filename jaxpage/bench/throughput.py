@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxpage.bench.measure import run_workload
-from jaxpage.bench.report import Measurement, json_line, table
+from jaxpage.bench.report import Measurement, json_line, num_identical, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli_flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.llm import LLM
+from jaxpage.yaml_loader import parse_scalar
 
 BASELINES = ("transformers",)
 
@@ -23,11 +25,10 @@ BASELINES = ("transformers",)
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
     _check(arguments)
+    others = [(text, config.replace(**_changes(text))) for text in arguments.versus]
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
-    start = time.perf_counter()
-    with LLM(**config.model_dump()) as llm:
-        load_seconds = time.perf_counter() - start
+    with _started(config) as (llm, load_seconds):
         max_input, max_output = _caps(arguments, llm.memory.max_model_len)
         workload = make_workload(
             arguments.dataset,
@@ -38,6 +39,9 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
             max_output=max_output,
         )
         measurements = [run_workload(llm, workload, load_seconds=load_seconds)]
+    for text, other in others:
+        with _started(other) as (llm, load_seconds):
+            measurements.append(run_workload(llm, workload, load_seconds=load_seconds, name=text))
     if arguments.baseline:
         measurements.append(_baseline(arguments, config, directory, workload))
     line = json_line(
@@ -50,12 +54,33 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     )
     memory = measurements[0].memory
     print(f"{table(measurements)}\n\n{memory}\n")
+    for beside, count in zip(measurements[1:], num_identical(measurements), strict=True):
+        print(f"{count} of {len(workload)} outputs are those of {beside.engine}")
     if draw and memory:
         title = f"What the KV pool held: {config.model}, {arguments.num_prompts} requests ({arguments.dataset})"
         draw(memory, title=title).savefig(arguments.plot)
     if arguments.output_json:
         Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
     print(line)
+
+
+@contextlib.contextmanager
+def _started(config: EngineConfig) -> Iterator[tuple[LLM, float]]:
+    """An engine, and the seconds that it took to start."""
+    start = time.perf_counter()
+    with LLM(**config.model_dump()) as llm:
+        yield llm, time.perf_counter() - start
+
+
+def _changes(text: str) -> dict[str, Any]:
+    """The settings in NAME=VALUE[,NAME=VALUE...]. Raises UsageError if it is something else."""
+    changes = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise UsageError(f"--versus takes NAME=VALUE[,NAME=VALUE], got {text!r}")
+        changes[name.strip()] = parse_scalar(value)
+    return changes
 
 
 def _check(arguments: argparse.Namespace) -> None:
