@@ -78,7 +78,7 @@ class EngineConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # of the seeds that requests without one are given
     speculative_config: dict[str, Any] | None = None
     tensor_parallel_size: _Count = 1
-    event_log: _Name | None = None  # file of everything that a replay needs
+    event_log: _Name | None = None  # new file of everything that a replay needs, prompts included
 
     if not TYPE_CHECKING:  # type checkers see the fields as keyword arguments
 
@@ -148,7 +148,6 @@ _REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_mixed_steps": ((None, False), "this version computes prompts and decodes in separate steps"),
     "scheduling_policy": (("fcfs",), "this version has no other policy"),
     "new_requests_wait_until": (("readmitted",), "this version has no other rule"),
-    "event_log": ((None,), "this version writes none"),
 }
 
 

@@ -32,6 +32,11 @@ class Runner:
         return StepResult(*unpack_result(np.asarray(packed), batch.num_draws))
 
     @property
+    def parameters(self) -> Any:
+        """The weights as they are loaded: a nested dict of arrays."""
+        return self._parameters
+
+    @property
     def pages_are_lost(self) -> bool:
         """True after a step that failed or was interrupted between taking the pages and returning them."""
         return any(page.is_deleted() for page in jax.tree.leaves(self._pages))
