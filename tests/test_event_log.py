@@ -26,15 +26,16 @@ from hypothesis import strategies as st
 
 import jaxpage.engine.replay as replay_module
 from jaxpage import LLM, SamplingParams, cli
-from jaxpage.decoding import SamplingStrategy
+from jaxpage.decoding import Append, Drop, Finish, Fork, SamplingStrategy
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import MAX_LINE_BYTES, EventLog, LogReader
+from jaxpage.engine.events import Recorder
 from jaxpage.engine.log_header import header, read_header, weights_hash
 from jaxpage.engine.replay import Replay, Report
 from jaxpage.errors import ConfigError, EventLogError
-from jaxpage.scheduling import StepResult
+from jaxpage.scheduling import Row, Sample, StepPlan, StepResult
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -79,6 +80,7 @@ def logged(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
     finally:
         engine.abort_all()
         engine.events.closed()
+        assert not engine.events._tables, "tables of sequences that are gone"
         llm._calls, llm.tokenizer = Calls(engine), None
 
 
@@ -187,16 +189,68 @@ def test_block_tables_of_a_log_are_those_of_the_plans(
     assert any(row[1] > 0 and row[2] > 1 for record in records for row in record["rows"]), "no prefix was found"
     tables: dict[int, list[int]] = {}
     for plan, record in zip(plans, records, strict=True):
-        for sequence, length, *runs in record.get("tables", []):
-            table = tables.setdefault(sequence, [])
-            table[length:] = [0] * (length - len(table))
-            for first, *blocks in runs:
-                table[first : first + len(blocks)] = blocks
+        for change in record.get("tables", []):
+            tables[change[0]] = changed(tables.get(change[0], []), change)
         for row, (sequence, start, num_tokens) in zip(plan.rows, record["rows"], strict=True):
             assert (row.sequence_id, row.start, len(row.token_ids)) == (sequence, start, num_tokens)
             assert row.block_table == tuple(tables[sequence])
         assert record.get("preempted", []) == list(plan.preempted)
         assert record.get("copies", []) == [list(pair) for pair in plan.copies]
+
+
+def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
+    """Also what no engine of this version does."""
+    told: list[dict[str, Any]] = []
+    recorder = Recorder(told.append)
+    rows = (Row(4, 30, (7, 8), (3, 9)), Row(5, 0, (1,), (2,)))
+    moves = {"swap_out": ((3, 0), (4, 1)), "swap_in": ((2, 6),), "copies": ((5, 6),), "preempted": ("b", "a")}
+    sample = Sample(1, 0, 5, SamplingParams(logprobs=1), 0, 0, 1)
+    plan = StepPlan(12, rows, (sample,), **moves)
+    recorder.planned(plan)
+    numbers = [np.array(values, kind) for values, kind in (([6], "i4"), ([-0.5], "f4"), ([2], "i4"))]
+    tops = [np.array([[8, 6]], np.int32), np.array([[-0.25, -0.5]], np.float32)]
+    edits = [Append(5, 6), Fork(5, 6, 1), Drop(4), Finish(5, "stop", "x")]
+    recorder.drawn(plan, StepResult(*numbers, *tops), edits)
+    assert json.loads(json.dumps(told)) == [
+        {
+            "event": "plan",
+            "step": 12,
+            "rows": [[4, 30, 2], [5, 0, 1]],
+            "tables": [[4, 2, [0, 3, 9]], [5, 1, [0, 2]]],
+            "swap_out": [[3, 0], [4, 1]],
+            "swap_in": [[2, 6]],
+            "copies": [[5, 6]],
+            "preempted": ["b", "a"],
+            "draws": [1],
+        },
+        {
+            "event": "result",
+            "step": 12,
+            "tokens": [6],
+            "logprobs": [[0, 2, [6, 8], [-1090519040, -1098907648]]],  # 0xbf000000, 0xbe800000
+            "edits": [["fork", 5, 6, 1], ["drop", 4], ["finish", 5, "stop", "x"]],
+        },
+    ]
+
+
+@given(tables=st.lists(st.lists(st.integers(0, 3), max_size=6).map(tuple), max_size=8))
+def test_any_table_can_be_told_from_its_changes(tables: list[tuple[int, ...]]) -> None:
+    told: list[dict[str, Any]] = []
+    recorder, known = Recorder(told.append), []
+    for step, table in enumerate(tables):
+        recorder.planned(StepPlan(step, (Row(0, 0, (1,), table),), ()))
+        for change in told[-1].get("tables", []):
+            known = changed(known, change)
+        assert tuple(known) == table
+
+
+def changed(table: list[int], change: list[Any]) -> list[int]:
+    """A block table after the change that a plan tells of it."""
+    _, length, *runs = change
+    table = table[:length] + [0] * (length - len(table))
+    for first, *blocks in runs:
+        table[first : first + len(blocks)] = blocks
+    return table
 
 
 def test_the_header_says_which_engine_it_was(llm: LLM, crowd: Path) -> None:

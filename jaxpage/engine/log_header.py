@@ -116,7 +116,8 @@ def weights_hash(parameters: Any) -> str:
 
 
 def _leaf_digest(path: Any, leaf: Any) -> bytes:
-    array = np.asarray(leaf.addressable_data(0))  # a second handle: the first would keep the host's copy as long as it lives
+    handle = leaf.addressable_data(0)  # one of its own: a handle keeps the host's copy for as long as it lives
+    array = np.asarray(handle)
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     digest = hashlib.blake2b(f"{name} {array.dtype} {array.shape}\0".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

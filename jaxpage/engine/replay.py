@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from jaxpage.argument_checks import shown
-from jaxpage.decoding import Append, Edit, Finish, SamplingStrategy
+from jaxpage.decoding import Edit, Finish, SamplingStrategy
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import LogReader, encoded
@@ -222,9 +222,7 @@ class _LoggedEnds(SamplingStrategy):
 
     def advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Edit]:
         end = self._ends.get(sequence_id)
-        if end is None:
-            return super().advance(sequence_id, token_id, logprobs)
-        return [end] if end.reason == "error" else [Append(sequence_id, token_id, "", logprobs), end]
+        return super().advance(sequence_id, token_id, logprobs) if end is None else [end]
 
 
 def _ends_by_text(result: Record) -> dict[int, Finish]:
