@@ -52,9 +52,7 @@ class Engine:
         )
         self._strategies: dict[int, SamplingStrategy] = {}  # by sequence id
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
-        self._num_sequences = (
-            0  # admitted: one that was refused takes no id, so a replay, which never sees it, counts alike
-        )
+        self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
 
     @property
     def has_unfinished(self) -> bool:
