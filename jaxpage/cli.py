@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_compile(commands)
     _add_config(commands)
     _add_bench(commands)
+    _add_replay(commands)
     doctor = _command(commands, "doctor", "report versions, devices, memory and caches; needs no GPU")
     doctor.set_defaults(run=_lazily("doctor"))
     return parser
@@ -203,6 +204,14 @@ def _add_bench(commands: _Commands[_Parser]) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of random token ids; default: 0")
     add_engine_flags(kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS))
     kv_dtype.set_defaults(run=_lazily("bench_kv_dtype"))
+
+
+def _add_replay(commands: _Commands[_Parser]) -> None:
+    parser = _command(commands, "replay", "run an event log again and report the first difference")
+    parser.add_argument("log", metavar="LOG", help="file that --event-log wrote")
+    parser.add_argument("--model", metavar="NAME", help="where the model is now; default: where the log says")
+    parser.add_argument("--force", action="store_true", help="go on with other weights, settings or shapes than logged")
+    parser.set_defaults(run=_lazily("replay"))
 
 
 if __name__ == "__main__":

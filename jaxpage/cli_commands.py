@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.cli_flags import PLANNED_SETTINGS, UsageError, engine_settings, sampling_settings
@@ -123,6 +124,19 @@ def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     from jaxpage.bench.kv_dtype import run
 
     run(arguments, _resolved(arguments, without=("seed",)).config)
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """`jaxpage replay LOG`: status 1 at a difference."""
+    if not Path(arguments.log).is_file():
+        raise UsageError(f"there is no event log {arguments.log}")
+    from jaxpage.engine.replay import replay as replay_log
+
+    report = replay_log(arguments.log, model=arguments.model, force=arguments.force)
+    if report.ending:
+        say(report.ending)
+    print(report.difference or f"{report.num_steps} steps, {report.num_tokens} tokens, identical")
+    return 1 if report.difference else 0
 
 
 @contextlib.contextmanager

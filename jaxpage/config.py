@@ -78,7 +78,7 @@ class EngineConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # of the seeds that requests without one are given
     speculative_config: dict[str, Any] | None = None
     tensor_parallel_size: _Count = 1
-    event_log: _Name | None = None  # file of everything that a replay needs
+    event_log: _Name | None = None  # new file of everything that a replay needs, prompts included
 
     if not TYPE_CHECKING:  # type checkers see the fields as keyword arguments
 
@@ -149,7 +149,6 @@ _REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attention_backend": (("auto", "reference", "scan"), "this version has no such kernel"),
     "speculative_config": ((None,), "this version does not speculate"),
     "tensor_parallel_size": ((1,), "this version runs on one device"),
-    "event_log": ((None,), "this version writes none"),
 }
 
 

@@ -23,7 +23,8 @@ from jaxpage.yaml_loader import load_mapping, parse_scalar
 PREFIX = "JAXPAGE_"
 OTHER_VARIABLES = frozenset({"JAXPAGE_DEBUG", "JAXPAGE_CACHE_DIR"})  # read elsewhere; no settings of an engine
 BUILT_IN = "built-in"
-_TEXT_SETTINGS = frozenset({"model", "tokenizer", "revision"})  # taken as they are: a revision may look like a number
+# Taken as they are: a revision may look like a number.
+_TEXT_SETTINGS = frozenset({"model", "tokenizer", "revision", "event_log"})
 
 
 @dataclass(frozen=True)

@@ -23,3 +23,7 @@ class UnsupportedError(JaxpageError, NotImplementedError):
 
 class CapacityError(JaxpageError):
     """Something does not fit in memory: a model, a pool, or a request that can never be scheduled."""
+
+
+class EventLogError(JaxpageError):
+    """An event log cannot be replayed: it is damaged, or of another engine than the one at hand."""

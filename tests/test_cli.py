@@ -295,7 +295,7 @@ def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
 
 def test_help_lists_what_exists_and_nothing_else() -> None:
     text = process("--help").stdout
-    for command in ("generate", "chat", "convert", "plan", "compile", "config", "bench", "doctor"):
+    for command in ("generate", "chat", "convert", "plan", "compile", "config", "bench", "replay", "doctor"):
         assert f"\n    {command} " in text
     assert "serve" not in text
     assert process("--version").stdout == f"jaxpage {__version__}\n"

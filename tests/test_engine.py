@@ -662,5 +662,5 @@ def _too_long(llm):
 
 def test_pins_go_with_the_pages(llm, caplog):
     pinned = llm.pin_prefix(prompts_of(20)[0])
-    llm._engine._rebuild_pages()
+    llm._engine.rebuild_pages()
     assert pinned.released and "1 pinned prefixes are lost" in caplog.text

@@ -202,7 +202,8 @@ class Forking(SamplingStrategy):
         edits = super().advance(sequence_id, token_id, logprobs)
         self.num_tokens += 1
         if self.num_tokens == self._fork_at:
-            child_id = next(self._engine._sequence_ids)
+            child_id = self._engine._num_sequences
+            self._engine._num_sequences += 1
             self._stopping_of[child_id] = copy.deepcopy(self._stopping_of[sequence_id])
             self._engine._strategies[child_id] = self
             self._engine._groups[child_id] = self._engine._groups[sequence_id]

@@ -34,6 +34,8 @@ from jaxpage.engine.capacity import (
     step_menu,
 )
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.event_log import EventLog, check_new
+from jaxpage.engine.log_header import header
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import load_tokenizer
@@ -59,6 +61,8 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything."""
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
         use_compile_cache(compile_cache_directory())
+    if config.event_log is not None:
+        check_new(config.event_log)
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
     tokenizer = _tokenizer(config, files)
@@ -99,6 +103,8 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         seed=config.seed,
     )
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
+    if config.event_log is not None:
+        engine.events = EventLog(config.event_log, header(config, engine, memory))
     if progress:
         print(f"  workspace of the compiled steps  {gib(memory.workspace_bytes)}", file=sys.stderr)
     return Built(engine, tokenizer, sampling_defaults, memory)

@@ -115,6 +115,7 @@ class Calls:
             if not self._closed:
                 self._closed = True
                 self._engine.abort_all()
+                self._engine.events.closed()
                 self._engine.runner.close()
 
 

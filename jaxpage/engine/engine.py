@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 from jaxpage.decoding import Edit, Finish, SamplingStrategy, advance
 from jaxpage.engine.admission import Admission
 from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.events import Events
 from jaxpage.engine.metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
@@ -42,6 +42,7 @@ class Engine:
         self.builder = builder
         self.runner = runner
         self.metrics = EngineMetrics()
+        self.events = Events()  # who listens
         self.tokenizer = tokenizer
         self.admission = Admission(
             vocab_size=builder.vocab_size,
@@ -53,8 +54,9 @@ class Engine:
         )
         self._strategies: dict[int, SamplingStrategy] = {}  # by sequence id
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
-        self._sequence_ids = itertools.count()
-        self._pin_ids = itertools.count(-1, -1)  # in the same table as sequence ids, and never one of them
+        self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
+        self._num_pins = 0
+        self._blocks_may_be_missing = False  # of a step that was planned and has not run
 
     @property
     def has_unfinished(self) -> bool:
@@ -70,20 +72,23 @@ class Engine:
         """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool."""
         request = self.admission.admit(request_id, prompt, prompt_token_ids, params)
         sequence = Sequence(
-            sequence_id=next(self._sequence_ids),
+            sequence_id=self._num_sequences,
             sample_index=0,
             num_prompt_tokens=len(request.prompt_token_ids),
             token_ids=list(request.prompt_token_ids),
         )
         group = SequenceGroup(request, [sequence])
         self.scheduler.add(group)
+        self._num_sequences += 1
         self._groups[sequence.sequence_id] = group
         self._strategies[sequence.sequence_id] = SamplingStrategy(request, lambda: self._new_detokenizer(request))
+        self.events.arrived(group)
         return Reporter(group, self.metrics.arrived(request_id), self.tokenizer)
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whatever it is doing; its blocks are free at once. An unknown id, or a finished one, is no error."""
         if group := self.scheduler.abort(request_id):
+            self.events.aborted(group)
             self._forget(group)
 
     def step(self) -> list[SequenceGroup]:
@@ -92,11 +97,16 @@ class Engine:
         if plan is None:
             return []
         self.metrics.scheduled(plan, self._groups, self.scheduler)
+        self._blocks_may_be_missing = bool(plan.swap_out or plan.swap_in or plan.copies)
         try:
+            self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
             result = self.runner.run(self.builder.build(plan))
-        except Exception:
-            return self._fail(plan)
-        groups = self._commit(plan, advance(plan, result, self._strategies))
+        except Exception as error:
+            return self._fail(plan, error)
+        self._blocks_may_be_missing = False
+        edits = advance(plan, result, self._strategies)
+        self.events.drawn(plan, result, edits)
+        groups = self._commit(plan, edits)
         if result.token_ids.min(initial=0) < 0:
             self.reset_prefix_cache()  # numbers that are none may be in the pages too, and must not outlive their request
         return groups
@@ -107,24 +117,29 @@ class Engine:
             self.abort(group.request.request_id)
 
     def recover(self) -> None:
-        """After an interrupted step: if it took the pages with it, the pool is made anew and what was running computes it again."""
-        if self.runner.pages_are_lost:
-            self._rebuild_pages()
+        """After an interrupted step: if it took pages with it or did not fill some, the pool is made anew and what ran starts over."""
+        if self.runner.pages_are_lost or self._blocks_may_be_missing:
+            self.rebuild_pages()
 
     def reset_prefix_cache(self) -> None:
         """No request finds what was computed before now. Those that run keep their blocks, and are found again as they go on."""
         self.scheduler.block_manager.forget_cached()
+        self.events.prefix_cache_reset()
 
     def pin(self, request_id: str) -> int:
         """Ends a running request, and keeps its computed prompt in place until `unpin`. Raises CapacityError if others need the room."""
-        pin_id = next(self._pin_ids)
-        self._forget(self.scheduler.pin(pin_id, request_id))
+        pin_id = -1 - self._num_pins  # in the same table as sequence ids, and never one of them
+        group = self.scheduler.pin(pin_id, request_id)
+        self._num_pins += 1
+        self.events.pinned(group, pin_id)
+        self._forget(group)
         return pin_id
 
     def unpin(self, pin_id: int) -> None:
         """Gives the blocks of a pin free, but for those that requests use. A pin that is gone is no error."""
         if self.is_pinned(pin_id):
             self.scheduler.block_manager.unpin(pin_id)
+            self.events.unpinned(pin_id)
 
     def is_pinned(self, pin_id: int) -> bool:
         return pin_id in self.scheduler.block_manager.pins
@@ -145,23 +160,26 @@ class Engine:
         self._forget_finished(groups)
         return groups
 
-    def _fail(self, plan: StepPlan) -> list[SequenceGroup]:
+    def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceGroup]:
         """A failed step took the donated pages with it: what was running ends with an error, and the pool is made anew."""
         logger.exception("step %d failed; running requests end with an error", plan.step_id)
+        self.events.failed(plan, error)
         edits: list[Edit] = [
             Finish(sequence.sequence_id, "error") for group in self.scheduler.running for sequence in group.unfinished
         ]
         groups = self.scheduler.commit(replace(plan, rows=()), edits)  # nothing of it was computed
         self._forget_finished(groups)
-        self._rebuild_pages()
+        self.rebuild_pages()
         return groups
 
-    def _rebuild_pages(self) -> None:
+    def rebuild_pages(self) -> None:
         """The only place that makes the pages anew, because the prefix cache and the pins must go with them."""
         if pins := self.scheduler.block_manager.pins:
             logger.warning("%d pinned prefixes are lost with the KV pages; pin them again", len(pins))
+        self._blocks_may_be_missing = False
         self.scheduler.lose_pages()
         self.runner.rebuild_pages()
+        self.events.pages_rebuilt()
 
     def _forget_finished(self, groups: list[SequenceGroup]) -> None:
         for group in groups:

@@ -58,6 +58,11 @@ class Runner:
             page.block_until_ready()
 
     @property
+    def parameters(self) -> Any:
+        """The weights as they are loaded: a nested dict of arrays."""
+        return self._parameters
+
+    @property
     def pages_are_lost(self) -> bool:
         """True after a step that did not come to its end: it took the pages with it, or moved some of its blocks and not others.
 

@@ -1,0 +1,125 @@
+"""The file of an event log: one JSON object per line, the first of them a header that says which engine it was.
+
+A log holds the prompts and outputs of every request, as token ids. It is its owner's alone (mode 0600) and never overwrites a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from jaxpage.argument_checks import shown
+from jaxpage.engine.events import Record, Recorder
+from jaxpage.errors import ConfigError, EventLogError
+
+logger = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 1 << 26  # a prompt of several million tokens
+
+
+class EventLog(Recorder):
+    """Writes what an engine tells. A line is with the operating system before the engine goes on: a crash, SIGKILL included, loses none.
+
+    If the file cannot be written any more (a full disk), the log ends with an error message and requests go on.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: Record) -> None:
+        """Raises ConfigError if there is such a file already, or none can be made."""
+        super().__init__(self._write)
+        check_new(path)
+        self._path = os.fspath(path)
+        try:
+            self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ConfigError(f"event_log: {self._path} cannot be made: {error.strerror}") from error
+        self._write(header)
+
+    def closed(self) -> None:
+        super().closed()
+        self._close()
+
+    def _write(self, record: Record) -> None:
+        if self._file is None:
+            return
+        line = encoded(record)
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError as error:
+            logger.error("the event log %s ends here, and requests go on without it: %s", self._path, error)
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                os.close(self._file)
+            self._file = None
+
+
+def encoded(record: Record) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def check_new(path: str | os.PathLike[str]) -> None:
+    """Raises ConfigError if a log cannot be begun there: to be asked before weights are loaded."""
+    if os.path.lexists(path):
+        raise ConfigError(
+            f"event_log: {os.fspath(path)} exists, and a log never overwrites a file; name another, or remove it"
+        )
+    directory = Path(path).absolute().parent
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"event_log: {directory} is not a directory that can be written to")
+
+
+class LogReader(AbstractContextManager["LogReader"]):
+    """`next` is the record that comes next, None at the end of the log; `line` is its number. The first `take` goes to the header.
+
+    A last line without its end, as a full disk or a killed process leaves it, ends the log: then `torn` is True.
+
+    Raises:
+        EventLogError: the file cannot be read, or a line of it is no record.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.next: Record | None = None
+        self.line = 0
+        self.torn = False
+        self._path = os.fspath(path)
+        try:
+            self._file = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
+        except OSError as error:
+            raise EventLogError(f"{self._path}: {error.strerror}") from error
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def take(self) -> None:
+        """Goes on by a record."""
+        line = self._file.readline(MAX_LINE_BYTES + 1)
+        self.next = None
+        if not line:
+            return
+        self.line += 1
+        if len(line) > MAX_LINE_BYTES:
+            self.refuse(f"a line of more than {MAX_LINE_BYTES:,} bytes is no record")
+        try:
+            record = json.loads(line, parse_constant=_no_number)
+            if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+                raise ValueError(f"got {shown(record)}")
+            self.next = record
+        except (ValueError, RecursionError) as error:
+            if line.endswith(b"\n"):
+                self.refuse(f"not a record of an event log: {error}")
+            self.torn = True
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raises EventLogError with the place of the next record."""
+        raise EventLogError(f"{self._path}, line {self.line}: {reason}")
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,186 @@
+"""What an engine tells of itself, in the order in which it happens; and the recorder, which makes a record of each event.
+
+A record is a JSON object. The log writes records to a file, a replay compares them with those of a file: both get them from here.
+The scheduler is a function of its events, so what these records hold is all that a replay needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from jaxpage.decoding import Append, Drop, Edit, Finish, Fork
+from jaxpage.request import SequenceGroup
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.scheduling.plan import StepPlan, StepResult
+
+Record = dict[str, Any]
+
+_NEUTRAL = SamplingParams()
+
+
+class Events:
+    """The listener of an engine that nobody listens to."""
+
+    def arrived(self, group: SequenceGroup) -> None:
+        """A request was admitted to the queue."""
+
+    def aborted(self, group: SequenceGroup) -> None:
+        """A request was ended from outside."""
+
+    def pinned(self, group: SequenceGroup, pin_id: int) -> None:
+        """A request was ended, and its prompt stays in place."""
+
+    def unpinned(self, pin_id: int) -> None:
+        """A pin was given up."""
+
+    def planned(self, plan: StepPlan) -> None:
+        """A step is about to run."""
+
+    def drawn(self, plan: StepPlan, result: StepResult, edits: list[Edit]) -> None:
+        """A step ran; nothing of it is committed yet."""
+
+    def failed(self, plan: StepPlan, error: Exception) -> None:
+        """A step raised; the running requests are about to end."""
+
+    def pages_rebuilt(self) -> None:
+        """The pages were made anew: what ran starts over, nothing is cached."""
+
+    def prefix_cache_reset(self) -> None:
+        """Nothing is found any more of what was computed before."""
+
+    def closed(self) -> None:
+        """The engine is shut down; nothing follows."""
+
+
+class Recorder(Events):
+    """Turns events into records. What is empty is left out; block tables appear as what changed since a sequence's last row."""
+
+    def __init__(self, sink: Callable[[Record], None]) -> None:
+        self._sink = sink
+        self._step = 0  # the last that was planned
+        self._tables: dict[int, tuple[int, ...]] = {}  # by sequence id, as last recorded
+
+    def arrived(self, group: SequenceGroup) -> None:
+        request = group.request
+        self._record(
+            "arrival",
+            request_id=request.request_id,
+            sequences=[sequence.sequence_id for sequence in group.sequences],
+            prompt_token_ids=list(request.prompt_token_ids),
+            params=_given(request.params),
+            seed=request.seed,
+            eos_token_ids=sorted(request.eos_token_ids),
+            max_total_tokens=request.max_total_tokens,
+        )
+
+    def aborted(self, group: SequenceGroup) -> None:
+        self._record("abort", request_id=group.request.request_id)
+        self._forget(sequence.sequence_id for sequence in group.sequences)
+
+    def pinned(self, group: SequenceGroup, pin_id: int) -> None:
+        self._record("pin", request_id=group.request.request_id, pin_id=pin_id)
+        self._forget(sequence.sequence_id for sequence in group.sequences)
+
+    def unpinned(self, pin_id: int) -> None:
+        self._record("unpin", pin_id=pin_id)
+
+    def planned(self, plan: StepPlan) -> None:
+        self._step = plan.step_id
+        draws = [sample.row for sample in plan.samples]
+        fields = {
+            "rows": [[row.sequence_id, row.start, len(row.token_ids)] for row in plan.rows],
+            "tables": self._table_changes(plan),
+            **{name: [list(pair) for pair in getattr(plan, name)] for name in ("swap_out", "swap_in", "copies")},
+            "preempted": list(plan.preempted),
+        }
+        present: Record = {name: value for name, value in fields.items() if value}
+        if draws != list(range(len(plan.rows))):
+            present["draws"] = draws
+        self._record("plan", **present)
+
+    def drawn(self, plan: StepPlan, result: StepResult, edits: list[Edit]) -> None:
+        fields = {
+            "logprobs": _logprobs(plan, result),
+            "edits": [_described(e) for e in edits if not isinstance(e, Append)],
+        }
+        present = {name: value for name, value in fields.items() if value}
+        self._record("result", tokens=result.token_ids.tolist(), **present)
+        self._forget(edit.sequence_id for edit in edits if isinstance(edit, Finish | Drop))
+
+    def failed(self, plan: StepPlan, error: Exception) -> None:
+        self._record("failure", error=f"{type(error).__name__}: {error}")
+        self._tables.clear()
+
+    def pages_rebuilt(self) -> None:
+        self._record("rebuild")
+
+    def prefix_cache_reset(self) -> None:
+        self._record("reset")
+
+    def closed(self) -> None:
+        self._record("end")
+
+    def _record(self, event: str, **fields: Any) -> None:
+        self._sink({"event": event, "step": self._step, **fields})
+
+    def _table_changes(self, plan: StepPlan) -> list[list[Any]]:
+        changes = []
+        for row in plan.rows:
+            before, table = self._tables.get(row.sequence_id, ()), row.block_table
+            if table is not before:
+                self._tables[row.sequence_id] = table
+                changes.append([row.sequence_id, len(table), *_changed_runs(before, table)])
+        return changes
+
+    def _forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._tables.pop(sequence_id, None)
+
+
+def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[int]]:
+    """What differs, as runs [first position, block, block, ...]; what was cut off shows in the table's length alone."""
+    runs: list[list[int]] = []
+    stop = -1  # of the last run
+    for position, (old, block) in enumerate(zip_longest(before, table)):
+        if block is None or block == old:
+            continue
+        if position != stop:
+            runs.append([position])
+        runs[-1].append(block)
+        stop = position + 1
+    return runs
+
+
+def _given(params: SamplingParams) -> Record:
+    """The parameters that are not at their default. The seed stands beside them, resolved."""
+    fields = (field.name for field in dataclasses.fields(params) if field.name != "seed")
+    return {name: getattr(params, name) for name in fields if getattr(params, name) != getattr(_NEUTRAL, name)}
+
+
+def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
+    """[draw, rank, ids, bits] for each draw that asks: the drawn token and the likeliest, their log probabilities as float32 bits."""
+    return [
+        [
+            draw,
+            int(result.ranks[draw]),
+            [int(result.token_ids[draw]), *result.top_token_ids[draw, :num_top].tolist()],
+            np.append(result.logprobs[draw], result.top_logprobs[draw, :num_top]).view(np.int32).tolist(),
+        ]
+        for draw, sample in enumerate(plan.samples)
+        if (num_top := sample.params.logprobs) is not None
+    ]
+
+
+def _described(edit: Finish | Fork | Drop) -> list[Any]:
+    match edit:
+        case Finish():
+            return ["finish", edit.sequence_id, edit.reason, edit.stop_reason]
+        case Fork():
+            return ["fork", edit.parent_id, edit.child_id, edit.sample_index]
+        case Drop():
+            return ["drop", edit.sequence_id]

@@ -1,0 +1,134 @@
+"""Which engine a log is of: its first record, and whether the engine at hand is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpage.argument_checks import shown
+from jaxpage.config import EngineConfig
+from jaxpage.device.sizing import MemoryPlan
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.event_log import LogReader
+from jaxpage.engine.events import Record
+from jaxpage.errors import EventLogError, JaxpageError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_HASHED_AT_ONCE = 4  # arrays, each of which may be copied to the host
+_PACKAGES = ("jaxpage", "jax", "jaxlib")
+_FIELDS = {"versions": dict, "device": str, "config": dict, "config_hash": str, "weights_hash": str, "engine": dict}
+
+
+def header(config: EngineConfig, engine: Engine, memory: MemoryPlan) -> Record:
+    """Which engine it is: all that decides its schedule and its tokens, besides the events. Reads all weights once."""
+    parameters = engine.runner.parameters
+    return {
+        "event": "header",
+        "format": FORMAT,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "device": f"{memory.device} of {platform.machine()}",
+        "config": config.model_dump(),
+        "config_hash": config_hash(config.model_dump()),
+        "weights_hash": weights_hash(parameters),
+        "engine": {
+            "dtype": str(jax.tree.leaves(parameters)[0].dtype),
+            "max_model_len": memory.max_model_len,
+            "num_blocks": memory.num_blocks,
+            "swap_space_blocks": memory.num_host_blocks,
+            "vocab_size": engine.builder.vocab_size,
+            "limits": dataclasses.asdict(engine.scheduler.limits),
+            "buckets": [list(dataclasses.astuple(bucket)) for bucket in engine.builder.menu.buckets],
+        },
+    }
+
+
+def read_header(log: LogReader) -> Record:
+    """Of a log that has just been opened. Raises EventLogError if it is none, or none of this version."""
+    log.take()
+    logged = log.next or {}
+    if logged.get("event") != "header":
+        log.refuse("this is no event log: it does not begin with a header")
+    if logged.get("format") != FORMAT:
+        log.refuse(f"the log has format {shown(logged.get('format'))}; this version reads format {FORMAT}")
+    for name, kind in _FIELDS.items():
+        if not isinstance(logged.get(name), kind):
+            log.refuse(f"{name} of the header must be a {kind.__name__}, got {shown(logged.get(name))}")
+    return logged
+
+
+def logged_config(log: LogReader, logged: Record, model: str | None) -> EngineConfig:
+    """The settings of the log, with what they left to the machine as it was resolved there."""
+    resolved = {
+        name: logged["engine"].get(name) for name in ("dtype", "max_model_len", "num_blocks", "swap_space_blocks")
+    }
+    settings = {**logged["config"], **resolved, "kv_cache_memory_bytes": None, "tokenizer": None, "event_log": None}
+    if model is not None:
+        settings |= {"model": model, "revision": None, "load_format": "auto"}
+    try:
+        return EngineConfig(**settings)
+    except JaxpageError as error:
+        log.refuse(f"its settings cannot be had: {error}")
+
+
+def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
+    """Warns of other versions and devices. Raises EventLogError, unless forced, if the schedule or the tokens can not be the same."""
+    for name, version in {**ours["versions"], "device": ours["device"]}.items():
+        before = {**logged["versions"], "device": logged["device"]}.get(name)
+        if before != version:
+            logger.warning(
+                "The log was written with %s %s, and this is %s: last bits may differ", name, before, version
+            )
+    problems = []
+    if logged["config_hash"] != config_hash(logged["config"]):
+        problems.append("the settings in the log were changed after it was written")
+    if logged["weights_hash"] != ours["weights_hash"]:
+        problems.append(
+            f"the weights of {ours['config']['model']!r} are not those of the log (hash {ours['weights_hash']}, there "
+            f"{shown(logged['weights_hash'])}); --model names another directory"
+        )
+    for name, value in ours["engine"].items():
+        if logged["engine"].get(name) != value:
+            problems.append(f"{name} is {value}, in the log {shown(logged['engine'].get(name))}")
+    if problems and not force:
+        raise EventLogError("\n".join([*problems, "--force replays the log all the same"]))
+    for problem in problems:
+        logger.warning("Replaying all the same: %s", problem)
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def weights_hash(parameters: Any) -> str:
+    """Of the names, shapes, types and bytes of all parameters as they are loaded."""
+    leaves = jax.tree_util.tree_leaves_with_path(parameters)
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
+        digests = pool.map(lambda leaf: _leaf_digest(*leaf), leaves)
+        return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+
+
+def _leaf_digest(path: Any, leaf: Any) -> bytes:
+    handle = leaf.addressable_data(0)  # one of its own: a handle keeps the host's copy for as long as it lives
+    array = np.asarray(handle)
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    digest = hashlib.blake2b(f"{name} {array.dtype} {array.shape}\0".encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.digest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "not installed"

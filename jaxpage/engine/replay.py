@@ -1,0 +1,274 @@
+"""Runs a logged schedule again: the same engine, the same events at the same logical steps, and a look at all that comes of them.
+
+The engine tells a recorder, as it tells a log; only that each record is compared with the logged one instead of being written. Arrivals,
+aborts, resets and the beginnings of steps are taken from the log and done to the engine; everything else must follow by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+from jaxpage.argument_checks import shown
+from jaxpage.decoding import Edit, Finish, SamplingStrategy
+from jaxpage.engine.build import build_engine
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.event_log import LogReader, encoded
+from jaxpage.engine.events import Record, Recorder
+from jaxpage.engine.log_header import compare_engines, header, logged_config, read_header
+from jaxpage.engine.text import NoText
+from jaxpage.errors import JaxpageError
+from jaxpage.outputs import TokenLogprobs
+from jaxpage.request import Request
+from jaxpage.sampling_params import SamplingParams
+
+_LEGENDS = {  # what the entries of a list are, for whoever reads a difference
+    "rows": "[sequence, first position, tokens]",
+    "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
+    "swap_out": "[block, host block]",
+    "swap_in": "[host block, block]",
+    "copies": "[source block, destination block]",
+    "draws": "rows that are drawn from",
+    "logprobs": "[draw, rank, token ids, float32 bits]",
+    "edits": "[what, sequence, ...]",
+}
+_NOTHING = "nothing"  # where one of the two has something
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a replay: how much was the same, the first difference if there is one, and how the log ends if not by a shutdown."""
+
+    num_steps: int
+    num_tokens: int
+    difference: str | None
+    ending: str | None
+
+
+def replay(
+    path: str | os.PathLike[str], *, model: str | None = None, force: bool = False, progress: bool = True
+) -> Report:
+    """Builds the engine of a log and runs the log through it.
+
+    Args:
+        model: where the model is, if not where the log says.
+        force: go on with other weights, settings or shapes than those of the log.
+
+    Raises:
+        EventLogError: the log is damaged, or the engine that can be had is not that of the log.
+        ModelNotFoundError, CheckpointError, CapacityError: as when any engine is built.
+    """
+    num_plans = _num_plans(path)
+    with LogReader(path) as log:
+        logged = read_header(log)
+        config = logged_config(log, logged, model)
+        built = build_engine(config, progress=progress)
+        try:
+            compare_engines(logged, header(config, built.engine, built.memory), force=force)
+            log.take()
+            with tqdm(total=num_plans, desc="Replaying", unit="step", disable=None if progress else True) as bar:
+                return Replay(built.engine, log, bar).run()
+        finally:
+            built.engine.runner.close()
+
+
+class Replay:
+    """One run of a new engine through the records of a log, which stands behind its header."""
+
+    def __init__(self, engine: Engine, log: LogReader, bar: tqdm[Any] | None = None) -> None:
+        engine.events = Recorder(self._compare)
+        self._engine = engine
+        self._log = log
+        self._bar = bar
+        self._plan: Record = {}  # the last one
+        self._ends: dict[int, Finish] = {}  # of this step, by sequence id: those that text decided
+        self._num_steps = self._num_tokens = 0
+
+    def run(self) -> Report:
+        """To the end of the log or to the first difference. Raises EventLogError at a record that makes no sense."""
+        difference: str | None = None
+        ending: str | None = "The log ends without a shutdown"
+        try:
+            while (record := self._log.next) is not None:
+                self._follow(record)
+                if record is self._log.next:
+                    self._differ(record, None)
+                if record["event"] == "end":
+                    ending = None
+        except _Differs as found:
+            difference, ending = str(found), None
+        except _EndsInside as step:
+            ending = f"The log ends in the middle of step {step}"
+        if self._log.torn:
+            ending = f"{ending or 'The log ends'}; its last line is cut off"
+        return Report(self._num_steps, self._num_tokens, difference, ending)
+
+    def _follow(self, record: Record) -> None:
+        """Does to the engine what the record says; what the engine tells of it goes to `_compare`."""
+        match record["event"]:
+            case "arrival":
+                self._add(record)
+            case "abort":
+                self._engine.abort(str(record.get("request_id")))
+            case "pin":
+                self._pin(record)
+            case "unpin":
+                self._engine.unpin(record.get("pin_id", 0))
+            case "plan":
+                with suppress(_Interrupted):
+                    self._engine.step()
+            case "rebuild":  # after an interrupted step; a failed one does it itself
+                self._engine.rebuild_pages()
+            case "reset":
+                self._engine.reset_prefix_cache()
+            case "end":
+                self._engine.events.closed()
+            case event:
+                self._log.refuse(f"nothing led to this {event} of step {record.get('step')}")
+
+    def _add(self, record: Record) -> None:
+        try:
+            params = _without_text(record)["params"]
+            given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+            sampling = SamplingParams(**given, seed=record["seed"])
+            self._engine.add(record["request_id"], None, record["prompt_token_ids"], sampling)
+        except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
+            self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
+        for sequence_id in record["sequences"]:
+            request = self._engine._groups[sequence_id].request
+            self._engine._strategies[sequence_id] = _LoggedEnds(request, self._ends)
+
+    def _pin(self, record: Record) -> None:
+        try:
+            self._engine.pin(str(record.get("request_id")))
+        except (LookupError, AssertionError, JaxpageError) as error:
+            self._log.refuse(f"this pin cannot be replayed: {type(error).__name__}: {error}")
+
+    def _compare(self, record: Record) -> None:
+        """The sink of the engine's recorder."""
+        logged, came = self._log.next, json.loads(encoded(record))
+        if logged is None:
+            raise _EndsInside(came["step"])
+        if _without_text(logged) != _without_text(came):
+            self._differ(logged, came)
+        self._log.take()
+        if came["event"] == "plan":
+            self._plan = came
+            self._foresee()
+        elif came["event"] == "result":
+            self._num_steps += 1
+            self._num_tokens += len(came["tokens"])
+            if self._bar is not None:
+                self._bar.update()
+
+    def _foresee(self) -> None:
+        """The step that was just planned shall go as the logged one did, which the next record shows."""
+        self._ends.clear()
+        match self._log.next:
+            case None:
+                raise _EndsInside(self._plan["step"])
+            case {"event": "result"} as result:
+                self._ends.update(_ends_by_text(result))
+            case {"event": "failure"} as failure:
+                raise LoggedFailure(failure.get("error"))
+            case _:
+                raise _Interrupted
+
+    def _differ(self, logged: Record, came: Record | None) -> NoReturn:
+        place = f"First difference: step {logged.get('step')} (line {self._log.line})"
+        if came is None or came["event"] != logged["event"]:
+            raise _Differs(_contrast(place, _summary(logged), _summary(came)))
+        logged, came = _without_text(logged), _without_text(came)
+        name = next(name for name in (*came, *logged) if came.get(name, _NOTHING) != logged.get(name, _NOTHING))
+        label, ours, theirs = name, came.get(name, _NOTHING), logged.get(name, _NOTHING)
+        if isinstance(ours, list) and isinstance(theirs, list):
+            pairs = enumerate(zip_longest(ours, theirs, fillvalue=_NOTHING))
+            index, (ours, theirs) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+            label = f"{name}[{index}]"
+            if name == "tokens":
+                label += f" of sequence {self._sequence_of(index)}"
+        legend = f"\n  ({name}: {_LEGENDS[name]})" if name in _LEGENDS else ""
+        raise _Differs(_contrast(f"{place}, {label} of its {came['event']}", theirs, ours) + legend)
+
+    def _sequence_of(self, draw: int) -> Any:
+        rows = self._plan["rows"]
+        draws = self._plan.get("draws", range(len(rows)))
+        return rows[draws[draw]][0] if draw < len(draws) else None
+
+
+class LoggedFailure(Exception):
+    """A step failed in the log, so it fails here."""
+
+
+class _Leave(BaseException):
+    """Leaves a step of the engine in its middle; no handler of exceptions is meant."""
+
+
+class _Interrupted(_Leave):
+    """The logged step was interrupted here."""
+
+
+class _EndsInside(_Leave):
+    """The log ends with this step unfinished."""
+
+
+class _Differs(_Leave):
+    """Something else came out than was logged."""
+
+
+class _LoggedEnds(SamplingStrategy):
+    """A replay has no text. What text decided (a stop string, an error on the way to text) is therefore taken from the log."""
+
+    def __init__(self, request: Request, ends: Mapping[int, Finish]) -> None:
+        super().__init__(request, NoText)
+        self._ends = ends
+
+    def advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Edit]:
+        end = self._ends.get(sequence_id)
+        return super().advance(sequence_id, token_id, logprobs) if end is None else [end]
+
+
+def _ends_by_text(result: Record) -> dict[int, Finish]:
+    ends = {}
+    for edit in result.get("edits", ()):
+        match edit:
+            case ["finish", int(sequence_id), str(reason), str(stop_reason)]:
+                ends[sequence_id] = Finish(sequence_id, reason, stop_reason)
+    return ends
+
+
+def _without_text(record: Record) -> Record:
+    """A record less what a replay does not have: stop strings, and how the errors of failed steps read."""
+    kept = {name: value for name, value in record.items() if name != "error"}
+    if isinstance(kept.get("params"), dict):
+        kept["params"] = {name: value for name, value in kept["params"].items() if name != "stop"}
+    return kept
+
+
+def _summary(record: Record | None) -> str:
+    if record is None:
+        return _NOTHING
+    fields = {name: value for name, value in record.items() if name not in ("event", "step")}
+    return f"{record['event']} {shown(fields) if fields else ''}".rstrip()
+
+
+def _contrast(place: str, logged: Any, came: Any) -> str:
+    return f"{place}\n  logged:    {logged}\n  came out:  {came}"
+
+
+def _num_plans(path: str | os.PathLike[str]) -> int:
+    """Reads all of the log, so that a damaged line is found before anything is loaded."""
+    num_plans = 0
+    with LogReader(path) as log:
+        log.take()
+        while log.next is not None:
+            num_plans += log.next["event"] == "plan"
+            log.take()
+    return num_plans

@@ -1,0 +1,914 @@
+"""Event logs: a run is the same when it is run again, to the last bit; and whatever is changed in a log is found where it was changed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxpage.engine.replay as replay_module
+from jaxpage import LLM, SamplingParams, cli
+from jaxpage.decoding import Append, Drop, Finish, Fork, SamplingStrategy
+from jaxpage.engine.build import Built
+from jaxpage.engine.calls import Calls
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.event_log import MAX_LINE_BYTES, EventLog, LogReader
+from jaxpage.engine.events import Recorder
+from jaxpage.engine.log_header import header, read_header, weights_hash
+from jaxpage.engine.replay import Replay, Report
+from jaxpage.errors import ConfigError, EventLogError
+from jaxpage.scheduling import Row, Sample, StepPlan, StepResult
+from tests.support.engines import LLAMA, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LONG = dataclasses.replace(GREEDY, max_tokens=90)
+POOL = {"num_blocks": 17, "max_model_len": 256}  # holds one of the longest, or a few short ones until they grow
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with make_llm(directory, **POOL) as llm:
+        llm.untouched = copy.deepcopy(llm._engine.scheduler)
+        yield llm
+
+
+def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None) -> Engine:
+    """As when the LLM was built: nothing has happened, only the compiled steps are shared."""
+    return Engine(
+        scheduler=copy.deepcopy(llm.untouched),
+        builder=llm._engine.builder,
+        runner=runner or llm._engine.runner,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset({0}),
+        max_model_len=llm.memory.max_model_len,
+        seed=llm.config.seed,
+    )
+
+
+@contextmanager
+def logged(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
+    """The LLM as it was when it was built, and a log of what is done with it until it is shut down."""
+    engine = llm._engine = new_engine(llm, tokenizer=tokenizer)
+    engine.events = EventLog(path, header(llm.config, engine, llm.memory))
+    llm._calls, llm.tokenizer = Calls(engine), tokenizer
+    try:
+        yield engine
+    finally:
+        engine.abort_all()
+        engine.events.closed()
+        assert not engine.events._tables, "tables of sequences that are gone"
+        llm._calls, llm.tokenizer = Calls(engine), None
+
+
+def replayed(llm: LLM, path: Path, runner: Any = None) -> Report:
+    with LogReader(path) as log:
+        read_header(log)
+        log.take()
+        return Replay(new_engine(llm, runner), log).run()
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def assert_identical(report: Report, path: Path) -> None:
+    results = [record for record in records_of(path) if record["event"] == "result"]
+    want = Report(len(results), sum(len(result["tokens"]) for result in results), None, None)
+    assert report == want and report.num_steps > 0
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 257, length).tolist() for length in lengths]
+
+
+def generate_crowd(llm: LLM, seed: int = 5) -> list[Any]:
+    """More than the pool holds, with every kind of parameter, and prefixes to find."""
+    prompts = prompts_of(40, 61, 9, 33, 70)
+    prompts += [[*prompts[1][:48], 7], [*prompts[3][:32], 9, 9]]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=1.0, seed=2**64 - 1, top_k=40, min_tokens=4, max_tokens=30),
+        SamplingParams(temperature=1.2, seed=seed, min_p=0.01, max_tokens=35, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=None, stop_token_ids=list(range(5, 30)), logprobs=0),
+        SamplingParams(temperature=0.7, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=9, cache_salt="\u00e9\U0001f9c2"),
+    ]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def crowd(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("logs") / "crowd.jsonl"
+    with logged(llm, path):
+        generate_crowd(llm)
+    return path
+
+
+# ---- what is in a log
+
+
+def test_a_log_tells_what_users_saw(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with logged(llm, path):
+        outputs = generate_crowd(llm)
+    records = records_of(path)
+    arrivals = [record for record in records if record["event"] == "arrival"]
+    assert [arrival["prompt_token_ids"] for arrival in arrivals] == [output.prompt_token_ids for output in outputs]
+    assert arrivals[2]["params"] == {"top_k": 40, "min_tokens": 4, "max_tokens": 30}
+    assert arrivals[2]["seed"] == 2**64 - 1 and arrivals[2]["eos_token_ids"] == [0]
+    assert len({arrival["seed"] for arrival in arrivals}) == len(arrivals), "seeds are resolved"
+    assert [arrival["max_total_tokens"] for arrival in arrivals][:5] == [80, 91, 39, 68, 256]
+
+    tokens: dict[int, list[int]] = {}
+    bits: dict[int, list[int]] = {}
+    reasons = {}
+    plan: dict[str, Any] = {}
+    for record in records:
+        if record["event"] == "plan":
+            plan = record
+        elif record["event"] == "result":
+            drawn_from = plan.get("draws", range(len(plan["rows"])))
+            for row, token_id in zip(drawn_from, record["tokens"], strict=True):
+                tokens.setdefault(plan["rows"][row][0], []).append(token_id)
+            for draw, _, token_ids, values in record.get("logprobs", []):
+                assert token_ids[0] == record["tokens"][draw]
+                bits.setdefault(plan["rows"][drawn_from[draw]][0], []).append(values[0])
+            reasons.update({edit[1]: (edit[2], edit[3]) for edit in record.get("edits", [])})
+    finals = {arrival["sequences"][0]: output.outputs[0] for arrival, output in zip(arrivals, outputs, strict=True)}
+    assert tokens == {sequence: final.token_ids for sequence, final in finals.items()}
+    assert reasons == {sequence: (final.finish_reason, final.stop_reason) for sequence, final in finals.items()}
+    assert set(bits) == {1, 4}
+    for sequence, values in bits.items():
+        final = finals[sequence]
+        shown = [entries[token].logprob for entries, token in zip(final.logprobs, final.token_ids, strict=True)]
+        assert np.array(values, np.int32).view(np.float32).tolist() == shown
+
+
+def test_block_tables_of_a_log_are_those_of_the_plans(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put together again from their changes."""
+    path, plans = tmp_path / "a.jsonl", []
+    with logged(llm, path) as engine:
+        real = engine.builder.build
+        monkeypatch.setattr(engine.builder, "build", lambda plan: plans.append(plan) or real(plan))
+        generate_crowd(llm)
+    records = [record for record in records_of(path) if record["event"] == "plan"]
+    assert sum(bool(record.get("preempted")) for record in records) >= 1, "the pool was too large"
+    assert any(row[1] > 0 and row[2] > 1 for record in records for row in record["rows"]), "no prefix was found"
+    tables: dict[int, list[int]] = {}
+    for plan, record in zip(plans, records, strict=True):
+        for change in record.get("tables", []):
+            tables[change[0]] = changed(tables.get(change[0], []), change)
+        for row, (sequence, start, num_tokens) in zip(plan.rows, record["rows"], strict=True):
+            assert (row.sequence_id, row.start, len(row.token_ids)) == (sequence, start, num_tokens)
+            assert row.block_table == tuple(tables[sequence])
+        assert record.get("preempted", []) == list(plan.preempted)
+        assert record.get("copies", []) == [list(pair) for pair in plan.copies]
+
+
+def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
+    """Also what no engine of this version does."""
+    told: list[dict[str, Any]] = []
+    recorder = Recorder(told.append)
+    rows = (Row(4, 30, (7, 8), (3, 9)), Row(5, 0, (1,), (2,)))
+    moves = {"swap_out": ((3, 0), (4, 1)), "swap_in": ((2, 6),), "copies": ((5, 6),), "preempted": ("b", "a")}
+    sample = Sample(1, 0, 5, SamplingParams(logprobs=1), 0, 0, 1)
+    plan = StepPlan(12, rows, (sample,), **moves)
+    recorder.planned(plan)
+    numbers = [np.array(values, kind) for values, kind in (([6], "i4"), ([-0.5], "f4"), ([2], "i4"))]
+    tops = [np.array([[8, 6]], np.int32), np.array([[-0.25, -0.5]], np.float32)]
+    edits = [Append(5, 6), Fork(5, 6, 1), Drop(4), Finish(5, "stop", "x")]
+    recorder.drawn(plan, StepResult(*numbers, *tops), edits)
+    assert json.loads(json.dumps(told)) == [
+        {
+            "event": "plan",
+            "step": 12,
+            "rows": [[4, 30, 2], [5, 0, 1]],
+            "tables": [[4, 2, [0, 3, 9]], [5, 1, [0, 2]]],
+            "swap_out": [[3, 0], [4, 1]],
+            "swap_in": [[2, 6]],
+            "copies": [[5, 6]],
+            "preempted": ["b", "a"],
+            "draws": [1],
+        },
+        {
+            "event": "result",
+            "step": 12,
+            "tokens": [6],
+            "logprobs": [[0, 2, [6, 8], [-1090519040, -1098907648]]],  # 0xbf000000, 0xbe800000
+            "edits": [["fork", 5, 6, 1], ["drop", 4], ["finish", 5, "stop", "x"]],
+        },
+    ]
+
+
+@given(tables=st.lists(st.lists(st.integers(0, 3), max_size=6).map(tuple), max_size=8))
+def test_any_table_can_be_told_from_its_changes(tables: list[tuple[int, ...]]) -> None:
+    told: list[dict[str, Any]] = []
+    recorder, known = Recorder(told.append), []
+    for step, table in enumerate(tables):
+        recorder.planned(StepPlan(step, (Row(0, 0, (1,), table),), ()))
+        for change in told[-1].get("tables", []):
+            known = changed(known, change)
+        assert tuple(known) == table
+
+
+def changed(table: list[int], change: list[Any]) -> list[int]:
+    """A block table after the change that a plan tells of it."""
+    _, length, *runs = change
+    table = table[:length] + [0] * (length - len(table))
+    for first, *blocks in runs:
+        table[first : first + len(blocks)] = blocks
+    return table
+
+
+def test_the_header_says_which_engine_it_was(llm: LLM, crowd: Path) -> None:
+    first = records_of(crowd)[0]
+    assert first["versions"]["jax"] == jax.__version__ and first["config"] == llm.config.model_dump()
+    assert (first["engine"]["num_blocks"], first["engine"]["dtype"]) == (17, "float32")
+    assert first["weights_hash"] == weights_hash(llm._engine.runner.parameters)
+
+
+def test_every_part_of_the_weights_is_hashed(llm: LLM) -> None:
+    leaf = jax.numpy.arange(6.0)
+    tree = {"a": {"b": leaf}, "c": leaf.astype(jax.numpy.bfloat16)}
+    others = [
+        {"a": {"b": leaf.at[5].set(5.0000005)}, "c": tree["c"]},
+        {"a": {"b": leaf.reshape(2, 3)}, "c": tree["c"]},
+        {"a": {"b": leaf.view(jax.numpy.int32)}, "c": tree["c"]},
+        {"a": {"x": leaf}, "c": tree["c"]},
+        {"a": {"b": leaf}, "c": tree["c"].at[0].set(-0.0)},
+        {"a": {"b": leaf}},
+    ]
+    assert weights_hash(copy.deepcopy(tree)) == weights_hash(tree)
+    assert len({weights_hash(each) for each in (tree, *others)}) == 7
+
+
+# ---- the file
+
+
+def test_a_log_is_private_and_never_overwrites(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with logged(llm, path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.read_bytes()
+    for taken in (path, tmp_path):
+        with pytest.raises(ConfigError, match="event_log: .* exists, .* name another, or remove it"):
+            LLM("no-such-model", event_log=taken)  # before the model is looked for
+    assert path.read_bytes() == before
+    dangling = tmp_path / "link"
+    dangling.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="exists"):
+        LLM("no-such-model", event_log=dangling)
+    with pytest.raises(ConfigError, match="nowhere is not a directory that can be written to"):
+        LLM("no-such-model", event_log=tmp_path / "nowhere" / "a.jsonl")
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.jsonl"
+    with logged(llm, path) as engine:
+        want = llm.generate(prompts_of(20), GREEDY, use_tqdm=False)
+        os.dup2(os.open("/dev/full", os.O_WRONLY), engine.events._file)
+        assert llm.generate(prompts_of(20), GREEDY, use_tqdm=False)[0].outputs == want[0].outputs
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(messages) == 1 and "No space left" in messages[0] and str(path) in messages[0]
+    report = replayed(llm, path)
+    assert report == Report(12, 12, None, "The log ends without a shutdown")
+
+
+def test_a_killed_process_leaves_a_log_that_is_complete(llm: LLM, directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    program = f"""
+import itertools, os, signal
+from jaxpage import SamplingParams
+from tests.support.engines import make_llm
+llm = make_llm({str(directory)!r}, event_log={str(path)!r}, **{POOL!r})
+runner, calls = llm._engine.runner, itertools.count(1)
+real = runner.run
+def run(batch):
+    if next(calls) == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(batch)
+runner.run = run
+llm.generate([[5] * 50, [6] * 20, [7] * 90], SamplingParams(seed=3, max_tokens=20, ignore_eos=True), use_tqdm=False)
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True)
+    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
+    records = records_of(path)
+    assert (records[-1]["event"], records[-1]["step"]) == ("plan", 9)
+    assert [record["event"] for record in records].count("arrival") == 3
+    report = replayed(llm, path)
+    tokens = sum(len(record["tokens"]) for record in records if record["event"] == "result")
+    assert report == Report(8, tokens, None, "The log ends in the middle of step 9") and tokens > 8
+
+
+@pytest.mark.parametrize("num_bytes", [1, 20, 30])
+def test_a_last_line_that_was_cut_off_ends_the_log(llm: LLM, crowd: Path, tmp_path: Path, num_bytes: int) -> None:
+    lines = crowd.read_bytes().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if b'"plan"' in line and b'"step":6,' in line)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(b"".join(lines[: at + 1]) + lines[at + 1][:num_bytes])
+    report = replayed(llm, cut)
+    assert report.difference is None and report.num_steps == 5
+    assert report.ending == "The log ends in the middle of step 6; its last line is cut off"
+
+
+def test_a_whole_last_line_needs_no_newline(llm: LLM, crowd: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(crowd.read_bytes().rstrip(b"\n"))
+    assert_identical(replayed(llm, path), path)
+
+
+DAMAGED = [
+    (b"\n", "not a record of an event log"),
+    (b'{"event":\n', "not a record"),
+    (b'{"event":3}\n', "not a record"),
+    (b'["event"]\n', "not a record"),
+    (b'{"event":"result","step":1,"tokens":[NaN]}\n', "NaN is no JSON"),
+    (b'{"event":"result","step":' + b"9" * 5000 + b"}\n", "not a record"),
+    (b"[" * 100_000 + b"\n", "not a record"),
+    (b"\xff\xfe\n", "not a record"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), DAMAGED, ids=[repr(line[:30]) for line, _ in DAMAGED])
+def test_a_damaged_line_is_named_before_anything_is_loaded(
+    crowd: Path, tmp_path: Path, line: bytes, message: str
+) -> None:
+    lines = crowd.read_bytes().splitlines(keepends=True)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join([*lines[:7], line, *lines[7:]]))
+    with pytest.raises(EventLogError, match=f"a.jsonl, line 8: .*{message}"):
+        replay_module.replay(path, model="no-such-model")
+
+
+def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.truncate(MAX_LINE_BYTES + 2)
+    with pytest.raises(EventLogError, match="line 1: a line of more than"):
+        replay_module.replay(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"event": "arrival"}, "it does not begin with a header"),
+        ({"format": 2}, "the log has format 2; this version reads format 1"),
+        ({"engine": None}, "engine of the header must be a dict, got None"),
+        ({"config": {"max_num_seq": 2}}, "max_num_seq: unknown setting; did you mean 'max_num_seqs'"),
+        ({"engine": {"num_blocks": "many"}}, "num_blocks: must be a valid integer, got 'many'"),
+    ],
+)
+def test_a_header_that_is_none_is_refused(crowd: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    first, *rest = records_of(crowd)
+    with pytest.raises(EventLogError, match=f"(?s)line 1: .*{message}"):
+        replay_module.replay(write(tmp_path / "a.jsonl", [{**first, **change}, *rest]))
+    (tmp_path / "empty").touch()
+    with pytest.raises(EventLogError, match="no event log"):
+        replay_module.replay(tmp_path / "empty")
+
+
+# ---- runs that are the same again
+
+
+def test_a_crowd(llm: LLM, crowd: Path) -> None:
+    assert_identical(replayed(llm, crowd), crowd)
+
+
+def test_aborts_and_resets(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with logged(llm, path):
+        stream = llm.stream(prompts_of(50)[0], LONG)
+        next(stream)
+        llm.generate(prompts_of(9, 30, seed=1), GREEDY, use_tqdm=False)  # another call in the middle of a stream
+        waiting = [llm.stream(prompt, LONG) for prompt in prompts_of(60, 70, 80, 90, 100, seed=2)]
+        next(waiting[0])
+        waiting[4].close()  # not admitted yet
+        llm.reset_prefix_cache()
+        waiting[1].close()
+        next(stream)
+        stream.close()
+        list(waiting[2])
+        unfinished = llm.stream(prompts_of(5)[0], LONG)
+        next(unfinished)
+    records = records_of(path)
+    num_finished = sum(len(record.get("edits", [])) for record in records)
+    events = [record["event"] for record in records]
+    assert events.count("abort") == events.count("arrival") - num_finished >= 5
+    assert events.count("reset") == 1 and events[-1] == "end"
+    assert_identical(replayed(llm, path), path)
+
+
+def test_a_failed_step(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    with logged(llm, path) as engine:
+        with monkeypatch.context() as patch:
+            fail_at(patch, engine.runner, 4, RuntimeError("RESOURCE_EXHAUSTED: planted"))
+            outputs = generate_crowd(llm)
+        assert "error" in {output.outputs[0].finish_reason for output in outputs}
+        llm.generate(prompts_of(40, 61), GREEDY, use_tqdm=False)
+    failures = [record for record in records_of(path) if record["event"] == "failure"]
+    assert [(record["step"], record["error"]) for record in failures] == [
+        (4, "RuntimeError: RESOURCE_EXHAUSTED: planted")
+    ]
+    assert_identical(replayed(llm, path), path)
+
+
+def fail_at(patch: pytest.MonkeyPatch, runner: Any, step: int, error: BaseException, moment: str = "in") -> None:
+    """The step takes the pages ("in"), never begins ("before"), or has happened ("after"), and raises."""
+    real, calls = runner.run, itertools.count(1)
+
+    def run(batch: Any) -> Any:
+        if next(calls) != step:
+            return real(batch)
+        if moment == "in":
+            runner.executables.step(batch.bucket)(runner.parameters, runner._pages, batch.packed)
+        if moment == "after":
+            real(batch)
+        raise error
+
+    patch.setattr(runner, "run", run)
+
+
+@pytest.mark.parametrize("moment", ["before", "in", "after"])
+def test_an_interrupted_step(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    path = tmp_path / "a.jsonl"
+    with logged(llm, path) as engine:
+        stream = llm.stream(prompts_of(70)[0], GREEDY)  # survives
+        next(stream)
+        with monkeypatch.context() as patch:
+            fail_at(patch, engine.runner, 5, KeyboardInterrupt(), moment)
+            with pytest.raises(KeyboardInterrupt):
+                generate_crowd(llm)
+        list(stream)
+        llm.generate(prompts_of(40, 61), GREEDY, use_tqdm=False)
+    events = [record["event"] for record in records_of(path)]
+    assert events.count("rebuild") == (moment == "in") and events.count("plan") == events.count("result") + 1
+    assert_identical(replayed(llm, path), path)
+
+
+def test_an_error_of_one_request(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    with logged(llm, path), monkeypatch.context() as patch:
+        real, calls = SamplingStrategy.advance, itertools.count()
+
+        def failing(self: Any, *arguments: Any) -> Any:
+            if next(calls) == 17:
+                raise KeyError("planted")
+            return real(self, *arguments)
+
+        patch.setattr(SamplingStrategy, "advance", failing)
+        outputs = generate_crowd(llm)
+    assert [output.outputs[0].finish_reason for output in outputs].count("error") == 1
+    assert_identical(replayed(llm, path), path)
+
+
+def test_logits_that_are_no_numbers(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, path = llm._engine.runner, tmp_path / "a.jsonl"
+    real = runner.run
+
+    def poisoned(batch: Any) -> StepResult:
+        """As if token 11 at the end of a prompt led to logits that are not finite."""
+        result = real(batch)
+        bad = np.array([11 in batch.packed[:64].tolist()] + [False] * (len(result.token_ids) - 1), bool)
+        return dataclasses.replace(result, token_ids=np.where(bad[: len(result.token_ids)], -1, result.token_ids))
+
+    monkeypatch.setattr(runner, "run", poisoned)
+    with logged(llm, path):
+        outputs = llm.generate([[11] * 20, *prompts_of(30, 8)], GREEDY, use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "reset" in [record["event"] for record in records_of(path)]
+    assert_identical(replayed(llm, path), path)
+    monkeypatch.undo()
+    assert "tokens[0] of sequence 0 of its result\n  logged:    -1" in (replayed(llm, path).difference or "")
+
+
+class Letters:
+    """A tokenizer whose token ids are letters."""
+
+    @property
+    def backend_tokenizer(self) -> Letters:
+        return self
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(97 + token_id % 26) for token_id in token_ids)
+
+
+def test_stop_strings_need_no_text(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, ignore_eos=True, stop=["ab", "q", "zz"])
+    with logged(llm, path, tokenizer=Letters()):
+        outputs = llm.generate(prompts_of(20, 40, 61, 5), params, use_tqdm=False)
+    assert {"q"} <= {output.outputs[0].stop_reason for output in outputs}
+    assert_identical(replayed(llm, path), path)
+
+
+def test_a_refused_request_leaves_no_trace(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with logged(llm, path) as engine:
+        engine.add("a", None, [1, 2, 3], GREEDY)
+        with pytest.raises(ValueError, match="exists already"):
+            engine.add("a", None, [4, 5, 6], GREEDY)
+        engine.add("b", None, [4, 5, 6], dataclasses.replace(GREEDY, temperature=1.0))
+        while engine.has_unfinished:
+            engine.step()
+    assert_identical(replayed(llm, path), path)
+
+
+# ---- runs that are not
+
+
+def step_of(report: Report) -> int:
+    assert report.difference is not None, "the change was not found"
+    return int(report.difference.removeprefix("First difference: step ").split()[0])
+
+
+def find(records: list[dict[str, Any]], event: str, has: str = "", nth: int = 0) -> int:
+    places = [i for i, record in enumerate(records) if record["event"] == event and (not has or record.get(has))]
+    return places[nth]
+
+
+def flip(values: list[Any], index: int = 0) -> None:
+    values[index] ^= 1
+
+
+CHANGES: dict[str, tuple[str, str, int, Any]] = {
+    "a token": ("result", "tokens", 9, lambda record: flip(record["tokens"])),
+    "a token too many": ("result", "tokens", 5, lambda record: record["tokens"].append(3)),
+    "a bit of a log probability": ("result", "logprobs", 3, lambda record: flip(record["logprobs"][-1][3], -1)),
+    "a reason to finish": ("result", "edits", 1, lambda record: record["edits"][0].__setitem__(2, "abort")),
+    "a block": ("plan", "tables", 7, lambda record: flip(record["tables"][0][2], 1)),
+    "the length of a block table": ("plan", "tables", 4, lambda record: flip(record["tables"][-1], 1)),
+    "who is computed": ("plan", "rows", 11, lambda record: flip(record["rows"][0], 0)),
+    "where": ("plan", "rows", 11, lambda record: flip(record["rows"][0], 1)),
+    "how much": ("plan", "rows", 2, lambda record: flip(record["rows"][-1], 2)),
+    "the order of rows": ("plan", "rows", 11, lambda record: record["rows"].reverse()),
+    "who gave way": ("plan", "preempted", 0, lambda record: record["preempted"].append("request-9")),
+    "that somebody gave way": ("plan", "preempted", 0, lambda record: record.pop("preempted")),
+    "a copy": ("plan", "rows", 20, lambda record: record.update(copies=[[1, 2]])),
+    "a swap": ("plan", "rows", 20, lambda record: record.update(swap_out=[[1, 2]])),
+    "what is drawn": ("plan", "draws", 0, lambda record: record.pop("draws")),
+    "the end of sequence": ("arrival", "", 1, lambda record: record.update(eos_token_ids=[4])),
+    "the length": ("arrival", "", 1, lambda record: record.update(max_total_tokens=50)),
+    "the sequence": ("arrival", "", 1, lambda record: record.update(sequences=[7])),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_the_log_is_found_where_it_is(llm: LLM, crowd: Path, tmp_path: Path, what: str) -> None:
+    event, has, nth, change = CHANGES[what]
+    records = records_of(crowd)
+    place = find(records, event, has, nth)
+    change(records[place])
+    report = replayed(llm, write(tmp_path / "a.jsonl", records))
+    assert step_of(report) == records[place]["step"] and f"(line {place + 1})" in (report.difference or "")
+    assert report.num_steps == sum(record["event"] == "result" for record in records[:place])
+
+
+def test_how_a_difference_reads(llm: LLM, crowd: Path, tmp_path: Path) -> None:
+    records = records_of(crowd)
+    place = find(records, "plan", "tables", 7)
+    change = records[place]["tables"][0]
+    was = json.loads(json.dumps(change))
+    flip(change[2], 1)
+    assert replayed(llm, write(tmp_path / "a.jsonl", records)).difference == (
+        f"First difference: step {records[place]['step']} (line {place + 1}), tables[0] of its plan\n"
+        f"  logged:    {change}\n"
+        f"  came out:  {was}\n"
+        "  (tables: [sequence, blocks, [first place that changed, block, block, ...], ...])"
+    )
+
+
+def test_another_seed_shows_where_two_runs_part(llm: LLM, crowd: Path, tmp_path: Path) -> None:
+    """The place is found by laying the logs of two runs side by side."""
+    with logged(llm, tmp_path / "other.jsonl"):
+        generate_crowd(llm, seed=6)
+    records, others = records_of(crowd), records_of(tmp_path / "other.jsonl")
+    arrival = next(i for i, (one, other) in enumerate(zip(records, others, strict=False)) if one != other)
+    assert records[arrival]["event"] == "arrival"
+    records[arrival] = others[arrival]
+    place = next(i for i, (one, other) in enumerate(zip(records, others, strict=False)) if one != other)
+    report = replayed(llm, write(tmp_path / "a.jsonl", records))
+    assert step_of(report) == records[place]["step"] and f"(line {place + 1}), tokens[" in (report.difference or "")
+
+
+def test_a_missing_event_shows_where_it_is_missed(llm: LLM, crowd: Path, tmp_path: Path) -> None:
+    path, records = tmp_path / "a.jsonl", records_of(crowd)
+    last = find(records, "arrival", nth=-1)
+    [sequence] = records[last]["sequences"]
+    used = next(r["step"] for r in records if r["event"] == "plan" and sequence in [row[0] for row in r["rows"]])
+    assert step_of(replayed(llm, write(path, records[:last] + records[last + 1 :]))) == used
+    assert "sequences[0] of its arrival" in (replayed(llm, write(path, records[:3] + records[4:])).difference or "")
+
+    plan = find(records, "plan", nth=10)
+    with pytest.raises(EventLogError, match=f"line {plan + 1}: nothing led to this result of step 11"):
+        replayed(llm, write(path, records[:plan] + records[plan + 1 :]))
+    assert step_of(replayed(llm, write(path, records[: plan + 1] + records[plan + 2 :]))) == 12  # as if interrupted
+
+
+def test_an_abort_too_few_or_too_many(llm: LLM, crowd: Path, tmp_path: Path) -> None:
+    path, records = tmp_path / "a.jsonl", records_of(crowd)
+    place = find(records, "plan", nth=10)
+    running = records[find(records, "arrival")]["request_id"]
+    abort = {"event": "abort", "step": records[place - 1]["step"], "request_id": running}
+    many = write(path, [*records[:place], abort, *records[place:]])
+    assert step_of(replayed(llm, many)) == records[place]["step"]
+    unknown = write(path, [*records[:place], {**abort, "request_id": "x"}, *records[place:]])
+    assert "came out:  nothing" in (replayed(llm, unknown).difference or "")
+
+    with logged(llm, tmp_path / "b.jsonl"):
+        stream = llm.stream(prompts_of(50)[0], GREEDY)
+        next(stream)
+        stream.close()
+        llm.generate(prompts_of(9), GREEDY, use_tqdm=False)
+    records = records_of(tmp_path / "b.jsonl")
+    records.pop(find(records, "abort"))
+    assert step_of(replayed(llm, write(path, records))) == 2
+
+
+def test_an_engine_that_plans_otherwise(llm: LLM, crowd: Path) -> None:
+    """Without prefix caching, what differs first is a row that begins neither at 0 nor where its sequence stood."""
+    stands: dict[int, int] = {}
+    found = 0
+    for record in records_of(crowd):
+        for sequence, start, num_tokens in record.get("rows", []):
+            if not found and start not in (0, stands.get(sequence)):
+                found = record["step"]
+            stands[sequence] = start + num_tokens
+    with LogReader(crowd) as log:
+        read_header(log)
+        log.take()
+        engine = new_engine(llm)
+        engine.scheduler.block_manager.prefix_index = None
+        assert step_of(Replay(engine, log).run()) == found > 0
+
+
+def test_a_step_that_fails_only_now(llm: LLM, crowd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at(monkeypatch, llm._engine.runner, 5, ValueError("planted"))
+    report = replayed(llm, crowd)
+    assert step_of(report) == 5 and "came out:  failure {'error': 'ValueError: planted'}" in (report.difference or "")
+    monkeypatch.undo()
+    llm._engine.runner.rebuild_pages()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_token_ids": [1, 999]},
+        {"prompt_token_ids": None},
+        {"prompt_token_ids": ["1"]},
+        {"request_id": []},
+        {"seed": -1.5},
+        {"params": {"temperature": "hot"}},
+        {"params": {"no_such": 1}},
+        {"params": None},
+        {"params": {"n": 2}},
+        {"request_id": "request-0"},
+    ],
+    ids=str,
+)
+def test_an_arrival_that_makes_no_sense_is_refused(
+    llm: LLM, crowd: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    records = records_of(crowd)
+    records[2] |= change
+    with pytest.raises(EventLogError, match="line 3: this arrival cannot be replayed: "):
+        replayed(llm, write(tmp_path / "a.jsonl", records))
+
+
+# ---- every history
+
+
+class Chances:
+    """A runner without a device. What it draws depends on all that a step is given, block tables included."""
+
+    pages_are_lost = False
+
+    def run(self, batch: Any) -> StepResult:
+        seed = zlib.crc32(batch.packed.tobytes() + b"".join(pairs.tobytes() for pairs in batch.copies))
+        rng = np.random.default_rng(seed)
+        count = batch.num_draws
+        token_ids = rng.integers(-1 if seed % 20 == 0 else 0, 257, count).astype(np.int32)
+        floats = rng.standard_normal((count, 21), np.float32)
+        return StepResult(token_ids, floats[:, 0], token_ids, np.tile(token_ids[:, None], 20), floats[:, 1:])
+
+    def rebuild_pages(self) -> None:
+        self.pages_are_lost = False
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.0]),
+    max_tokens=st.integers(1, 60),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 3),
+    cache_salt=st.none() | st.just("salt"),
+)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 3), st.integers(1, 150), PARAMS),
+        st.tuples(st.just("step"), st.integers(1, 25)),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.sampled_from(["fail", "interrupt", "lose", "reset"])),
+    ),
+    min_size=5,
+    max_size=30,
+)
+
+
+def act(engine: Engine, actions: list[Any]) -> None:
+    """Does these things to an engine, and then what is left to do."""
+    runner: Any = engine.runner
+    texts = [np.random.default_rng(seed).integers(1, 257, 150).tolist() for seed in range(4)]
+    names = itertools.count()
+
+    def fails(error: BaseException) -> Any:
+        def run(batch: Any) -> Any:
+            raise error
+
+        return run
+
+    for action in [*actions, ("step", 10_000)]:
+        match action:
+            case ("add", text, length, params):
+                engine.add(str(next(names)), None, texts[text][:length], params)
+            case ("step", count):
+                for _ in range(count):
+                    if not engine.has_unfinished:
+                        break
+                    engine.step()
+            case ("abort", number):
+                engine.abort(str(number))
+            case ("fail",) if engine.has_unfinished:
+                runner.run = fails(RuntimeError("planted"))
+                engine.step()
+                del runner.run
+            case ("interrupt" | "lose",) if engine.has_unfinished:
+                runner.run = fails(KeyboardInterrupt())
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+                del runner.run
+                runner.pages_are_lost = action == ("lose",)
+                engine.recover()
+            case ("reset",):
+                engine.reset_prefix_cache()
+        engine.scheduler.check()
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the integers of a record are."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*path, key))
+    elif type(value) is int:
+        yield path
+
+
+@settings(max_examples=30)
+@given(actions=ACTIONS, data=st.data())
+def test_every_history_can_be_replayed_and_every_number_counts(
+    llm: LLM, tmp_path_factory: pytest.TempPathFactory, actions: list[Any], data: st.DataObject
+) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        path = tmp_path_factory.mktemp("history") / "a.jsonl"
+        engine = new_engine(llm, Chances())
+        engine.events = log = EventLog(path, HEADER)
+        act(engine, actions)
+        log.closed()
+        report = replayed(llm, path, Chances())
+        assert report.difference is None and report.ending is None
+
+        records = records_of(path)
+        told = [i for i, record in enumerate(records) if record["event"] in ("plan", "result", "arrival")]
+        if not told:
+            return
+        place = data.draw(st.sampled_from(told), label="line")
+        *way, last = data.draw(st.sampled_from(list(leaves(records[place]))), label="number")
+        target = records[place]
+        for key in way:
+            target = target[key]
+        target[last] += 1
+        try:
+            found = replayed(llm, write(path.with_name("b.jsonl"), records), Chances()).difference
+        except EventLogError as error:  # an arrival that is none any more
+            assert records[place]["event"] == "arrival" and f"line {place + 1}:" in str(error)
+            return
+        if {"params", "seed", "prompt_token_ids"} & {*way, last}:  # decide something only if it comes to that
+            return
+        assert found is not None
+        line = int(found.partition("(line ")[2].partition(")")[0])
+        assert line == place + 1 or (records[place]["event"] == "arrival" and line > place)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+HEADER = {
+    "event": "header",
+    "format": 1,
+    "versions": {},
+    "device": "",
+    "config": {},
+    "config_hash": "",
+    "weights_hash": "",
+    "engine": {},
+}
+
+
+# ---- the command
+
+
+def run(*words: str) -> int:
+    try:
+        return cli.main(words)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    with make_llm(directory, event_log=str(path), **POOL) as llm:
+        generate_crowd(llm)
+    results = [record for record in records_of(path) if record["event"] == "result"]
+    capsys.readouterr()
+    assert run("replay", str(path)) == 0
+    out = capsys.readouterr().out
+    assert out == f"{len(results)} steps, {sum(len(r['tokens']) for r in results)} tokens, identical\n"
+    assert run("replay", str(tmp_path / "none")) == 2
+    assert "there is no event log" in capsys.readouterr().err
+    (tmp_path / "text").write_text("Once upon a time\n")
+    assert run("replay", str(tmp_path / "text")) == 1
+    assert "text, line 1: not a record of an event log" in capsys.readouterr().err
+
+
+def test_the_command_with_another_engine(
+    llm: LLM,
+    crowd: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
+    records = records_of(crowd)
+    with make_llm(other, **POOL) as strange:
+        strange.untouched = copy.deepcopy(strange._engine.scheduler)
+        monkeypatch.setattr(strange._engine.runner, "close", lambda: None)
+
+        def rebuilt(config: Any, *, progress: bool) -> Built:
+            assert config.model == str(other) and config.num_blocks == 17
+            return Built(new_engine(strange), None, {}, strange.memory)
+
+        monkeypatch.setattr(replay_module, "build_engine", rebuilt)
+        words = ("replay", str(crowd), "--model", str(other))
+        assert run(*words) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and f"the weights of '{other}' are not those of the log" in err and "--force" in err
+
+        assert run(*words, "--force") == 1
+        assert capsys.readouterr().out.startswith("First difference: step 1 (line 10), tokens[")
+        assert "Replaying all the same: the weights" in caplog.text
+
+        records[0]["weights_hash"] = weights_hash(strange._engine.runner.parameters)
+        records[0]["versions"]["jax"] = "0.0.1"
+        records[0]["config"]["seed"] = 3
+        records[0]["engine"]["limits"]["max_rows"] = 5
+        changed = write(tmp_path / "a.jsonl", records)
+        assert run("replay", str(changed), "--model", str(other)) == 1
+        err = capsys.readouterr().err
+        assert "the settings in the log were changed" in err and "'max_rows': 5" in err and "weights" not in err
+        assert f"jax 0.0.1, and this is {jax.__version__}" in caplog.text
+    monkeypatch.undo()
