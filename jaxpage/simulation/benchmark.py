@@ -52,10 +52,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _waste(arguments: argparse.Namespace) -> Section:
     setup = Setup()
-    results = [
-        saturate(setup.new_scheduler, arguments.dataset, rate, arguments.seconds, range(arguments.seeds))
+    results = {
+        f"{rate:g}": saturate(setup.new_scheduler, arguments.dataset, rate, arguments.seconds, range(arguments.seeds))
         for rate in arguments.rates
-    ]
+    }
     title = (
         f"Memory: {setup.num_blocks} blocks of {setup.block_size}, OPT-13B on an A100-40GB by a cost model;"
         f" {arguments.dataset}, {arguments.seeds} traces of {arguments.seconds:g} s a rate"
@@ -64,9 +64,9 @@ def _waste(arguments: argparse.Namespace) -> Section:
         "setup": asdict(setup),
         "dataset": arguments.dataset,
         "seconds": arguments.seconds,
-        "rates": [saturation_dict(result) for result in results],
+        "rates": [saturation_dict(result) for result in results.values()],
     }
-    return [title, *saturation_table(results)], values
+    return [title, *saturation_table("requests/s", results)], values
 
 
 def _planning(arguments: argparse.Namespace) -> Section:

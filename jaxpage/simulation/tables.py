@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpage.simulation.accounting import Run
@@ -30,14 +30,14 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def saturation_table(results: Sequence[Saturation]) -> list[str]:
-    """One line per rate: means over the seeds with their standard deviation."""
-    rows = [["requests/s", *(heading for heading, *_ in _MEASURES)]]
-    for result in results:
-        cells = [f"{result.rate:g}"]
-        for heading, _, measure, digits in _MEASURES:
+def saturation_table(heading: str, results: Mapping[str, Saturation]) -> list[str]:
+    """One line for each labelled result: means over the seeds with their standard deviation."""
+    rows = [[heading, *(measured for measured, *_ in _MEASURES)]]
+    for label, result in results.items():
+        cells = [label]
+        for measured, _, measure, digits in _MEASURES:
             mean, deviation = result.over_seeds(measure)
-            factor = 100 if heading.endswith("%") else 1
+            factor = 100 if measured.endswith("%") else 1
             cells.append(f"{factor * mean:.{digits}f} ± {factor * deviation:.{digits}f}")
         rows.append(cells)
     return align(rows)
