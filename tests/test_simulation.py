@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -203,11 +204,13 @@ def calls(function: Callable[[], object]) -> Counter[str]:
         elif event == "c_call":
             counts[argument.__qualname__] += 1
 
+    gc.disable()  # libraries have callbacks for collections, which come when they come
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return counts
 
 
