@@ -431,6 +431,27 @@ def test_aborts_and_resets(llm: LLM, tmp_path: Path) -> None:
     assert_identical(replayed(llm, path), path)
 
 
+def test_swaps_pins_and_a_fair_policy(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    settings = {"num_blocks": 18, "preemption_mode": "swap", "scheduling_policy": "fair", "enable_mixed_steps": True}
+    with make_llm(directory, max_model_len=150, event_log=str(path), **settings) as llm:
+        system, *prompts = prompts_of(21, 40, 61, 9, 33, 70)
+        pinned = llm.pin_prefix(system)
+        params = [dataclasses.replace(LONG, max_tokens=60, user=user) for user in "aabab"]
+        llm.generate([[*system, *prompt] for prompt in prompts], params, use_tqdm=False)
+        pinned.release()
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    records = records_of(path)
+    assert {"pin", "unpin", "end"} <= {record["event"] for record in records}
+    assert all(any(name in record for record in records) for name in ("swap_out", "swap_in", "copies", "preempted"))
+    assert_identical(replay_module.replay(path, progress=False), path)
+    index = next(i for i, record in enumerate(records) if record["event"] == "unpin")
+    del records[index]
+    assert "First difference" in str(
+        replay_module.replay(write(tmp_path / "b.jsonl", records), progress=False).difference
+    )
+
+
 def test_a_failed_step(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     with logged(llm, path) as engine:

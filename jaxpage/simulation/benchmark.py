@@ -1,0 +1,88 @@
+"""`tools/bench_scheduler.py`: what the scheduler leaves of the pool unused, and what it costs the host. Needs no device and no model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from jaxpage.bench.report import environment
+from jaxpage.simulation.host_time import planning_times, waiting_times
+from jaxpage.simulation.saturation import saturate
+from jaxpage.simulation.setup import Setup
+from jaxpage.simulation.tables import planning_table, saturation_dict, saturation_table, waiting_table
+
+NUMS_WAITING = (10, 100, 1_000, 10_000)
+NUMS_RUNNING = (64, 256)
+
+Section = tuple[list[str], Any]  # the lines of a table with its title, and the same for JSON
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables that were asked for, all if none was, and with --json one JSON object as the last line."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if min(*arguments.rates, arguments.seconds) <= 0 or arguments.seeds < 1:
+        parser.error("--rates and --seconds must be positive, and --seeds at least 1")
+    wanted = [name for name in _SECTIONS if getattr(arguments, name)]
+    results: dict[str, Any] = {}
+    for name in wanted or _SECTIONS:
+        lines, results[name] = _SECTIONS[name](arguments)
+        print("\n".join(lines), end="\n\n", flush=True)
+    if arguments.json:
+        print(json.dumps({**results, "environment": environment()}, allow_nan=False))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench_scheduler.py", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--waste", action="store_true", help="the memory split at saturation, on a virtual clock")
+    add("--planning", action="store_true", help="host time of a step, by running sequences")
+    add("--waiting", action="store_true", help="host time of a step, by waiting requests")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    add("--dataset", default="sharegpt", choices=("sharegpt", "alpaca"), help="lengths of --waste; default: sharegpt")
+    add("--rates", type=float, nargs="+", default=[2.0, 3.0], metavar="X", help="requests per second; default: 2 3")
+    add("--seconds", type=float, default=1200.0, metavar="X", help="of arrivals, virtual; default: 1200")
+    add("--seeds", type=int, default=3, metavar="N", help="traces per rate; default: 3")
+    return parser
+
+
+def _waste(arguments: argparse.Namespace) -> Section:
+    setup = Setup()
+    results = {
+        f"{rate:g}": saturate(setup.new_scheduler, arguments.dataset, rate, arguments.seconds, range(arguments.seeds))
+        for rate in arguments.rates
+    }
+    title = (
+        f"Memory: {setup.num_blocks} blocks of {setup.block_size}, OPT-13B on an A100-40GB by a cost model;"
+        f" {arguments.dataset}, {arguments.seeds} traces of {arguments.seconds:g} s a rate"
+    )
+    values = {
+        "setup": asdict(setup),
+        "dataset": arguments.dataset,
+        "seconds": arguments.seconds,
+        "rates": [saturation_dict(result) for result in results.values()],
+    }
+    return [title, *saturation_table("requests/s", results)], values
+
+
+def _planning(arguments: argparse.Namespace) -> Section:
+    times = [time for num_running in NUMS_RUNNING for time in planning_times(num_running)]
+    values = [{**asdict(time), "us_per_sequence": time.us_per_sequence} for time in times]
+    return ["Planning: one decode step, host time", *planning_table(times)], values
+
+
+def _waiting(arguments: argparse.Namespace) -> Section:
+    times = waiting_times(NUMS_WAITING)
+    title = "Waiting: one decode step while requests wait; the arrival of one more; the end of one in the middle"
+    return [title, *waiting_table(times)], [asdict(time) for time in times]
+
+
+_SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
+    "waste": _waste,
+    "planning": _planning,
+    "waiting": _waiting,
+}

@@ -1,0 +1,166 @@
+"""Wall time of the scheduler itself: what planning costs the host at every step, and whether a long queue makes it dearer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+from jaxpage.device.buckets import make_menu
+from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.request import SequenceGroup
+from jaxpage.scheduling import StepPlan
+from jaxpage.simulation.scripts import ScriptedRequests
+from jaxpage.simulation.setup import Setup
+from jaxpage.simulation.traces import Arrival
+
+BLOCK_SIZE = 16
+SHORTEST_PROMPT, NUM_PROMPTS, STRIDE = 200, 200, 37  # 200 lengths, in an order in which neighbours differ
+SAMPLES = 200  # steps, arrivals or departures that a median is taken of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlanningTime:
+    """Medians over decode steps. No sequence begins or ends; one in sixteen takes a block."""
+
+    num_running: int
+    prefix_caching: bool
+    plan_us: float
+    commit_us: float
+    build_us: float  # of the batch: not the scheduler's, but in the same step
+
+    @property
+    def us_per_sequence(self) -> float:
+        """Of the scheduler, both of its visits."""
+        return (self.plan_us + self.commit_us) / self.num_running
+
+
+@dataclass(frozen=True)
+class WaitingTime:
+    """Medians while requests wait, the first of them for more blocks than are free."""
+
+    num_waiting: int
+    num_running: int
+    plan_us: float
+    commit_us: float
+    add_us: float
+    abort_us: float  # of one in the middle of the queue
+
+
+class Decoding:
+    """A scheduler whose `num_running` sequences all decode, with blocks for `num_steps` more steps and one seat that is free."""
+
+    def __init__(self, num_running: int, num_steps: int, *, prefix_caching: bool) -> None:
+        # Some decode while the prompts of the others are computed, a few of them at each step.
+        self.longest = SHORTEST_PROMPT + NUM_PROMPTS + num_running + num_steps
+        self.scheduler = Setup(
+            num_blocks=num_running * -(-self.longest // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            max_num_seqs=num_running + 1,
+            prefix_caching=prefix_caching,
+        ).new_scheduler()
+        self.requests = ScriptedRequests()
+        self.steps: list[tuple[float, float]] = []  # seconds of plan and of commit
+        for index in range(num_running):
+            self.scheduler.add(self.new_group(SHORTEST_PROMPT + index * STRIDE % NUM_PROMPTS, self.longest))
+        while self.step().num_tokens > num_running or self.scheduler.num_waiting:
+            pass
+        self.steps.clear()
+
+    def new_group(self, num_prompt_tokens: int, num_tokens: int) -> SequenceGroup:
+        """A request that ends with `num_tokens` tokens in all."""
+        return self.requests.new_group(Arrival(0.0, num_prompt_tokens, num_tokens - num_prompt_tokens))
+
+    def step(self) -> StepPlan:
+        planning, plan = timed(self.scheduler.plan)
+        assert plan is not None
+        edits = self.requests.edits(plan)
+        committing, _ = timed(partial(self.scheduler.commit, plan, edits))
+        self.steps.append((planning, committing))
+        return plan
+
+    def medians(self) -> tuple[float, float]:
+        """Of plan and of commit, in microseconds."""
+        plans, commits = zip(*self.steps, strict=True)
+        return _microseconds(plans), _microseconds(commits)
+
+    def new_waiting(self, *, is_first: bool = False) -> SequenceGroup:
+        """A request that cannot run now: the first needs the whole pool, those behind it hardly anything."""
+        num_slots = self.scheduler.block_manager.pool.num_usable * BLOCK_SIZE
+        return self.new_group(num_slots - 1, num_slots) if is_first else self.new_group(SHORTEST_PROMPT, self.longest)
+
+
+class Queue:
+    """The requests that wait at a scheduler. Measures what one more costs, and one less."""
+
+    def __init__(self, decoding: Decoding, num_waiting: int) -> None:
+        self.decoding = decoding
+        self.adds: list[float] = []  # seconds
+        self.aborts: list[float] = []  # seconds
+        self._request_ids: list[str] = []  # in order of arrival
+        for index in range(num_waiting):
+            self.add(decoding.new_waiting(is_first=index == 0))
+        self.adds.clear()
+
+    def add(self, group: SequenceGroup) -> None:
+        self.adds.append(timed(partial(self.decoding.scheduler.add, group))[0])
+        self._request_ids.append(group.request.request_id)
+
+    def abort_one(self) -> None:
+        """From the middle."""
+        request_id = self._request_ids.pop(len(self._request_ids) // 2)
+        self.aborts.append(timed(partial(self.decoding.scheduler.abort, request_id))[0])
+
+
+def timed(function: Callable[[], T]) -> tuple[float, T]:
+    """Seconds that the call took, and what it returned."""
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
+
+
+def planning_times(num_running: int) -> list[PlanningTime]:
+    """Without and with prefix caching, step by step in turns: what else the machine does meanwhile meets both alike."""
+    cachings = (False, True)
+    sides = [Decoding(num_running, SAMPLES, prefix_caching=caching) for caching in cachings]
+    builder = BatchBuilder(
+        make_menu(num_running, Setup.max_num_batched_tokens),
+        table_width=-(-sides[0].longest // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        num_blocks=sides[0].scheduler.block_manager.pool.num_blocks,
+        vocab_size=max(num_running, 32_000),
+    )
+    building: dict[bool, list[float]] = {caching: [] for caching in cachings}
+    for _ in range(SAMPLES):
+        for caching, side in zip(cachings, sides, strict=True):
+            building[caching].append(timed(partial(builder.build, side.step()))[0])
+    return [
+        PlanningTime(num_running, caching, *side.medians(), _microseconds(building[caching]))
+        for caching, side in zip(cachings, sides, strict=True)
+    ]
+
+
+def waiting_times(nums_waiting: Sequence[int], num_running: int = 64) -> list[WaitingTime]:
+    """With so many requests waiting, step by step in turns. Prefix caching is on, as the engine has it."""
+    queues = [Queue(Decoding(num_running, SAMPLES, prefix_caching=True), num) for num in nums_waiting]
+    for _ in range(SAMPLES):
+        for queue in queues:
+            queue.decoding.step()
+            queue.abort_one()
+            queue.add(queue.decoding.new_waiting())
+    times = []
+    for queue, num_waiting in zip(queues, nums_waiting, strict=True):
+        scheduler, (plan, commit) = queue.decoding.scheduler, queue.decoding.medians()
+        assert (scheduler.num_waiting, scheduler.num_running) == (num_waiting, num_running)
+        add, abort = _microseconds(queue.adds), _microseconds(queue.aborts)
+        times.append(WaitingTime(num_waiting, num_running, plan, commit, add, abort))
+    return times
+
+
+def _microseconds(seconds: Sequence[float]) -> float:
+    return 1e6 * median(seconds)

@@ -1,0 +1,48 @@
+"""How full the pool is under more requests than the machine can serve: the experiment of the paper's figure 2, for this scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from jaxpage.scheduling import Scheduler
+from jaxpage.simulation.accounting import Run, TimeAverage
+from jaxpage.simulation.costs import A100_OPT_13B, CostModel
+from jaxpage.simulation.simulator import Simulator
+from jaxpage.simulation.traces import poisson_trace
+
+WARM_UP = 0.25  # share of the trace that is not averaged: the pool fills up
+LOOK_EVERY = 8  # steps
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """One rate, a run per seed."""
+
+    dataset: str
+    rate: float  # requests per second
+    seconds: float  # of the traces
+    runs: Sequence[Run]
+
+    def over_seeds(self, measure: Callable[[Run], float]) -> tuple[float, float]:
+        """Mean and standard deviation over the seeds; a single seed has no deviation."""
+        values = [measure(run) for run in self.runs]
+        return fmean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def saturate(
+    new_scheduler: Callable[[], Scheduler],
+    dataset: str,
+    rate: float,
+    seconds: float,
+    seeds: Iterable[int],
+    cost: CostModel = A100_OPT_13B,
+) -> Saturation:
+    """Runs traces to their end; averages over what is left of their arrivals after the warm-up."""
+    runs = []
+    for seed in seeds:
+        trace = poisson_trace(dataset, rate=rate, seconds=seconds, seed=seed)
+        average = TimeAverage(WARM_UP * seconds, seconds)
+        runs.append(Simulator(trace, new_scheduler(), cost, average=average, look_every=LOOK_EVERY).run())
+    return Saturation(dataset, rate, seconds, runs)

@@ -1,0 +1,25 @@
+"""The scheduler that is simulated: the engine's, over a pool of given size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
+from jaxpage.scheduling import Scheduler, StepLimits
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A scheduler as the PagedAttention paper's evaluation had it: OPT-13B on an A100-40GB, 15,728 slots."""
+
+    num_blocks: int = 983  # that can be handed out
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2560
+    prefix_caching: bool = False
+
+    def new_scheduler(self) -> Scheduler:
+        limits = StepLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_num_seqs, mixed=True)
+        index = PrefixIndex(self.block_size) if self.prefix_caching else None
+        manager = BlockManager(BlockPool(self.num_blocks + 1), self.block_size, index)
+        return Scheduler(limits, manager, max_num_seqs=self.max_num_seqs)

@@ -1,0 +1,100 @@
+"""Drives the engine's own scheduler and block manager through a trace on a virtual clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from jaxpage.request import SequenceGroup
+from jaxpage.scheduling import Row, Scheduler, StepPlan
+from jaxpage.simulation.accounting import Run, Served, State, TimeAverage
+from jaxpage.simulation.costs import CostModel
+from jaxpage.simulation.scripts import ScriptedRequests
+from jaxpage.simulation.traces import Arrival
+
+
+class Simulator:
+    """One run of one trace: arrivals go in when the clock has come to them, a step takes what the cost model says."""
+
+    def __init__(
+        self,
+        arrivals: Iterable[Arrival],
+        scheduler: Scheduler,
+        cost: CostModel,
+        *,
+        average: TimeAverage | None = None,
+        look_every: int = 1,
+    ) -> None:
+        """
+        Args:
+            average: what is averaged, and over which window; None: everything over the whole run.
+            look_every: steps from one look at the memory to the next; a look walks all block tables.
+        """
+        self.scheduler = scheduler
+        self.cost = cost
+        self.result = Run(average or TimeAverage())
+        self._look_every = look_every
+        self._arrivals = deque(sorted(arrivals, key=lambda arrival: arrival.seconds))
+        self._requests = ScriptedRequests()
+        self._arrival_of: dict[str, Arrival] = {}  # by request id, of those that are not finished
+        self._first_token: dict[str, float] = {}  # by request id
+
+    def run(self) -> Run:
+        """Steps until every request of the trace has finished. Raises CapacityError if one could never run."""
+        while self._arrivals or self.scheduler.has_unfinished:
+            self._let_in()
+            plan = self.scheduler.plan()
+            if plan is not None:
+                self._step(plan)
+            else:
+                self._pass(self._arrivals[0].seconds, ())
+        return self.result
+
+    def _let_in(self) -> None:
+        while self._arrivals and self._arrivals[0].seconds <= self.result.seconds:
+            arrival = self._arrivals.popleft()
+            group = self._requests.new_group(arrival)
+            self.scheduler.add(group)
+            self._arrival_of[group.request.request_id] = arrival
+
+    def _step(self, plan: StepPlan) -> None:
+        block_size, result = self.scheduler.block_manager.block_size, self.result
+        swapping = self.cost.swap_seconds(len(plan.swap_out) + len(plan.swap_in), block_size)
+        seconds = self.cost.compute_seconds(plan) + swapping
+        result.num_steps += 1
+        result.longest_step = max(result.longest_step, seconds)
+        result.num_preemptions += len(plan.preempted)
+        result.num_swapped_out += len(plan.swap_out)
+        result.num_swapped_in += len(plan.swap_in)
+        result.swap_seconds += swapping
+        self._pass(result.seconds + seconds, plan.rows)
+        for group in self.scheduler.commit(plan, self._requests.edits(plan)):
+            self._note(group)
+
+    def _pass(self, until: float, rows: tuple[Row, ...]) -> None:
+        """The clock goes on, over a step with these rows or, without any, over a pause."""
+        begin, self.result.seconds = self.result.seconds, until
+        if self.result.num_steps % self._look_every == 0 and self.result.average.holds(begin, until):
+            self.result.average.add(self._state(rows), begin, until)
+
+    def _state(self, rows: tuple[Row, ...]) -> State:
+        """The scheduler between plan and commit. What the step computes counts as tokens: their slots are being written."""
+        scheduler = self.scheduler
+        running = [sequence for group in scheduler.running for sequence in group.unfinished]
+        computed = {sequence.sequence_id: sequence.num_computed_tokens for sequence in running}
+        computed |= {row.sequence_id: row.context_length for row in rows}
+        known = {sequence.sequence_id: sequence.num_known_tokens for sequence in running}
+        split = scheduler.block_manager.usage(computed, known)
+        return State.of(split, scheduler.num_running, scheduler.num_waiting)
+
+    def _note(self, group: SequenceGroup) -> None:
+        request_id, now = group.request.request_id, self.result.seconds
+        first_token = self._first_token.setdefault(request_id, now)
+        if group.finished:
+            self.result.served[request_id] = Served(
+                arrival=self._arrival_of.pop(request_id),
+                first_token=first_token,
+                finished=now,
+                num_preemptions=group.num_preemptions,
+                num_output_tokens=tuple(sequence.num_output_tokens for sequence in group.sequences),
+            )
