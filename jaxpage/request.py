@@ -79,8 +79,8 @@ class SequenceGroup:
 
     @property
     def unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if not sequence.finished]
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
+        return not self.unfinished

@@ -56,6 +56,8 @@ class BlockTables(RuleBasedStateMachine):
         manager, stop = self.manager, start + num_tokens
         num_new = manager.num_new_blocks(sequence_id, start, stop)
         num_free = manager.pool.num_free
+        if sequence_id in manager.sequence_ids:
+            assert manager.can_write(sequence_id, start) == (manager.num_new_blocks(sequence_id, start, start + 1) == 0)
         if num_new > num_free:
             with pytest.raises(CapacityError):
                 manager.reserve(sequence_id, start, stop)

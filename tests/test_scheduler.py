@@ -319,7 +319,7 @@ class NeverAlternates(Scheduler):
 class ForgetsMinTokens(Scheduler):
     def plan(self):
         plan = super().plan()
-        return plan and replace(plan, samples=tuple(replace(s, suppressed_token_ids=()) for s in plan.samples))
+        return plan and replace(plan, samples=tuple(s._replace(suppressed_token_ids=()) for s in plan.samples))
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,11 @@ class BlockManager:
             table.frozen = tuple(table.blocks)
         return table.frozen
 
+    def can_write(self, sequence_id: int, position: int) -> bool:
+        """Whether the sequence has a block for this position that it may write into: mostly so when it decodes."""
+        blocks, place = self._tables[sequence_id].blocks, position // self.block_size
+        return place < len(blocks) and self.pool.is_writable(blocks[place])
+
     def num_new_blocks(self, sequence_id: int, start: int, stop: int) -> int:
         """Free blocks that `reserve` would take: for growth, and to replace shared blocks in the written range."""
         table = self._tables.get(sequence_id)

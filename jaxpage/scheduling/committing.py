@@ -17,7 +17,7 @@ def apply_edit(edit: Edit, sequences: Sequences, block_manager: BlockManager) ->
     if sequence_id not in sequences:
         return None
     group, sequence = sequences[sequence_id]
-    assert not sequence.finished, f"{edit} comes after the end of its sequence"
+    assert sequence.finish_reason is None, f"{edit} comes after the end of its sequence"
     match edit:
         case Append():
             _append(sequence, edit)

@@ -43,7 +43,7 @@ class Draft:
             sequence_id, start, known = sequence.sequence_id, sequence.num_computed_tokens, sequence.token_ids
             if start + num_tokens == len(known):
                 samples.append(sample_of(len(rows), num_tokens, sequence, group.request))
-            token_ids = tuple(known[start : start + num_tokens])
+            token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
             rows.append(Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id)))
         return StepPlan(
             step_id,
@@ -59,8 +59,9 @@ class Draft:
 def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -> Sample:
     """The draw from the last token of a row that reaches the last known token of its sequence."""
     num_known, params = len(sequence.token_ids), request.params
-    below_min = num_known - sequence.num_prompt_tokens < params.min_tokens
-    suppressed = suppressed_token_ids(request) if below_min else ()
+    suppressed: tuple[int, ...] = ()
+    if params.min_tokens and num_known - sequence.num_prompt_tokens < params.min_tokens:
+        suppressed = suppressed_token_ids(request)
     sample_index = sequence.sample_index
     return Sample(row, num_tokens - 1, sequence.sequence_id, params, request.seed, sample_index, num_known, suppressed)
 

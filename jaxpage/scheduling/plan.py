@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +11,7 @@ import numpy.typing as npt
 from jaxpage.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The part of one sequence in a step: `token_ids` are computed at positions `start`, `start + 1`, ...
 
     `block_table` covers every position up to the last of them; `start` tokens are already in it.
@@ -28,8 +28,7 @@ class Row:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One draw of a step: from the logits of query token `offset` of row `row`.
 
     The draw's noise is a function of (`seed`, `sample_index`, `position`) alone, where `position` is the place that the drawn

@@ -16,7 +16,7 @@ Members = tuple[SequenceGroup, list[Sequence]]  # a group and those of its seque
 
 def decodes(sequences: list[Sequence]) -> bool:
     """Whether each sequence of a group has one token left to compute."""
-    return all([sequence.num_pending_tokens == 1 for sequence in sequences])
+    return all([len(s.token_ids) - s.num_computed_tokens == 1 for s in sequences])
 
 
 class Scheduler(Roster):
@@ -74,9 +74,12 @@ class Scheduler(Roster):
         A step admits or preempts, never both: the blocks of who was just admitted are filled in this very step.
         """
         manager = self.block_manager
+        if manager.sliding_window is not None:
+            for sequence in sequences:
+                manager.slide(sequence.sequence_id, sequence.num_computed_tokens)
+        if all([manager.can_write(s.sequence_id, s.num_computed_tokens) for s in sequences]):
+            return True  # as fifteen times in sixteen
         spans = [(s.sequence_id, s.num_computed_tokens, s.num_computed_tokens + 1) for s in sequences]
-        for sequence_id, start, _ in spans:
-            manager.slide(sequence_id, start)
         while (num_new := manager.num_new_blocks_together(spans)) > manager.pool.num_free:
             if draft.num_admitted or self._preempt_last(draft) is group:
                 return False
@@ -131,12 +134,12 @@ class Scheduler(Roster):
             The groups that an edit touched, in the order of their first one.
         """
         block_size = self.block_manager.block_size
-        for row in plan.rows:
-            if row.sequence_id in self._sequences:
-                group, sequence = self._sequences[row.sequence_id]
-                assert sequence.num_computed_tokens == row.start, f"step {plan.step_id} is committed out of turn"
-                sequence.num_computed_tokens = row.context_length
-                if row.context_length // block_size > row.start // block_size:
+        for sequence_id, start, token_ids, _ in plan.rows:
+            if sequence_id in self._sequences:
+                group, sequence = self._sequences[sequence_id]
+                assert sequence.num_computed_tokens == start, f"step {plan.step_id} is committed out of turn"
+                sequence.num_computed_tokens = stop = start + len(token_ids)
+                if stop // block_size > start // block_size:
                     self._cache(group, sequence)
         touched: dict[str, SequenceGroup] = {}
         for edit in edits:
