@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from jaxpage.bench.report import environment
+from jaxpage.scheduling import Preemption
 from jaxpage.simulation.host_time import planning_times, waiting_times
 from jaxpage.simulation.saturation import saturate
 from jaxpage.simulation.setup import Setup
@@ -40,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench_scheduler.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--waste", action="store_true", help="the memory split at saturation, on a virtual clock")
+    add(
+        "--preemption", action="store_true", help="recompute or swap, and what new requests wait for, on the same clock"
+    )
     add("--planning", action="store_true", help="host time of a step, by running sequences")
     add("--waiting", action="store_true", help="host time of a step, by waiting requests")
     add("--json", action="store_true", help="one JSON object as the last line")
@@ -69,6 +74,19 @@ def _waste(arguments: argparse.Namespace) -> Section:
     return [title, *saturation_table("requests/s", results)], values
 
 
+def _preemption(arguments: argparse.Namespace) -> Section:
+    """The paper's literal sentence, that new requests wait until the preempted are completed, beside what vLLM's first version did."""
+    rate = arguments.rates[0]
+    results = {}
+    for mode, wait in itertools.product(("recompute", "swap"), ("readmitted", "completed")):
+        setup = Setup(preemption=Preemption(mode, wait))  # type: ignore[arg-type]  # product forgets the literals
+        seeds = range(arguments.seeds)
+        results[f"{mode}, {wait}"] = saturate(setup.new_scheduler, arguments.dataset, rate, arguments.seconds, seeds)
+    title = f"Preemption: new requests wait until the preempted are readmitted or completed; {rate:g} requests/s"
+    values = {label: saturation_dict(result) for label, result in results.items()}
+    return [title, *saturation_table("", results)], values
+
+
 def _planning(arguments: argparse.Namespace) -> Section:
     times = [time for num_running in NUMS_RUNNING for time in planning_times(num_running)]
     values = [{**asdict(time), "us_per_sequence": time.us_per_sequence} for time in times]
@@ -83,6 +101,7 @@ def _waiting(arguments: argparse.Namespace) -> Section:
 
 _SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
     "waste": _waste,
+    "preemption": _preemption,
     "planning": _planning,
     "waiting": _waiting,
 }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
-from jaxpage.scheduling import Scheduler, StepLimits
+from jaxpage.scheduling import Preemption, Scheduler, StepLimits
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,11 @@ class Setup:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2560
     prefix_caching: bool = False
+    preemption: Preemption = field(default_factory=Preemption)  # to as many host blocks as the pool has
 
     def new_scheduler(self) -> Scheduler:
         limits = StepLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_num_seqs, mixed=True)
         index = PrefixIndex(self.block_size) if self.prefix_caching else None
-        manager = BlockManager(BlockPool(self.num_blocks + 1), self.block_size, index)
-        return Scheduler(limits, manager, max_num_seqs=self.max_num_seqs)
+        pool, host_pool = BlockPool(self.num_blocks + 1), BlockPool(self.num_blocks + 1)
+        manager = BlockManager(pool, self.block_size, index, host_pool=host_pool)
+        return Scheduler(limits, manager, max_num_seqs=self.max_num_seqs, preemption=self.preemption)
