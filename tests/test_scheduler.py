@@ -617,10 +617,13 @@ def test_edits_change_sequences() -> None:
     assert group.sequences[1].token_ids == [*range(5), 9, 4]
 
 
-def test_random_forks_and_drops_keep_every_beam_intact() -> None:
+@pytest.mark.parametrize("mode", ["recompute", "auto"])
+def test_random_forks_and_drops_keep_every_beam_intact(mode: Any) -> None:
     """Beams in miniature: at each step losers are dropped and winners forked, under a pool that forces preemption."""
     rng = random.Random(5)
-    driver = make_driver(num_blocks=41, block_size=4, max_num_seqs=24, mixed=True)
+    driver = make_driver(
+        num_blocks=41, block_size=4, max_num_seqs=24, mixed=True, num_host_blocks=40, preemption=Preemption(mode)
+    )
     width, groups = 4, []
     for i in range(6):
         groups.append(
@@ -648,7 +651,7 @@ def test_random_forks_and_drops_keep_every_beam_intact() -> None:
     while driver.scheduler.has_unfinished:
         driver.step(beams)
         assert len(driver.plans) < 5_000
-    assert sum(driver.scheduler.num_preemptions.values()) > 0
+    assert driver.scheduler.num_preemptions["swap" if mode == "auto" else "recompute"] > 0
     assert sum(len(plan.copies) for plan in driver.plans) > 0
     assert all(len(group.sequences) == width for group in groups)
     assert driver.scheduler.block_manager.pool.num_free == 40
