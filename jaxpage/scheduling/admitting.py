@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,20 +52,23 @@ def reserve_until(sequence: Sequence, num_tokens: int, manager: BlockManager, ma
     return min(sequence.num_known_tokens, most_held * manager.block_size)
 
 
-def find_hits(group: SequenceGroup, manager: BlockManager) -> list[Hit]:
+def beginnings(group: SequenceGroup, manager: BlockManager) -> Iterator[list[Hit]]:
+    """What the sequences of a group could begin with, the most tokens first.
+
+    The first is nearly always taken. Where it takes more blocks than there are, one of the others may not: cached blocks may be other
+    ones than the pinned, and where a window slides, what is found comes on top of what is ever needed.
+    """
     salt = group.request.params.cache_salt
-    hits = []
+    cached, pinned = [], []
     for sequence in group.unfinished:
         blocks = manager.find(sequence.token_ids, sequence.block_digests, salt)
-        hit = Hit(sequence, blocks, len(blocks) * manager.block_size)
-        pinned, num_pinned = manager.find_pinned(sequence.token_ids, salt)
-        hits.append(hit if hit.num_tokens >= num_pinned else Hit(sequence, pinned, num_pinned))
-    return hits
-
-
-def no_hits(group: SequenceGroup) -> list[Hit]:
-    """As if nothing were in place."""
-    return [Hit(sequence, [], 0) for sequence in group.unfinished]
+        cached.append(Hit(sequence, blocks, len(blocks) * manager.block_size))
+        pinned.append(Hit(sequence, *manager.find_pinned(sequence.token_ids, salt)))
+    yield [max(both, key=lambda hit: hit.num_tokens) for both in zip(pinned, cached, strict=True)]
+    if manager.pins:
+        yield pinned
+    if manager.sliding_window is not None:
+        yield [Hit(sequence, [], 0) for sequence in group.unfinished]
 
 
 def blocks_to_admit(hits: list[Hit], manager: BlockManager, max_tokens: int) -> int:

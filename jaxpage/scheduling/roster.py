@@ -160,17 +160,16 @@ class Roster:
         if self.preemption.new_wait_until == "completed" and self._gave_way and self._running and not resumes:
             return False
         spare = spare_blocks(manager.pool.num_usable, self._num_seats, width, resumes=resumes)
+        num_free = manager.pool.num_free - spare
         if admitting.is_swapped(group, manager):
-            if admitting.blocks_to_swap_in(group, manager, max_tokens) + spare > manager.pool.num_free:
+            if admitting.blocks_to_swap_in(group, manager, max_tokens) > num_free:
                 return False
             admitting.admit_swapped(group, manager, draft, max_tokens)
         else:
-            hits = admitting.find_hits(group, manager)
-            if admitting.blocks_to_admit(hits, manager, max_tokens) + spare > manager.pool.num_free:
-                # Where a window slides, what was found comes on top of what is ever needed: without it there may be room.
-                hits = admitting.no_hits(group)
-                if admitting.blocks_to_admit(hits, manager, max_tokens) + spare > manager.pool.num_free:
-                    return False
+            beginnings = admitting.beginnings(group, manager)
+            fitting = (hits for hits in beginnings if admitting.blocks_to_admit(hits, manager, max_tokens) <= num_free)
+            if (hits := next(fitting, None)) is None:
+                return False
             admitting.admit_with_hits(group, hits, manager, draft, max_tokens, self.prefix_counts)
         draft.num_admitted += 1
         self._queue.remove(group)
