@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 
 from jaxpage.errors import CapacityError
-from jaxpage.scheduling import Scheduler, StepPlan
+from jaxpage.scheduling import Preemption, Scheduler, StepPlan
 from jaxpage.simulation import benchmark
 from jaxpage.simulation.accounting import Run, State, TimeAverage
 from jaxpage.simulation.costs import A100_OPT_13B, AnalyticCost
-from jaxpage.simulation.host_time import Decoding, Queue
+from jaxpage.simulation.host_time import Decoding, Queue, WaitingTime, least
+from jaxpage.simulation.pressure import Mode, press, requests_at_once
 from jaxpage.simulation.saturation import saturate
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.simulator import Simulator
@@ -189,6 +191,27 @@ def test_less_than_four_percent_of_the_pool_is_wasted_at_saturation() -> None:
     assert mean.running == pytest.approx(30.42, rel=0.15), "figure 13"
 
 
+def test_the_literal_reading_of_the_rule_leaves_a_third_of_the_pool_empty() -> None:
+    """New requests wait until the preempted ones are completed: a simulator that shares no code had 67 % and 25.5 requests."""
+    setup = Setup(preemption=Preemption("recompute", "completed"))
+    mean = saturate(setup.new_scheduler, "sharegpt", rate=2.0, seconds=800.0, seeds=[0]).runs[0].mean
+    assert 1 - mean.pool_waste == pytest.approx(0.67, abs=0.05)
+    assert mean.running == pytest.approx(25.5, rel=0.1)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_pool_of_thirty_percent_of_the_demand_finishes_everything(mode: Mode) -> None:
+    requests = requests_at_once("sharegpt", 40)
+    result = press(requests, 0.3, mode)
+    run, lengths = result.run, [a.num_prompt_tokens + a.num_output_tokens - 1 for a in requests]
+    assert result.num_blocks == int(0.3 * sum(math.ceil(length / 16) for length in lengths))
+    served = [run.served[str(ordinal)] for ordinal in range(40)]
+    assert [item.num_output_tokens for item in served] == [(a.num_output_tokens,) for a in requests]
+    assert run.num_preemptions > 0
+    assert (run.num_swapped_out > 0) == (mode == "swap") and run.num_swapped_out == run.num_swapped_in
+    assert run.swap_seconds == pytest.approx(2 * run.num_swapped_out * 80 * (2.2e-6 + 16 * 10240 / 25e9))
+
+
 def test_a_larger_watermark_is_seen_as_waste(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpage.scheduling.policy.WATERMARK", 0.1)
     assert saturated().pool_waste > 0.04
@@ -260,11 +283,18 @@ def test_a_walk_along_the_queue_is_seen() -> None:
             assert_flat(walks)
 
 
+def test_of_repeated_measurements_the_least_counts() -> None:
+    rounds = [[WaitingTime(10, 64, 3.0, 2.0, 9.0, 5.0)], [WaitingTime(10, 64, 4.0, 1.0, 8.0, 6.0)]]
+    assert least(rounds) == [WaitingTime(10, 64, 3.0, 1.0, 8.0, 5.0)]
+
+
 def test_the_benchmark_prints_tables_and_one_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(benchmark, "NUMS_WAITING", (2, 5))
     monkeypatch.setattr(benchmark, "NUMS_RUNNING", (4,))
+    monkeypatch.setattr(benchmark, "PRESSED", 16)
+    monkeypatch.setattr(benchmark, "ROUNDS", 1)
     assert benchmark.main(["--seconds", "20", "--rates", "1", "4", "--seeds", "2", "--json"]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
@@ -274,6 +304,7 @@ def test_the_benchmark_prints_tables_and_one_object(
         assert [sum(kinds) for kinds in zip(*shares, strict=True)] == pytest.approx([1.0, 1.0])
         assert rate["pool_waste"] == pytest.approx([1 - tokens for tokens in rate["token_share"]])
     assert [(item["num_running"], item["prefix_caching"]) for item in result["planning"]] == [(4, False), (4, True)]
+    assert [item["completed"] for item in result["pressure"]] == [16] * 4
     assert [item["num_waiting"] for item in result["waiting"]] == [2, 5]
     times = [item[name] for item in result["waiting"] for name in ("plan_us", "commit_us", "add_us", "abort_us")]
     assert min(times) > 0

@@ -11,13 +11,25 @@ from typing import Any
 
 from jaxpage.bench.report import environment
 from jaxpage.scheduling import Preemption
-from jaxpage.simulation.host_time import planning_times, waiting_times
+from jaxpage.simulation.host_time import least, planning_times, waiting_times
+from jaxpage.simulation.pressure import Mode, press, requests_at_once
 from jaxpage.simulation.saturation import saturate
 from jaxpage.simulation.setup import Setup
-from jaxpage.simulation.tables import planning_table, saturation_dict, saturation_table, waiting_table
+from jaxpage.simulation.tables import (
+    planning_table,
+    pressure_dict,
+    pressure_table,
+    saturation_dict,
+    saturation_table,
+    waiting_table,
+)
 
 NUMS_WAITING = (10, 100, 1_000, 10_000)
 NUMS_RUNNING = (64, 256)
+ROUNDS = 5
+PRESSED = 64  # requests at once
+SHARES = (1.0, 0.3)  # of the blocks that they need together
+MODES: tuple[Mode, ...] = ("recompute", "swap")
 
 Section = tuple[list[str], Any]  # the lines of a table with its title, and the same for JSON
 
@@ -45,10 +57,20 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--preemption", action="store_true", help="recompute or swap, and what new requests wait for, on the same clock"
     )
+    add(
+        "--pressure",
+        action="store_true",
+        help="requests at once in a pool that holds a part of them, on the same clock",
+    )
     add("--planning", action="store_true", help="host time of a step, by running sequences")
     add("--waiting", action="store_true", help="host time of a step, by waiting requests")
     add("--json", action="store_true", help="one JSON object as the last line")
-    add("--dataset", default="sharegpt", choices=("sharegpt", "alpaca"), help="lengths of --waste; default: sharegpt")
+    add(
+        "--dataset",
+        default="sharegpt",
+        choices=("sharegpt", "alpaca"),
+        help="lengths on the virtual clock; default: sharegpt",
+    )
     add("--rates", type=float, nargs="+", default=[2.0, 3.0], metavar="X", help="requests per second; default: 2 3")
     add("--seconds", type=float, default=1200.0, metavar="X", help="of arrivals, virtual; default: 1200")
     add("--seeds", type=int, default=3, metavar="N", help="traces per rate; default: 3")
@@ -78,7 +100,7 @@ def _preemption(arguments: argparse.Namespace) -> Section:
     """The paper's literal sentence, that new requests wait until the preempted are completed, beside what vLLM's first version did."""
     rate = arguments.rates[0]
     results = {}
-    for mode, wait in itertools.product(("recompute", "swap"), ("readmitted", "completed")):
+    for mode, wait in itertools.product(MODES, ("readmitted", "completed")):
         setup = Setup(preemption=Preemption(mode, wait))  # type: ignore[arg-type]  # product forgets the literals
         seeds = range(arguments.seeds)
         results[f"{mode}, {wait}"] = saturate(setup.new_scheduler, arguments.dataset, rate, arguments.seconds, seeds)
@@ -87,14 +109,23 @@ def _preemption(arguments: argparse.Namespace) -> Section:
     return [title, *saturation_table("", results)], values
 
 
+def _pressure(arguments: argparse.Namespace) -> Section:
+    requests = requests_at_once(arguments.dataset, PRESSED)
+    results = [press(requests, share, mode) for share, mode in itertools.product(SHARES, MODES)]
+    title = (
+        f"Pressure: {PRESSED} requests of {arguments.dataset} at once, in a part of the blocks that they need together"
+    )
+    return [title, *pressure_table(results)], [pressure_dict(result) for result in results]
+
+
 def _planning(arguments: argparse.Namespace) -> Section:
-    times = [time for num_running in NUMS_RUNNING for time in planning_times(num_running)]
+    times = least([time for num in NUMS_RUNNING for time in planning_times(num)] for _ in range(ROUNDS))
     values = [{**asdict(time), "us_per_sequence": time.us_per_sequence} for time in times]
     return ["Planning: one decode step, host time", *planning_table(times)], values
 
 
 def _waiting(arguments: argparse.Namespace) -> Section:
-    times = waiting_times(NUMS_WAITING)
+    times = least(waiting_times(NUMS_WAITING) for _ in range(ROUNDS))
     title = "Waiting: one decode step while requests wait; the arrival of one more; the end of one in the middle"
     return [title, *waiting_table(times)], [asdict(time) for time in times]
 
@@ -102,6 +133,7 @@ def _waiting(arguments: argparse.Namespace) -> Section:
 _SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
     "waste": _waste,
     "preemption": _preemption,
+    "pressure": _pressure,
     "planning": _planning,
     "waiting": _waiting,
 }

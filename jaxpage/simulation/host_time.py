@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from statistics import median
 from typing import TypeVar
@@ -50,6 +50,9 @@ class WaitingTime:
     commit_us: float
     add_us: float
     abort_us: float  # of one in the middle of the queue
+
+
+Times = TypeVar("Times", PlanningTime, WaitingTime)
 
 
 class Decoding:
@@ -160,6 +163,15 @@ def waiting_times(nums_waiting: Sequence[int], num_running: int = 64) -> list[Wa
         add, abort = _microseconds(queue.adds), _microseconds(queue.aborts)
         times.append(WaitingTime(num_waiting, num_running, plan, commit, add, abort))
     return times
+
+
+def least(rounds: Iterable[Sequence[Times]]) -> list[Times]:
+    """Of the medians of repeated measurements the least, each for itself: what else the machine does takes time and gives none back."""
+    merged = []
+    for same in zip(*rounds, strict=True):
+        names = [field.name for field in fields(same[0]) if field.name.endswith("_us")]
+        merged.append(replace(same[0], **{name: min(getattr(item, name) for item in same) for name in names}))
+    return merged
 
 
 def _microseconds(seconds: Sequence[float]) -> float:

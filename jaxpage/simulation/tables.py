@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpage.simulation.accounting import Run
 from jaxpage.simulation.host_time import PlanningTime, WaitingTime
+from jaxpage.simulation.pressure import Pressure
 from jaxpage.simulation.saturation import Saturation
 
 # (heading, key in JSON, measure, digits); shares are of 1 in JSON and percent in the table
@@ -21,6 +22,7 @@ _MEASURES: tuple[tuple[str, str, Callable[[Run], float], int], ...] = (
     ("waiting", "mean_waiting", lambda run: run.mean.waiting, 1),
     ("s/token", "normalized_latency", lambda run: run.normalized_latency, 2),
     ("preemptions/request", "preemptions_per_request", lambda run: run.num_preemptions / len(run.served), 2),
+    ("swapping %", "swapping_share", lambda run: run.swap_seconds / run.seconds, 2),
 )
 
 
@@ -50,6 +52,31 @@ def saturation_dict(result: Saturation) -> dict[str, Any]:
         "num_requests": [len(run.served) for run in result.runs],
         "num_steps": [run.num_steps for run in result.runs],
         **{key: [measure(run) for run in result.runs] for _, key, measure, _ in _MEASURES},
+    }
+
+
+def pressure_table(results: Sequence[Pressure]) -> list[str]:
+    rows = [["pool", "mode", "blocks", "seconds", "finished", "preemptions", "blocks out", "blocks in", "swapping s"]]
+    for result in results:
+        run = result.run
+        counts = len(run.served), run.num_preemptions, run.num_swapped_out, run.num_swapped_in
+        cells = [f"{result.share:.0%}", result.mode, str(result.num_blocks), f"{run.seconds:.1f}", *map(str, counts)]
+        rows.append([*cells, f"{run.swap_seconds:.2f}"])
+    return align(rows)
+
+
+def pressure_dict(result: Pressure) -> dict[str, Any]:
+    run = result.run
+    return {
+        "share": result.share,
+        "mode": result.mode,
+        "num_blocks": result.num_blocks,
+        "seconds": run.seconds,
+        "completed": len(run.served),
+        "num_preemptions": run.num_preemptions,
+        "num_swapped_out_blocks": run.num_swapped_out,
+        "num_swapped_in_blocks": run.num_swapped_in,
+        "swap_seconds": run.swap_seconds,
     }
 
 
