@@ -89,8 +89,8 @@ def test_host_blocks_are_counted_from_what_is_left(device, wanted, available, wa
     plan = dataclasses.replace(PLAN, device=device, num_blocks=50)
     plan = choose_num_host_blocks(plan, wanted=wanted, available=available)
     assert plan.num_host_blocks == want
-    rows = {0: "0, 0 B", 9: "9, 1000 B", 20: "20, 2.05 KiB", 49: "49, 4.88 KiB", 70: "70, 6.93 KiB"}
-    assert dict(plan.rows())["host blocks for swapping"] == rows[want]
+    rows = {9: "9, 1000 B", 20: "20, 2.05 KiB", 49: "49, 4.88 KiB", 70: "70, 6.93 KiB"}
+    assert dict(plan.rows()).get("host blocks for swapping") == rows.get(want)
 
 
 @pytest.mark.parametrize(("device", "available"), [("gpu (test)", 2_099), ("cpu (test)", 12_099)])

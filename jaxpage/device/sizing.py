@@ -52,6 +52,7 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         sequences = (self.num_blocks - 1) / self.blocks_for(self.max_model_len)
+        host = f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}"
         return [
             ("device", self.device),
             ("available memory", gib(self.available_bytes)),
@@ -60,7 +61,7 @@ class MemoryPlan:
             ("KV pool", gib(self.pool_bytes)),
             ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(self.block_bytes)} each"),
             ("KV tokens", f"{self.num_slots:,}"),
-            ("host blocks for swapping", f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}"),
+            *([("host blocks for swapping", host)] if self.num_host_blocks else []),
             (f"sequences of {self.max_model_len:,} tokens", f"{sequences:,.1f}"),
         ]
 
