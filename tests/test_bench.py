@@ -125,8 +125,18 @@ def test_bench_throughput_end_to_end(model: Path, tmp_path: Path, capsys: pytest
 
 
 def test_engines_with_other_settings_stand_beside(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*flags(model), "--num-blocks", "9", "--max-model-len", "32", "--preemption-mode", "swap"]
-    others = ["--versus", "preemption_mode=recompute", "--versus", "num_blocks=33, swap_space_blocks=40"]
+    words = [
+        *flags(model),
+        "--num-blocks",
+        "10",
+        "--block-size",
+        "4",
+        "--max-model-len",
+        "32",
+        "--preemption-mode",
+        "swap",
+    ]
+    others = ["--versus", "preemption_mode=recompute", "--versus", "num_blocks=41, swap_space_blocks=40"]
     assert cli.main(["bench", "throughput", *words, *others]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)

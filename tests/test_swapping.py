@@ -18,7 +18,7 @@ from jaxpage import EngineConfig, SamplingParams
 from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.steps import gather_blocks, scatter_blocks
-from jaxpage.engine import build
+from jaxpage.engine import capacity
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
@@ -336,7 +336,7 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
         row = Row(0, start, tuple(tokens), table)
         return runner.run(builder.build(StepPlan(0, (row,), (sample,), **moves)))
 
-    with make_llm(directory, num_blocks=33) as llm:
+    with make_llm(directory, num_blocks=33, preemption_mode="auto") as llm:
         runner, builder = llm._engine.runner, llm._engine.builder
         assert builder.num_host_blocks == llm.memory.num_host_blocks == 32
         before = llm.stats()["compile_total"]
@@ -353,7 +353,9 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
     assert not np.array_equal(other.logprobs, want.logprobs)  # the stranger's blocks are not the prompt's
 
 
-@pytest.mark.parametrize("settings", [{"preemption_mode": "recompute"}, {"swap_space_blocks": 0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"preemption_mode": "recompute"}, {"preemption_mode": "auto", "swap_space_blocks": 0}], ids=str
+)
 def test_who_does_not_swap_compiles_nothing_for_it(directory, settings):
     with make_llm(directory, num_blocks=33, **settings) as llm:
         assert llm.memory.num_host_blocks == llm._engine.builder.menu.num_swapped == 0
@@ -370,7 +372,7 @@ def test_as_many_host_blocks_as_asked_for_or_a_refusal(directory, monkeypatch):
     assert built(swap_space_blocks=5, preemption_mode="swap") == 5
     with pytest.raises(CapacityError, match="2147483647 host blocks .* Lower swap_space_blocks"):
         built(swap_space_blocks=2**31 - 1)
-    monkeypatch.setattr(build, "available_host_bytes", lambda: 0)
+    monkeypatch.setattr(capacity, "available_host_bytes", lambda: 0)
     assert built() == 0
     with pytest.raises(
         CapacityError, match="preemption_mode is 'swap', but the host's free memory holds no block of 8.00 KiB"
