@@ -99,13 +99,16 @@ class Scheduling(RuleBasedStateMachine):
         num_prompt=st.integers(1, 20),
         max_tokens=st.integers(1, 24),
         n=st.sampled_from([1, 1, 2, 3]),
+        by_plan=st.booleans(),
         ignore_eos=st.booleans(),
         num_common=st.sampled_from([0, 9, 20, 20]),
         cache_salt=st.sampled_from([None, None, "pepper"]),
         user=st.sampled_from([None, "ann", "bob"]),
         priority=st.integers(-1, 2),
     )
-    def add(self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool, **rest: Any) -> None:
+    def add(
+        self, seed: int, num_prompt: int, max_tokens: int, n: int, by_plan: bool, ignore_eos: bool, **rest: Any
+    ) -> None:
         scheduler = self.driver.scheduler
         sequence_id = self.driver.new_sequence_id()
         if seed % 4:  # else it may be too long, and be refused
@@ -126,6 +129,8 @@ class Scheduling(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             **rest,
         )
+        if by_plan:  # else whoever answers the first draw forks
+            group.child_ids = tuple(self.driver.new_sequence_id() for _ in range(1, n))
         block_size, usable = scheduler.block_manager.block_size, scheduler.block_manager.pool.num_usable
         most = -(-(num_prompt + max_tokens - 1) // block_size)
         if self.window:  # two positions more than it sees, and a step's tokens, wherever a block begins
@@ -262,6 +267,20 @@ class PreemptsTheOldest(Scheduler):
         return super()._preempt_last(draft)
 
 
+class CountsRowsAlone(Scheduler):
+    """A step has as many draws as rows at most, and several may be from one row."""
+
+    def _has_room(self, draft):
+        return draft.num_tokens < self.limits.max_tokens and len(draft.work) < self.limits.max_chunk_rows
+
+
+class DrawsSamplesFromChunks(Scheduler):
+    def _add_chunks(self, draft, group, sequences):
+        child_ids, group.child_ids = group.child_ids, ()
+        super()._add_chunks(draft, group, sequences)
+        group.child_ids = child_ids
+
+
 class KeepsCountAfterPreemption(Scheduler):
     def _preempt_last(self, draft):
         computed = {s: s.num_computed_tokens for s in list(self._running.values())[-1].sequences}
@@ -328,6 +347,8 @@ class ForgetsMinTokens(Scheduler):
         PreemptsTheOldest,
         KeepsCountAfterPreemption,
         OverfillsChunks,
+        CountsRowsAlone,
+        DrawsSamplesFromChunks,
         DrawsAGroupApart,
         LeaksSeats,
         AdmitsOutOfOrder,
