@@ -740,7 +740,7 @@ def test_a_step_that_fails_only_now(llm: LLM, crowd: Path, monkeypatch: pytest.M
         {"params": {"temperature": "hot"}},
         {"params": {"no_such": 1}},
         {"params": None},
-        {"params": {"n": 2}},
+        {"params": {"n": 5}},
         {"request_id": "request-0"},
     ],
     ids=str,
