@@ -157,6 +157,8 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
         params = SamplingParams(**given)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if params.n > 1:
+        raise UnsupportedError(f"the command line prints one text as it comes, not n={params.n}: use LLM.generate")
     if refused := unsupported(params):
         raise UnsupportedError(f"this version does not support {', '.join(refused)}")
     return given

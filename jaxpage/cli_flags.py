@@ -110,7 +110,7 @@ SAMPLING_FLAGS = (
     Flag("top_k", int, "draw from this many of the likeliest tokens; 0: from all"),
     Flag("min_p", float, "drop tokens below this share of the likeliest one's probability"),
     Flag("seed", int, "seed of the noise; the same seed gives the same text"),
-    Flag("n", int, "sequences per prompt (this version: 1)"),
+    Flag("n", int, "sequences per prompt (the command line: 1)"),
     Flag("presence_penalty", float, "not supported by this version"),
     Flag("frequency_penalty", float, "not supported by this version"),
     Flag("repetition_penalty", float, "not supported by this version"),

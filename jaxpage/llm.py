@@ -14,6 +14,7 @@ from jaxpage.config_sources import resolve_config
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.calls import Calls, Order, PinnedPrefix, RequestStream
 from jaxpage.engine.reporting import Reporter
+from jaxpage.errors import UnsupportedError
 from jaxpage.interrupts import held_interrupts
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
@@ -92,11 +93,15 @@ class LLM:
         """Generates for one prompt; an iterator over what is new after each step, whose last chunk has the finish reason.
 
         Closing the iterator (`close()`, or a `with` block) ends the request and frees its blocks. Arguments are checked at once,
-        not at the first chunk.
+        not at the first chunk. With `n` every chunk has an output for each sequence, from the first token on.
         """
         orders = self._prepare(prompt, params)
         if len(orders) != 1:
             raise ValueError(f"stream takes one prompt, not {len(orders)}; use generate for several")
+        if (asked := orders[0].params).ranks:
+            raise UnsupportedError(
+                f"stream cannot show best_of={asked.best_of}: which are the best n={asked.n} is known at the end; use generate"
+            )
         return RequestStream(self._calls, orders[0])
 
     def chat(

@@ -57,7 +57,7 @@ class CompletionOutput:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A request and what has been generated for it. `outputs` are in the order of their sample index."""
+    """A request and what has been generated for it. `outputs` are in the order of their sample index; of `best_of`, the likeliest first."""
 
     request_id: str
     prompt: str | None

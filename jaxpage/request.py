@@ -76,6 +76,17 @@ class SequenceGroup:
     admission: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
+    child_ids: tuple[int, ...] = ()  # sequence ids of samples 1, 2, ..., which the first draw forks off sample 0
+
+    @property
+    def children_due(self) -> tuple[int, ...]:
+        """The ids of `child_ids` until they are forked, all at once."""
+        return self.child_ids if len(self.sequences) == 1 else ()
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        """Of all its sequences, those that are due included."""
+        return [*(sequence.sequence_id for sequence in self.sequences), *self.children_due]
 
     @property
     def unfinished(self) -> list[Sequence]:

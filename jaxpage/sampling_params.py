@@ -137,6 +137,16 @@ class SamplingParams:
         """Whether the likeliest token is taken instead of a drawn one."""
         return self.temperature == 0.0
 
+    @property
+    def ranks(self) -> bool:
+        """Whether more sequences are generated than come back: the likeliest do."""
+        return self.best_of is not None and self.best_of > self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Like `logprobs`, and 0 also where the log probabilities of the drawn tokens are needed to rank sequences."""
+        return 0 if self.logprobs is None and self.ranks else self.logprobs
+
 
 @dataclass(frozen=True, init=False)
 class BeamSearchParams:

@@ -7,8 +7,6 @@ from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 # These change nothing at their default; any other value asks for something that no part of this version does.
 _UNSUPPORTED_FIELDS = (
-    "n",
-    "best_of",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -26,6 +24,4 @@ def unsupported(params: SamplingParams | BeamSearchParams) -> list[str]:
     if isinstance(params, BeamSearchParams):
         return [f"beam_width={params.beam_width} (beam search)"]
     asked = {name: getattr(params, name) for name in _UNSUPPORTED_FIELDS}
-    if asked["best_of"] == 1:
-        asked["best_of"] = None  # the best of one is that one
     return [f"{name}={shown(value)}" for name, value in asked.items() if value != getattr(_NEUTRAL, name)]

@@ -84,7 +84,7 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
         ({"prompt_token_ids": 5}, GREEDY, TypeError, "'prompt_token_ids' must be a list of integers"),
         ([[1]], SamplingParams(stop="x"), ValueError, r"stop=\['x'\] needs text"),
         ([[1]], SamplingParams(stop_token_ids=[257]), ValueError, "stop_token_ids has 257"),
-        ([[1]], SamplingParams(n=2), UnsupportedError, "n=2"),
+        ([[1]], SamplingParams(n=5), CapacityError, "5 sequences at once; max_num_seqs is 4"),
         ([[1]], SamplingParams(presence_penalty=0.5), UnsupportedError, "presence_penalty=0.5"),
         ([[1]], SamplingParams(logit_bias={3: 1.0}), UnsupportedError, "logit_bias"),
         ([[1]], SamplingParams(prompt_logprobs=1), UnsupportedError, "prompt_logprobs=1"),

@@ -547,6 +547,31 @@ class Letters:
         return "".join(chr(97 + token_id % 26) for token_id in token_ids)
 
 
+@pytest.mark.parametrize("n", [3, 4])
+def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
+    """Their forks follow from the plan; some end at their first token by a stop string, and a step that fails has them all."""
+    path = tmp_path / "a.jsonl"
+    params = SamplingParams(n=n, best_of=4, temperature=1.0, seed=4, max_tokens=16, ignore_eos=True, stop=["q", "z"])
+    with logged(llm, path, tokenizer=Letters()) as engine:
+        outputs = llm.generate(prompts_of(20, 40, 1, 16), params, use_tqdm=False)
+        waiting = llm.stream(prompts_of(20)[0], dataclasses.replace(params, n=4))
+        del waiting
+        assert not engine._groups
+    assert [len(output.outputs) for output in outputs] == [n] * 4
+    records = records_of(path)
+    assert [arrival["sequences"] for arrival in records if arrival["event"] == "arrival"][1] == [4, 5, 6, 7]
+    edits = [edit for record in records if record["event"] == "result" for edit in record.get("edits", [])]
+    assert [edit for edit in edits if edit[0] == "fork"][:3] == [
+        ["fork", 0, 1, 1],
+        ["fork", 0, 2, 2],
+        ["fork", 0, 3, 3],
+    ]
+    assert ("logprobs" in next(record for record in records if record.get("tokens"))) == (
+        n == 3
+    )  # best_of ranks by them
+    assert_identical(replayed(llm, path), path)
+
+
 def test_stop_strings_need_no_text(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, ignore_eos=True, stop=["ab", "q", "zz"])
@@ -715,7 +740,7 @@ def test_a_step_that_fails_only_now(llm: LLM, crowd: Path, monkeypatch: pytest.M
         {"params": {"temperature": "hot"}},
         {"params": {"no_such": 1}},
         {"params": None},
-        {"params": {"n": 2}},
+        {"params": {"n": 5}},
         {"request_id": "request-0"},
     ],
     ids=str,

@@ -13,9 +13,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.decoding import Fork, SamplingStrategy
 from jaxpage.engine.text import NoText
-from jaxpage.scheduling import scheduler as planning
-from jaxpage.scheduling.draft import Draft
-from tests.support.engines import LLAMA, invariants, make_llm
+from tests.support.engines import LLAMA, give_way, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
 NUM_TOKENS = 40
@@ -143,27 +141,9 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
         invariants(llm)
 
 
-@pytest.fixture
-def give_way():
-    """Makes the newest running group give way at the beginning of the next step, whatever there is room for."""
-
-    def at_next_step(scheduler):
-        class Forced(Draft):
-            def __init__(self):
-                super().__init__()
-                planning.Draft = Draft
-                if scheduler.num_running > 1:
-                    scheduler._preempt_last(self)
-
-        planning.Draft = Forced
-
-    yield at_next_step
-    planning.Draft = Draft
-
-
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens, give_way):
+def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens):
     """In the middle of its prompt, at its first token, later: swapped or recomputed, its tokens and their probabilities stay."""
     settings = {
         "preemption_mode": mode,
@@ -194,27 +174,22 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens
 class Forking(SamplingStrategy):
     """After `fork_at` tokens a twin goes on with the same noise: it must say what its elder says."""
 
-    def __init__(self, engine, request, fork_at):
+    def __init__(self, request, fork_at, child_id):
         super().__init__(request, lambda: NoText())
-        self._engine, self._fork_at, self.num_tokens = engine, fork_at, 0
+        self._fork_at, self._child_id, self.num_tokens = fork_at, child_id, 0
 
     def advance(self, sequence_id, token_id, logprobs=None):
         edits = super().advance(sequence_id, token_id, logprobs)
         self.num_tokens += 1
         if self.num_tokens == self._fork_at:
-            child_id = self._engine._num_sequences
-            self._engine._num_sequences += 1
-            self._stopping_of[child_id] = copy.deepcopy(self._stopping_of[sequence_id])
-            self._engine._strategies[child_id] = self
-            self._engine._groups[child_id] = self._engine._groups[sequence_id]
-            edits.append(Fork(sequence_id, child_id, 0))
+            self._stopping_of[self._child_id] = copy.deepcopy(self._stopping_of[sequence_id])
+            edits.append(Fork(sequence_id, self._child_id, 0))
         return edits
 
 
 @pytest.mark.parametrize("mode", ["auto", "recompute"])
-def test_forked_or_run_again(mode, directories, prompts, lone_tokens, monkeypatch, give_way):
+def test_forked_or_run_again(mode, directories, prompts, lone_tokens):
     """A fork that shares its elder's blocks, swapped with it or recomputed without it, draws what a run of its own draws."""
-    monkeypatch.setattr("jaxpage.engine.admission.unsupported", lambda params: [])
     with make_llm(directories["llama"], preemption_mode=mode) as llm:
         engine = llm._engine
         for kind, params in KINDS.items():
@@ -222,8 +197,9 @@ def test_forked_or_run_again(mode, directories, prompts, lone_tokens, monkeypatc
                 engine.add("older", None, prompts[0], dataclasses.replace(params, max_tokens=60))
                 reporter = engine.add("watched", None, prompts[2], dataclasses.replace(params, n=2))
                 (group,) = (g for g in engine.scheduler.waiting if g.request.request_id == "watched")
-                strategy = Forking(engine, group.request, fork_at)
-                engine._strategies[group.sequences[0].sequence_id] = strategy
+                (child_id,), group.child_ids = group.child_ids, ()  # the strategy forks it, not the first draw
+                strategy = Forking(group.request, fork_at, child_id)
+                engine._strategies |= dict.fromkeys((group.sequences[0].sequence_id, child_id), strategy)
                 while engine.has_unfinished:
                     engine.step()
                     if strategy.num_tokens in (fork_at, fork_at + 6):

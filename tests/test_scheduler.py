@@ -126,6 +126,8 @@ class Scheduling(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             **rest,
         )
+        if seed // 4 % 2:  # the plan forks; else whoever answers the first draw
+            group.child_ids = tuple(self.driver.new_sequence_id() for _ in range(1, n))
         block_size, usable = scheduler.block_manager.block_size, scheduler.block_manager.pool.num_usable
         most = -(-(num_prompt + max_tokens - 1) // block_size)
         if self.window:  # two positions more than it sees, and a step's tokens, wherever a block begins
@@ -262,6 +264,13 @@ class PreemptsTheOldest(Scheduler):
         return super()._preempt_last(draft)
 
 
+class DrawsSamplesFromChunks(Scheduler):
+    def _add_chunks(self, draft, group, sequences):
+        child_ids, group.child_ids = group.child_ids, ()
+        super()._add_chunks(draft, group, sequences)
+        group.child_ids = child_ids
+
+
 class KeepsCountAfterPreemption(Scheduler):
     def _preempt_last(self, draft):
         computed = {s: s.num_computed_tokens for s in list(self._running.values())[-1].sequences}
@@ -328,6 +337,7 @@ class ForgetsMinTokens(Scheduler):
         PreemptsTheOldest,
         KeepsCountAfterPreemption,
         OverfillsChunks,
+        DrawsSamplesFromChunks,
         DrawsAGroupApart,
         LeaksSeats,
         AdmitsOutOfOrder,
@@ -488,6 +498,33 @@ def test_prompts_get_their_turn_beside_more_decoding_rows_than_a_chunk_step_hold
     for _ in range(9):
         driver.step()
     assert late.finished and not driver.scheduler.running[0].finished
+
+
+class CountsRowsAlone(Scheduler):
+    def _has_room(self, draft):
+        return draft.num_tokens < self.limits.max_tokens and len(draft.work) < self.limits.max_chunk_rows
+
+
+@pytest.mark.parametrize("scheduler_class", [Scheduler, CountsRowsAlone])
+def test_a_step_has_no_more_draws_than_rows(scheduler_class: type[Scheduler]) -> None:
+    """Three samples draw from one row, so of the prompts beside it one may draw."""
+    driver = make_driver(max_tokens=16, max_chunk_rows=4, mixed=True, scheduler_class=scheduler_class)
+    group = make_group("a", 0, range(6), n=3, max_tokens=4, ignore_eos=True)
+    group.child_ids = (1, 2)
+    driver.scheduler.add(group)
+    driver.step()
+    for sequence_id in (3, 4, 5):
+        driver.scheduler.add(make_group(str(sequence_id), sequence_id, range(2), ignore_eos=True))
+    if scheduler_class is CountsRowsAlone:
+        with pytest.raises(AssertionError):
+            driver.step()
+        return
+    driver.step()
+    assert query_lens(driver) == [[5], [1, 2]]
+    draws = [(sample.row, sample.sequence_id, sample.sample_index) for sample in driver.plans[1].samples]
+    assert draws == [(0, 1, 1), (0, 2, 2), (0, 0, 0), (1, 3, 0)]
+    driver.run()
+    assert [s.output_token_ids for s in group.sequences] == [alone(group.request, index) for index in range(3)]
 
 
 def test_newest_give_way_and_come_back_in_order() -> None:

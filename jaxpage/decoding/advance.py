@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from jaxpage.decoding.edits import Edit, Finish
+from jaxpage.decoding.edits import Edit, Finish, Fork
 from jaxpage.decoding.sampling import SamplingStrategy
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling.plan import StepPlan, StepResult
@@ -24,10 +24,12 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Samplin
         strategy = strategies.get(sample.sequence_id)
         if strategy is None:
             continue
+        if (parent_id := plan.rows[sample.row].sequence_id) != sample.sequence_id:
+            edits.append(Fork(parent_id, sample.sequence_id, sample.sample_index))
         if token_id < 0:  # the logits hold no number to choose by: weights or activations that overflowed
             edits.append(Finish(sample.sequence_id, "error", "the model's logits are not finite"))
             continue
-        num_logprobs = sample.params.logprobs
+        num_logprobs = sample.params.num_logprobs
         logprobs = None if num_logprobs is None else _logprobs(result, index, num_logprobs)
         try:
             edits += strategy.advance(sample.sequence_id, token_id, logprobs)

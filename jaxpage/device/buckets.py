@@ -17,7 +17,7 @@ MOST_SWAPPED = 64
 class Bucket:
     """The static shape of a step.
 
-    num_tokens: T, query tokens of the stream. num_rows: B, sequences, each with one draw. max_query_len: the longest row, a promise.
+    num_tokens: T, query tokens of the stream. num_rows: B, sequences, and as many draws. max_query_len: the longest row, a promise.
     """
 
     num_tokens: int
@@ -46,13 +46,17 @@ class BucketMenu:
     def max_chunk_rows(self) -> int:
         return self.chunk[-1].num_rows
 
-    def choose(self, query_lens: list[int]) -> Bucket:
-        """The smallest bucket for rows of these lengths. A step that fits none is a bug of the scheduler, not a reason to compile."""
+    def choose(self, query_lens: list[int], num_draws: int = 0) -> Bucket:
+        """The smallest bucket for rows of these lengths and so many draws.
+
+        A step that fits none is a bug of the scheduler, not a reason to compile.
+        """
         for bucket in self.decode if max(query_lens) == 1 else self.chunk:
-            if sum(query_lens) <= bucket.num_tokens and len(query_lens) <= bucket.num_rows:
+            if sum(query_lens) <= bucket.num_tokens and max(len(query_lens), num_draws) <= bucket.num_rows:
                 return bucket
         raise ValueError(
-            f"no bucket holds {len(query_lens)} rows of {sum(query_lens)} tokens; the menu has {self.buckets}"
+            f"no bucket holds {len(query_lens)} rows of {sum(query_lens)} tokens and {num_draws} draws;"
+            f" the menu has {self.buckets}"
         )
 
 

@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
 def model_step(
     parameters: Any, pages: KVPages, packed: jax.Array, *, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, KVPages]:
-    """Computes the step's tokens, writes their keys and values, and draws one token per row.
+    """Computes the step's tokens, writes their keys and values, and draws up to B tokens.
 
     Returns one int32 array [B, 3 + 2 W] (see `unpack_result`) and the pages. Donate `pages`.
     """

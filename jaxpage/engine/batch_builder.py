@@ -53,7 +53,7 @@ class BatchBuilder:
         self.num_host_blocks = num_host_blocks
 
     def build(self, plan: StepPlan) -> Batch:
-        bucket = self.menu.choose([len(row.token_ids) for row in plan.rows])
+        bucket = self.menu.choose([len(row.token_ids) for row in plan.rows], len(plan.samples))
         packed = np.zeros(packed_size(bucket, self.table_width), np.int32)
         fields: dict[str, Any] = views(packed, bucket, self.table_width)
         self._fill_rows(fields, plan.rows)
@@ -108,7 +108,7 @@ class BatchBuilder:
         for index, sample in enumerate(samples):
             suppressed[index, : len(sample.suppressed_token_ids)] = sample.suppressed_token_ids
         fields["flags"][0] = any(p.temperature > 0 for p in params)
-        fields["flags"][1] = any(p.logprobs is not None for p in params)
+        fields["flags"][1] = any(p.num_logprobs is not None for p in params)
 
     def _check(self, fields: dict[str, Any]) -> None:
         for name, limit in (

@@ -7,7 +7,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.decoding import Edit, Finish, SamplingStrategy, advance
+from jaxpage.decoding import Edit, Finish, Fork, SamplingStrategy, advance
 from jaxpage.engine.admission import Admission
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.events import Events
@@ -20,6 +20,7 @@ from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.plan import StepPlan
+from jaxpage.scheduling.policy import num_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +72,20 @@ class Engine:
     ) -> Reporter:
         """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool."""
         request = self.admission.admit(request_id, prompt, prompt_token_ids, params)
+        first_id, *child_ids = range(self._num_sequences, self._num_sequences + num_sequences(request))
         sequence = Sequence(
-            sequence_id=self._num_sequences,
+            sequence_id=first_id,
             sample_index=0,
             num_prompt_tokens=len(request.prompt_token_ids),
             token_ids=list(request.prompt_token_ids),
         )
-        group = SequenceGroup(request, [sequence])
+        group = SequenceGroup(request, [sequence], child_ids=tuple(child_ids))
         self.scheduler.add(group)
-        self._num_sequences += 1
-        self._groups[sequence.sequence_id] = group
-        self._strategies[sequence.sequence_id] = SamplingStrategy(request, lambda: self._new_detokenizer(request))
+        self._num_sequences += num_sequences(request)
+        strategy = SamplingStrategy(request, lambda: self._new_detokenizer(request))
+        for sequence_id in group.sequence_ids:
+            self._groups[sequence_id] = group
+            self._strategies[sequence_id] = strategy
         self.events.arrived(group)
         return Reporter(group, self.metrics.arrived(request_id), self.tokenizer)
 
@@ -164,9 +168,11 @@ class Engine:
         """A failed step took the donated pages with it: what was running ends with an error, and the pool is made anew."""
         logger.exception("step %d failed; running requests end with an error", plan.step_id)
         self.events.failed(plan, error)
-        edits: list[Edit] = [
-            Finish(sequence.sequence_id, "error") for group in self.scheduler.running for sequence in group.unfinished
-        ]
+        edits: list[Edit] = []
+        for group in self.scheduler.running:
+            ended, due = [sequence.sequence_id for sequence in group.unfinished], group.children_due
+            edits += [Fork(ended[0], child_id, index) for index, child_id in enumerate(due, start=1)]
+            edits += [Finish(sequence_id, "error") for sequence_id in (*ended, *due)]
         groups = self.scheduler.commit(replace(plan, rows=()), edits)  # nothing of it was computed
         self._forget_finished(groups)
         self.rebuild_pages()
@@ -188,9 +194,9 @@ class Engine:
 
     def _forget(self, group: SequenceGroup) -> None:
         self.metrics.ended(group)
-        for sequence in group.sequences:
-            self._strategies.pop(sequence.sequence_id, None)
-            self._groups.pop(sequence.sequence_id, None)
+        for sequence_id in group.sequence_ids:
+            self._strategies.pop(sequence_id, None)
+            self._groups.pop(sequence_id, None)
 
     def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
         if self.tokenizer is None:

@@ -70,7 +70,7 @@ class Recorder(Events):
         self._record(
             "arrival",
             request_id=request.request_id,
-            sequences=[sequence.sequence_id for sequence in group.sequences],
+            sequences=group.sequence_ids,
             prompt_token_ids=list(request.prompt_token_ids),
             params=_given(request.params),
             seed=request.seed,
@@ -172,7 +172,7 @@ def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
             np.append(result.logprobs[draw], result.top_logprobs[draw, :num_top]).view(np.int32).tolist(),
         ]
         for draw, sample in enumerate(plan.samples)
-        if (num_top := sample.params.logprobs) is not None
+        if (num_top := sample.params.num_logprobs) is not None
     ]
 
 

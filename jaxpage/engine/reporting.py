@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
@@ -27,15 +28,27 @@ class Reporter:
         return sum(sequence.num_output_tokens for sequence in self._group.sequences)
 
     def whole(self) -> RequestOutput:
-        return self._output([self._completion(sequence, 0, 0) for sequence in self._group.sequences])
+        completions = [self._completion(sequence, 0, 0) for sequence in self._group.sequences]
+        return self._output(self._best(completions) if self._group.request.params.ranks else completions)
 
     def delta(self) -> RequestOutput:
+        """What is new of all sequences: `best_of` cannot choose among them before they have finished."""
         completions = []
         for sequence in self._group.sequences:
             tokens, characters = self._seen.get(sequence.sequence_id, (0, 0))
             completions.append(self._completion(sequence, tokens, characters))
             self._seen[sequence.sequence_id] = (sequence.num_output_tokens, len(sequence.text))
         return self._output(completions)
+
+    def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
+        """The likeliest `n`, in order, numbered anew. Of equals the first; those that ended with an error come last."""
+
+        def rank(completion: CompletionOutput) -> tuple[bool, float]:
+            assert completion.cumulative_logprob is not None
+            return completion.finish_reason == "error", -completion.cumulative_logprob
+
+        best = sorted(completions, key=rank)[: self._group.request.params.n]
+        return [replace(completion, index=index) for index, completion in enumerate(best)]
 
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         request = self._group.request
@@ -49,12 +62,13 @@ class Reporter:
         )
 
     def _completion(self, sequence: Sequence, tokens: int, characters: int) -> CompletionOutput:
-        wanted = self._group.request.params.logprobs
+        params = self._group.request.params
+        wanted = params.logprobs
         return CompletionOutput(
             index=sequence.sample_index,
             text=sequence.text[characters:],
             token_ids=sequence.token_ids[sequence.num_prompt_tokens + tokens :],
-            cumulative_logprob=None if wanted is None else sequence.cumulative_logprob,
+            cumulative_logprob=None if params.num_logprobs is None else sequence.cumulative_logprob,
             logprobs=None if wanted is None else [self._logprobs(one, wanted) for one in sequence.logprobs[tokens:]],
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,

@@ -15,6 +15,7 @@ class Draft:
     def __init__(self) -> None:
         self.work: list[tuple[SequenceGroup, Sequence, int]] = []  # who computes how many of its next tokens
         self.num_tokens = 0
+        self.num_draws_beside = 0  # draws that have no row of their own
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
@@ -24,6 +25,8 @@ class Draft:
     def compute(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
         self.work.append((group, sequence, num_tokens))
         self.num_tokens += num_tokens
+        if group.child_ids and sequence.num_pending_tokens == num_tokens:
+            self.num_draws_beside += len(group.children_due)
 
     def add_copies(self, copies: Iterable[tuple[int, int]], block_manager: BlockManager) -> None:
         for source, destination in copies:
@@ -33,16 +36,24 @@ class Draft:
 
     @property
     def num_rows(self) -> int:
-        return len(self.work)
+        """Rows that the step's shape must have: it holds as many draws."""
+        return len(self.work) + self.num_draws_beside
 
     def freeze(self, step_id: int, block_manager: BlockManager) -> StepPlan:
-        """The plan, with its rows in the order of the work and a sample wherever a row reaches the last known token."""
+        """The plan, with its rows in the order of the work and a draw wherever a row reaches the last known token.
+
+        The first token of a request's samples is drawn from the same row, once for each.
+        """
         rows: list[Row] = []
         samples: list[Sample] = []
         for group, sequence, num_tokens in self.work:
             sequence_id, start, known = sequence.sequence_id, sequence.num_computed_tokens, sequence.token_ids
             if start + num_tokens == len(known):
-                samples.append(sample_of(len(rows), num_tokens, sequence, group.request))
+                sample = sample_of(len(rows), num_tokens, sequence, group.request)
+                if group.child_ids:
+                    children = enumerate(group.children_due, start=1)
+                    samples += [sample._replace(sequence_id=child, sample_index=index) for index, child in children]
+                samples.append(sample)
             token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
             rows.append(Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id)))
         return StepPlan(

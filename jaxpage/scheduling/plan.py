@@ -31,6 +31,9 @@ class Row(NamedTuple):
 class Sample(NamedTuple):
     """One draw of a step: from the logits of query token `offset` of row `row`.
 
+    Where `sequence_id` is not that of the row, the draw begins a new sequence, forked off the row's as it was before its own draw: the
+    draws of a row stand one after the other, its own last.
+
     The draw's noise is a function of (`seed`, `sample_index`, `position`) alone, where `position` is the place that the drawn
     token takes in its sequence.
     """

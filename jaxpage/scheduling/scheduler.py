@@ -24,14 +24,15 @@ class Scheduler(Roster):
 
     There are no phases: a sequence has tokens known and tokens computed, and is given work so that the second catches up. With one token
     left for each of its sequences a group decodes, all sequences in the same step; before that it computes its prompt, or after a
-    preemption all its tokens, in chunks.
+    preemption all its tokens, in chunks. A request that asks for several sequences has one until its prompt is computed; the first token
+    of each is drawn in the same step.
     """
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts."""
         draft = Draft()
         decoding, computing = self._divide()
-        num_decoding = sum(len(sequences) for _, sequences in decoding)
+        num_decoding = sum(len(sequences) + len(group.children_due) for group, sequences in decoding)
         if self.limits.holds_chunks_beside(num_decoding):
             self._plan_decoding(draft, decoding)
             self._plan_chunks(draft, computing)
@@ -102,7 +103,7 @@ class Scheduler(Roster):
             if newcomer is None or not self._admit(newcomer, draft):
                 return
             sequences = newcomer.unfinished
-            if sequences[0].num_computed_tokens and decodes(sequences):
+            if decodes(sequences) and (sequences[0].num_computed_tokens or newcomer.children_due):
                 has_decoding = True  # all but the last token was in place
             elif has_decoding and not draft.work:
                 return  # who is older decodes first; the newcomer's turn comes next
@@ -113,8 +114,9 @@ class Scheduler(Roster):
         return draft.num_tokens < self.limits.max_tokens and draft.num_rows < self.limits.max_chunk_rows
 
     def _add_chunks(self, draft: Draft, group: SequenceGroup, sequences: list[Sequence]) -> None:
-        # Sequences of one group draw in the same step or not at all: the last token waits until each has one left.
-        num_kept = 1 if len(sequences) > 1 else 0
+        # Sequences of one group draw in the same step or not at all: the last token waits until each has one left. Where the first
+        # draws are several it waits too: a step of single tokens has as many rows, and draws, as there are seats.
+        num_kept = 1 if len(sequences) > 1 or group.children_due else 0
         for sequence in sequences:
             num_tokens = min(sequence.num_pending_tokens - num_kept, self.limits.max_tokens - draft.num_tokens)
             if num_tokens > 0 and self._has_room(draft):

@@ -12,6 +12,9 @@ import numpy as np
 from jaxpage import LLM
 from jaxpage.device.step_inputs import unpack
 from jaxpage.device.steps import logits_step
+from jaxpage.scheduling import Scheduler
+from jaxpage.scheduling import scheduler as planning
+from jaxpage.scheduling.draft import Draft
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,6 +49,19 @@ def invariants(llm: LLM) -> None:
     assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
     assert not llm._engine._strategies and not llm._engine._groups and not llm._engine.metrics.requests
     assert not llm._calls._changed
+
+
+def give_way(scheduler: Scheduler) -> None:
+    """Makes the newest running group give way at the beginning of the next step, whatever there is room for."""
+
+    class Forced(Draft):
+        def __init__(self) -> None:
+            super().__init__()
+            planning.Draft = Draft  # type: ignore[misc]
+            if scheduler.num_running > 1:
+                scheduler._preempt_last(self)
+
+    planning.Draft = Forced  # type: ignore[misc]
 
 
 class LogitsWitness:

@@ -183,8 +183,13 @@ class Driver:
             assert context == context_of(known, roots[row.sequence_id]), "computed behind another prefix"
         edits: list[Edit] = []
         for sample, token_id in zip(plan.samples, token_ids, strict=True):
-            group, sequence = sequences[sample.sequence_id]
-            edits += (change or self.edits_of)(group, sequence, token_id)
+            parent_id = plan.rows[sample.row].sequence_id
+            group, sequence = sequences[parent_id]
+            if sample.sequence_id != parent_id:
+                edits.append(Fork(parent_id, sample.sequence_id, sample.sample_index))
+                edits += self.appended(group.request, sequence.token_ids, sample.sequence_id, token_id)
+            else:
+                edits += (change or self.edits_of)(group, sequence, token_id)
         touched = scheduler.commit(plan, edits)
         scheduler.check()
         check_cached(scheduler.block_manager, self.device)
@@ -203,11 +208,11 @@ class Driver:
         raise AssertionError(f"unfinished after {max_steps} steps")
 
     def edits_of(self, group: SequenceGroup, sequence: Sequence, token_id: int) -> list[Edit]:
-        """Sampling: the token is appended; the first draw of a request with n > 1 forks its other samples off."""
+        """Sampling: the token is appended; the first draw of a request with n > 1 forks off those samples that the plan did not."""
         request = group.request
         edits: list[Edit] = []
         drawn = {sequence.sequence_id: token_id}
-        if len(group.sequences) < request.params.n:
+        if len(group.sequences) < request.params.n and not group.child_ids:
             banned = request.eos_token_ids if request.params.min_tokens else ()
             for sample_index in range(1, request.params.n):
                 child_id = self.new_sequence_id()
@@ -215,9 +220,13 @@ class Driver:
                 seen = sequence.token_ids[-self.device.window :] if self.device.window else sequence.token_ids
                 drawn[child_id] = draw(seen, request.seed, sample_index, banned)
         for sequence_id, token in drawn.items():
-            edits.append(Append(sequence_id, token))
-            if ends(request, [*sequence.token_ids, token]):
-                edits.append(Finish(sequence_id, "stop" if token in request.eos_token_ids else "length"))
+            edits += self.appended(request, sequence.token_ids, sequence_id, token)
+        return edits
+
+    def appended(self, request: Request, known: list[int], sequence_id: int, token_id: int) -> list[Edit]:
+        edits: list[Edit] = [Append(sequence_id, token_id)]
+        if ends(request, [*known, token_id]):
+            edits.append(Finish(sequence_id, "stop" if token_id in request.eos_token_ids else "length"))
         return edits
 
     def _check_preemption(self, plan: StepPlan, before: tuple[SequenceGroup, ...]) -> None:
@@ -252,10 +261,11 @@ def check_limits(plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequ
     window, block_size = manager.sliding_window, manager.block_size
     lengths = [len(row.token_ids) for row in plan.rows]
     assert lengths and min(lengths) > 0
+    num_rows = max(len(lengths), len(plan.samples))
     if max(lengths) == 1:
-        assert len(lengths) <= limits.max_rows
+        assert num_rows <= limits.max_rows
     else:
-        assert sum(lengths) <= limits.max_tokens and len(lengths) <= limits.max_chunk_rows
+        assert sum(lengths) <= limits.max_tokens and num_rows <= limits.max_chunk_rows
         decoding = [row for row in plan.rows if sequences[row.sequence_id].num_pending_tokens == 1 and row.start > 0]
         assert limits.mixed or not decoding, "decoding rows in a step with prompts"
     reaching = {}
@@ -267,7 +277,8 @@ def check_limits(plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequ
         assert row.token_ids == tuple(sequence.token_ids[row.start : row.context_length])
         if row.context_length == sequence.num_known_tokens:
             reaching[index] = row.sequence_id
-    assert {sample.row: sample.sequence_id for sample in plan.samples} == reaching
+    own = {sample.row: sample.sequence_id for sample in plan.samples}  # the last draw of a row is its own sequence's
+    assert own == reaching and len({sample.sequence_id for sample in plan.samples}) == len(plan.samples)
     first_come = isinstance(scheduler._queue, FirstCome) and not isinstance(scheduler._queue, ByPriority)
     order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
     decoding_first = []

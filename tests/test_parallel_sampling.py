@@ -1,0 +1,325 @@
+"""n and best_of: a sample is the lone request with its noise key, whatever it shares; and blocks are copied only when written."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpage import SamplingParams
+from jaxpage.errors import CapacityError, UnsupportedError
+from jaxpage.scheduling.draft import Draft
+from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+PARAMS = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2)
+MOST = 8
+SIZE = 16
+LENGTHS = (1, 5, 16, 33, 50)  # one token, less than a block, a block, more
+WIDE = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
+SMALL_POOL = {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32}
+ENGINES = {  # in shapes that tests/test_path_independence.py has compiled
+    "recompute": SMALL_POOL,
+    "swap": {**SMALL_POOL, "preemption_mode": "swap", "enable_prefix_caching": False},
+    "fair and mixed": {
+        **SMALL_POOL,
+        "preemption_mode": "auto",
+        "scheduling_policy": "fair",
+        "enable_mixed_steps": True,
+    },
+    "blocks of 8": {"block_size": 8, "num_blocks": 257, "enable_prefix_caching": False},
+    "window": {**SMALL_POOL, "preemption_mode": "swap"},
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    configs = {"llama": LLAMA, "mistral": mistral}
+    return {name: random_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def llm(directories):
+    with make_llm(directories["llama"], **WIDE) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(llm):
+    yield
+    invariants(llm)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(4)
+    return [rng.integers(1, 257, length).tolist() for length in LENGTHS]
+
+
+def lone_sample(llm, prompt, params, sample_index):
+    """What a request of its own draws with the noise of this sample."""
+    engine = llm._engine
+    reporter = engine.add("lone", None, prompt, dataclasses.replace(params, n=1, best_of=None))
+    (group,) = engine.scheduler.waiting
+    group.sequences[0].sample_index = sample_index
+    while engine.has_unfinished:
+        engine.step()
+    (output,) = reporter.whole().outputs
+    return output
+
+
+@pytest.fixture(scope="module")
+def lone(directories, prompts):
+    """By family, prompt and sample, from engines that cache nothing."""
+    found = {}
+    for family, directory in directories.items():
+        with make_llm(directory, enable_prefix_caching=False) as llm:
+            found[family] = [[lone_sample(llm, prompt, PARAMS, i) for i in range(MOST)] for prompt in prompts]
+    return found
+
+
+def test_the_samples_differ(lone):
+    for samples in itertools.chain(*lone.values()):
+        assert len({tuple(sample.token_ids) for sample in samples}) == MOST
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_a_sample_is_the_lone_request_with_its_key(n, llm, prompts, lone):
+    """So sample i of 8 is sample i of 4. Tokens and the bits of their log probabilities."""
+    before = llm.stats()
+    outputs = llm.generate(prompts, dataclasses.replace(PARAMS, n=n), use_tqdm=False)
+    for output, samples in zip(outputs, lone["llama"], strict=True):
+        assert output.outputs == samples[:n] and output.finished
+    after = llm.stats()
+    assert after["generation_tokens_total"] - before["generation_tokens_total"] == n * 14 * len(prompts)
+    assert after["request_success_total"]["length"] - before["request_success_total"].get("length", 0) == n * len(
+        prompts
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_whatever_happens_around_them(engine, directories, prompts, lone):
+    """Groups of several sizes together, in a pool that is too small for all of them, behind greedy strangers."""
+    family, sizes = "mistral" if engine == "window" else "llama", [4, 1, 3, 4, 2]
+    stranger = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with make_llm(directories[family], **ENGINES[engine]) as llm:
+        for order in (range(5), range(4, -1, -1)):
+            params = [dataclasses.replace(PARAMS, n=sizes[i]) for i in order]
+            strangers = [[token_id] * 100 for token_id in (3, 4, 5)]
+            asked = [*strangers, *(prompts[i] for i in order)], [*[stranger] * 3, *params]
+            for i, output in zip(order, llm.generate(*asked, use_tqdm=False)[3:], strict=True):
+                assert output.outputs == lone[family][i][: sizes[i]]
+        preempted = llm.stats()["num_preemptions_total"]
+        if engine in ("recompute", "swap"):
+            assert preempted[engine] >= 2
+        invariants(llm)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
+    """In its prompt, before and after it forks, later: together with its siblings, it comes back as it was."""
+    with make_llm(directories[family], preemption_mode=mode) as llm:
+        engine = llm._engine
+        for step in range(1, 12):
+            llm.reset_prefix_cache()
+            engine.add("older", None, prompts[1], dataclasses.replace(PARAMS, max_tokens=60))
+            reporter = engine.add("watched", None, prompts[3], dataclasses.replace(PARAMS, n=3))
+            for number in itertools.count():
+                if not engine.has_unfinished:
+                    break
+                if number == step:
+                    give_way(engine.scheduler)
+                engine.step()
+                engine.scheduler.check()
+            assert reporter.whole().outputs == lone[family][3][:3]
+        assert llm.stats()["num_preemptions_total"][mode] >= 8
+        invariants(llm)
+
+
+def test_more_samples_than_a_prompt_step_has_rows(directories, prompts, lone, monkeypatch):
+    monkeypatch.setattr("jaxpage.device.buckets.CHUNK_ROWS", 2)
+    with make_llm(directories["llama"]) as llm:
+        assert llm._engine.scheduler.limits.max_chunk_rows == 2
+        outputs = llm.generate(prompts, dataclasses.replace(PARAMS, n=4), use_tqdm=False)
+        assert [output.outputs for output in outputs] == [samples[:4] for samples in lone["llama"]]
+
+
+def held(llm, sequence_id, num_tokens):
+    """The bytes of a sequence's first keys and values, found by its block table."""
+    table = list(llm._engine.scheduler.block_manager.block_table(sequence_id))
+    pages = [np.asarray(page)[table] for page in jax.tree.leaves(llm._engine.runner._pages)]
+    return [page.reshape(-1, *page.shape[2:])[:num_tokens].tobytes() for page in pages]
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
+    """The first to write into the shared last block gets a copy of it, the last writes in place; the others keep what they had."""
+    if mistaken:  # the table says that there is a copy, and there is none
+        monkeypatch.setattr(Draft, "add_copies", lambda *_: None)
+    engine, manager = llm._engine, llm._engine.scheduler.block_manager
+    prompt, copied = prompts[3], llm.stats()["copy_on_write_blocks_total"]
+    llm.reset_prefix_cache()
+    reporter = engine.add("watched", None, prompt, dataclasses.replace(PARAMS, n=3))
+    (group,) = engine.scheduler.waiting
+    while len(group.sequences) == 1:
+        engine.step()
+    ids = group.sequence_ids
+    shared = manager.block_table(ids[0])
+    assert [manager.block_table(i) for i in ids] == [shared] * 3 and len(shared) == 3
+    assert manager.pool.ref_count(shared[2]) == 3 and llm.stats()["copy_on_write_blocks_total"] == copied
+    before = held(llm, ids[0], len(prompt))
+    engine.step()
+    tables = [manager.block_table(i) for i in ids]
+    assert [table[:2] for table in tables] == [shared[:2]] * 3
+    assert len({table[2] for table in tables}) == 3 and tables[2][2] == shared[2]
+    kept = [held(llm, i, len(prompt)) == before for i in ids]
+    assert kept == ([False, False, True] if mistaken else [True] * 3)
+    firsts = {sequence.output_token_ids[0] for sequence in group.sequences}
+    assert len({tuple(held(llm, i, len(prompt) + 1)) for i in ids}) == len(firsts) > 1  # each wrote its own token
+    assert llm.stats()["copy_on_write_blocks_total"] - copied == (0 if mistaken else 2)
+    if not mistaken:
+        assert llm.stats()["shared_blocks"] == 2
+        while engine.has_unfinished:
+            engine.step()
+        assert [output.index for output in reporter.whole().outputs] == [0, 1, 2]
+        assert llm.stats()["copy_on_write_blocks_total"] - copied == 2
+    engine.abort("watched")
+    llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_only_a_last_block_that_is_partly_filled_is_copied(caching, directories, prompts):
+    with make_llm(directories["llama"], **WIDE, enable_prefix_caching=caching) as llm:
+        for prompt, n, max_tokens in itertools.product(prompts, (1, 2, 5), (1, 14)):
+            before = llm.stats()["copy_on_write_blocks_total"]
+            llm.generate(prompt, dataclasses.replace(PARAMS, n=n, max_tokens=max_tokens), use_tqdm=False)
+            shares = len(prompt) % SIZE and max_tokens > 1
+            assert llm.stats()["copy_on_write_blocks_total"] - before == (n - 1 if shares else 0)
+
+
+def test_best_of_is_the_likeliest_of_all(llm, prompts):
+    for n, best_of, logprobs in itertools.product((1, 2, 3), (3, 8), (None, 1)):
+        params = dataclasses.replace(PARAMS, temperature=1.0, top_p=1.0, ignore_eos=False, stop_token_ids=range(9, 40))
+        everything = llm.generate(prompts, dataclasses.replace(params, n=best_of), use_tqdm=False)
+        best = llm.generate(
+            prompts, dataclasses.replace(params, n=n, best_of=best_of, logprobs=logprobs), use_tqdm=False
+        )
+        for every, some in zip(everything, best, strict=True):
+            sums = [
+                sum(step[t].logprob for step, t in zip(o.logprobs, o.token_ids, strict=True)) for o in every.outputs
+            ]
+            ranked = sorted(range(best_of), key=lambda i: -sums[i])[:n] if n < best_of else range(best_of)
+            assert [o.token_ids for o in some.outputs] == [every.outputs[i].token_ids for i in ranked]
+            assert [o.index for o in some.outputs] == list(range(n)) and some.finished
+            assert all((o.logprobs is None) == (logprobs is None) for o in some.outputs)
+            if n < best_of or logprobs is not None:
+                assert [o.cumulative_logprob for o in some.outputs] == [sums[i] for i in ranked]
+
+
+def test_equals_are_ranked_by_their_index_and_greedy_ones_are_equal(llm, prompts):
+    greedy = dataclasses.replace(PARAMS, temperature=0.0, n=3)
+    (output,) = llm.generate(prompts[1], greedy, use_tqdm=False)
+    want = lone_sample(llm, prompts[1], greedy, 0)
+    assert output.outputs == [dataclasses.replace(want, index=index) for index in range(3)]
+    (best,) = llm.generate(prompts[1], dataclasses.replace(greedy, n=2, best_of=4), use_tqdm=False)
+    assert best.outputs == output.outputs[:2]
+
+
+def test_each_sample_ends_by_itself(llm, prompts):
+    params = dataclasses.replace(PARAMS, max_tokens=40, min_tokens=2, stop_token_ids=range(1, 17), n=8)
+    for prompt in prompts:
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert output.outputs == [lone_sample(llm, prompt, params, i) for i in range(8)]
+        assert len({len(one.token_ids) for one in output.outputs}) > 2
+    (output,) = llm.generate(prompts[1], dataclasses.replace(PARAMS, n=8, max_tokens=1), use_tqdm=False)
+    assert [(len(one.token_ids), one.finish_reason) for one in output.outputs] == [(1, "length")] * 8
+
+
+def test_a_seed_is_drawn_once_for_all_samples(llm, prompts):
+    (output,) = llm.generate(prompts[2], dataclasses.replace(PARAMS, n=6, seed=None), use_tqdm=False)
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 6
+
+
+def test_chunks_of_a_stream_add_up(llm, prompts, lone):
+    texts = {}
+    for chunk in llm.stream(prompts[3], dataclasses.replace(PARAMS, n=4)):
+        for one in chunk.outputs:
+            texts.setdefault(one.index, []).extend(one.token_ids)
+    assert texts == {index: sample.token_ids for index, sample in enumerate(lone["llama"][3][:4])}
+    assert chunk.finished and {one.finish_reason for one in chunk.outputs} == {"length"}
+
+
+def test_what_cannot_be_honoured_is_refused(llm, prompts):
+    with pytest.raises(UnsupportedError, match="best_of=3: which are the best n=2 is known at the end"):
+        llm.stream(prompts[0], SamplingParams(n=2, best_of=3))
+    with llm.stream(prompts[0], SamplingParams(n=2, best_of=2)) as stream:
+        next(stream)
+    for params in (SamplingParams(n=17), SamplingParams(n=2, best_of=17)):
+        with pytest.raises(CapacityError, match="17 sequences at once; max_num_seqs is 16"):
+            llm.generate(prompts[0], params, use_tqdm=False)
+
+
+def test_an_abort_ends_all_samples_at_any_step(llm, prompts):
+    engine = llm._engine
+    for num_steps in range(5):
+        engine.add("watched", None, prompts[3], dataclasses.replace(PARAMS, n=4))
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort("watched")
+        invariants(llm)
+
+
+def test_a_failed_step_ends_every_sample(llm, prompts, monkeypatch):
+    """Also those that are not forked yet."""
+    run = llm._engine.runner.run
+
+    def failing_after(num_steps):
+        calls = itertools.count()
+
+        def failing(batch):
+            if next(calls) == num_steps:
+                raise RuntimeError("planted")
+            return run(batch)
+
+        return failing
+
+    for num_steps in (0, 1, 2, 5):
+        monkeypatch.setattr(llm._engine.runner, "run", failing_after(num_steps))
+        (output,) = llm.generate(prompts[3], dataclasses.replace(PARAMS, n=3, best_of=4), use_tqdm=False)
+        assert [(one.index, one.finish_reason) for one in output.outputs] == [(i, "error") for i in range(3)]
+
+
+def test_logits_that_are_no_numbers_end_the_sample_that_drew_them(llm, prompts, lone, monkeypatch):
+    """At the first draws and later; of the best, what ended so comes last."""
+    run = llm._engine.runner.run
+
+    def spoiled_at(step, draw):
+        calls = itertools.count()
+
+        def spoiled(batch):
+            result = run(batch)
+            if next(calls) == step:
+                token_ids = result.token_ids.copy()
+                token_ids[draw] = -1
+                return dataclasses.replace(result, token_ids=token_ids)
+            return result
+
+        return spoiled
+
+    for step, draw, sample in ((1, 0, 1), (1, 2, 0), (3, 0, 0), (3, 2, 2)):
+        for best_of in (None, 3):
+            llm.reset_prefix_cache()
+            monkeypatch.setattr(llm._engine.runner, "run", spoiled_at(step, draw))
+            params = dataclasses.replace(PARAMS, n=3, best_of=best_of)
+            (output,) = llm.generate(prompts[3], params, use_tqdm=False)
+            assert [one.finish_reason == "error" for one in output.outputs] == [i == sample for i in range(3)]
+            for index in {0, 1, 2} - {sample}:
+                assert output.outputs[index] == lone["llama"][3][index]
+    monkeypatch.setattr(llm._engine.runner, "run", spoiled_at(3, 0))
+    (output,) = llm.generate(prompts[3], dataclasses.replace(PARAMS, n=2, best_of=3), use_tqdm=False)
+    assert {one.finish_reason for one in output.outputs} == {"length"}
