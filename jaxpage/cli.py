@@ -26,7 +26,8 @@ class _Parser(argparse.ArgumentParser):
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             unknown = message.removeprefix(prefix).split()[0].split("=")[0]
-            close = difflib.get_close_matches(unknown, self.known_options(), n=1)
+            others = [option for option in self.known_options() if option != unknown]  # which another command may take
+            close = difflib.get_close_matches(unknown, others, n=1) if len(others) == len(self.known_options()) else []
             message = f"unknown argument {unknown!r}" + (f"; did you mean {close[0]!r}?" if close else "")
         super().error(message)
 

@@ -61,7 +61,9 @@ def byte_size(text: str) -> int:
     unit = _UNITS.get(match[2] or "b") if match else None
     if match is None or unit is None:
         raise argparse.ArgumentTypeError(f"not an amount of memory such as 24GiB, 40GB or bytes: {text[:80]!r}")
-    return int(Decimal(match[1]) * unit)
+    if (num_bytes := int(Decimal(match[1]) * unit)) < 1:
+        raise argparse.ArgumentTypeError(f"not more than nothing: {text[:80]!r}")
+    return num_bytes
 
 
 # One per field of EngineConfig; a test compares the two.

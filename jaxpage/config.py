@@ -72,7 +72,9 @@ class EngineConfig(BaseModel):
     )
     scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"  # who is admitted next, and who gives way
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"  # "auto": one sequence recomputes, several swap
-    new_requests_wait_until: Literal["readmitted", "completed"] = "readmitted"  # until preempted requests are that
+    new_requests_wait_until: Literal["readmitted", "completed"] = (
+        "readmitted"  # until preempted requests are; the urgent do not wait
+    )
     enable_prefix_caching: bool = True  # requests share the KV blocks of what was computed before
     attention_backend: Literal["auto", "reference", "scan", "triton", "mosaic", "cpu"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # of the seeds that requests without one are given
@@ -134,6 +136,16 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
         yield (
             "swap_space_blocks",
             f"cannot be {config.swap_space_blocks} while preemption_mode is 'recompute': nothing is swapped",
+        )
+    if config.preemption_mode == "auto" and config.max_num_seqs == 1 and config.swap_space_blocks:
+        yield (
+            "swap_space_blocks",
+            f"cannot be {config.swap_space_blocks} while max_num_seqs is 1 and preemption_mode 'auto': one sequence recomputes",
+        )
+    if config.scheduling_policy == "priority" and config.new_requests_wait_until == "completed":
+        yield (
+            "new_requests_wait_until",
+            "cannot be 'completed' while scheduling_policy is 'priority': the urgent go first",
         )
     if config.max_num_batched_tokens is not None:
         for name in ("max_num_seqs", "block_size"):

@@ -164,6 +164,7 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
         (["--dataset", "pile"], "--dataset must be one of sharegpt, alpaca, random, got 'pile'"),
         (["--baseline", "vllm"], "--baseline must be one of transformers, got 'vllm'"),
         (["--versus", "recompute"], "--versus takes NAME=VALUE[,NAME=VALUE], got 'recompute'"),
+        (["--versus", "model=other"], "--versus cannot change model: the work would be another"),
         (["--versus", "blocksize=8"], "blocksize: unknown setting; did you mean 'block_size'?"),
         (["--seed", "-1"], "--seed must not be negative, got -1"),
     ],

@@ -109,6 +109,14 @@ def test_two_sizes_of_one_pool_contradict_each_other() -> None:
     ("settings", "message"),
     [
         (
+            {"swap_space_blocks": 8, "max_num_seqs": 1},
+            "swap_space_blocks: cannot be 8 while max_num_seqs is 1 and preemption_mode 'auto': one sequence recomputes",
+        ),
+        (
+            {"scheduling_policy": "priority", "new_requests_wait_until": "completed"},
+            "new_requests_wait_until: cannot be 'completed' while scheduling_policy is 'priority': the urgent go first",
+        ),
+        (
             {"preemption_mode": "swap", "swap_space_blocks": 0},
             "preemption_mode: cannot be 'swap' while swap_space_blocks is 0: there is nowhere to swap to",
         ),

@@ -18,6 +18,7 @@ from jaxpage.device.buckets import make_menu
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
 from jaxpage.interrupts import held_interrupts
 from jaxpage.request import Sequence, SequenceGroup
+from jaxpage.scheduling.draft import Draft
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -664,3 +665,32 @@ def test_pins_go_with_the_pages(llm, caplog):
     pinned = llm.pin_prefix(prompts_of(20)[0])
     llm._engine.rebuild_pages()
     assert pinned.released and "1 pinned prefixes are lost" in caplog.text
+
+
+def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
+    """What it has moved is in the tables, and not in the pages: everything is computed again."""
+    settings = {"num_blocks": 18, "max_model_len": 150, "preemption_mode": "swap", "enable_prefix_caching": False}
+    params = dataclasses.replace(GREEDY, max_tokens=60)
+    prompts = prompts_of(60, 61, 62)
+    with make_llm(directory, **settings) as llm:
+        want = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert llm.stats()["num_preemptions_total"]["swap"] > 0
+        streams = [llm.stream(prompt, params) for prompt in prompts]
+        scheduler, freeze = llm._engine.scheduler, Draft.freeze
+
+        def fails_once(draft, *rest):
+            if draft.swap_out:
+                monkeypatch.undo()
+                raise OSError("in the middle of planning")
+            return freeze(draft, *rest)
+
+        monkeypatch.setattr(Draft, "freeze", fails_once)
+        tokens = [[] for _ in prompts]
+        with pytest.raises(OSError, match="in the middle"):
+            for chunk in streams[0]:
+                tokens[0] += chunk.outputs[0].token_ids
+        assert scheduler.num_running == 0, "all start over"
+        for index in (1, 2):
+            tokens[index] = [t for chunk in streams[index] for t in chunk.outputs[0].token_ids]
+        assert tokens[1:] == want[1:]
+        invariants(llm)

@@ -100,12 +100,15 @@ def test_the_requests_differ(lone_tokens):
 @pytest.mark.parametrize(
     ("family", "engine"),
     [("llama", engine) for engine in ENGINES]
-    + [("opt", "small pool"), ("mistral", "blocks of 8"), ("mistral", "tiny pool"), ("mistral", "swapping")],
+    + [("opt", "small pool"), ("mistral", "blocks of 8"), ("mistral", "tiny pool"), ("mistral", "swapping")]
+    + [("mistral", "odd budget"), ("mistral", "tiny and swapping")],
 )
 def test_together_as_alone(family, engine, directories, prompts, lone_tokens):
     # 15 blocks of 4: the longest sequence has 160 tokens, of which a window of 20 and a chunk of 16 have to stay.
     tiny = {"max_num_seqs": 6, "block_size": 4, "num_blocks": 16, "max_num_batched_tokens": 16}
-    settings = {**ENGINES, "tiny pool": tiny}[engine]
+    odd = {"max_num_seqs": 4, "num_blocks": 12, "max_num_batched_tokens": 20}  # chunks that are no whole blocks
+    away = {**tiny, "max_num_batched_tokens": 20, "preemption_mode": "swap", "enable_mixed_steps": True}
+    settings = {**ENGINES, "tiny pool": tiny, "odd budget": odd, "tiny and swapping": away}[engine]
     with make_llm(directories[family], **settings) as llm:
         for kind, params in KINDS.items():
             assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == lone_tokens[family, kind]

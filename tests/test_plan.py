@@ -234,6 +234,7 @@ def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
 
 
 WRONG_USE = [
+    (("--memory", "0"), "not more than nothing: '0'"),
     (("--memory", "24GX"), "not an amount of memory such as 24GiB, 40GB or bytes: '24GX'"),
     (("--memory", "-1"), "argument --memory"),
     (("--kv-cache-dtype", "int3"), "kv_cache_dtype: must be 'auto', 'int8' or 'fp8', got 'int3'"),

@@ -108,7 +108,9 @@ class Scheduling(RuleBasedStateMachine):
     def add(self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool, **rest: Any) -> None:
         scheduler = self.driver.scheduler
         sequence_id = self.driver.new_sequence_id()
-        if seed % 4:  # else it may be too long, and be refused
+        if self.window:
+            num_prompt = num_prompt * 4 - seed % 4  # several times what the window and a step hold
+        elif seed % 4:  # else it may be too long, and be refused
             num_slots = scheduler.block_manager.pool.num_usable // n * scheduler.block_manager.block_size
             num_prompt = max(1, min(num_prompt, num_slots // 2))
             max_tokens = max(1, min(max_tokens, num_slots - num_prompt))

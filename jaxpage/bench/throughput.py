@@ -20,12 +20,13 @@ from jaxpage.llm import LLM
 from jaxpage.yaml_loader import parse_scalar
 
 BASELINES = ("transformers",)
+_THE_WORK = ("model", "revision", "tokenizer")
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
     _check(arguments)
-    others = [(text, config.replace(**_changes(text))) for text in arguments.versus]
+    others = [(text, config.replace(**{"event_log": None, **_changes(text)})) for text in arguments.versus]
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
     with _started(config) as (llm, load_seconds):
@@ -79,6 +80,8 @@ def _changes(text: str) -> dict[str, Any]:
         name, equals, value = part.partition("=")
         if not equals:
             raise UsageError(f"--versus takes NAME=VALUE[,NAME=VALUE], got {text!r}")
+        if name.strip() in _THE_WORK:
+            raise UsageError(f"--versus cannot change {name.strip()}: the work would be another")
         changes[name.strip()] = parse_scalar(value)
     return changes
 

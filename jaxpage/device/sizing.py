@@ -91,7 +91,7 @@ def choose_num_blocks(plan: MemoryPlan, *, wanted: int | None, pool_bytes: int |
     if free < 2 * plan.block_bytes:
         raise CapacityError(_does_not_fit(plan, "Weights and workspace leave no room for KV blocks"))
     if wanted is None:
-        useful = 1 + max_num_seqs * -(-plan.max_model_len // plan.block_size)
+        useful = 1 + max_num_seqs * plan.blocks_for(plan.max_model_len)
         on_host = plan.device.startswith("cpu")
         budget = pool_bytes or (int(free * HOST_SHARE) if on_host else free)
         wanted = budget // plan.block_bytes

@@ -97,11 +97,12 @@ class Engine:
 
     def step(self) -> list[SequenceGroup]:
         """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
+        self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
         plan = self.scheduler.plan()
+        self._blocks_may_be_missing = plan is not None and bool(plan.swap_out or plan.swap_in or plan.copies)
         if plan is None:
             return []
         self.metrics.scheduled(plan, self._groups, self.scheduler)
-        self._blocks_may_be_missing = bool(plan.swap_out or plan.swap_in or plan.copies)
         try:
             self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
             result = self.runner.run(self.builder.build(plan))

@@ -120,7 +120,9 @@ class Replay:
             case "pin":
                 self._pin(record)
             case "unpin":
-                self._engine.unpin(record.get("pin_id", 0))
+                if type(pin_id := record.get("pin_id")) is not int:
+                    self._log.refuse(f"pin_id must be a number, got {shown(pin_id)}")
+                self._engine.unpin(pin_id)
             case "plan":
                 with suppress(_Interrupted):
                     self._engine.step()

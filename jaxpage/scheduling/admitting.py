@@ -40,16 +40,24 @@ class PrefixCounts:
             self.num_hits += num_hits
 
 
-def reserve_until(sequence: Sequence, num_tokens: int, manager: BlockManager, max_tokens: int) -> int:
-    """Up to which position a sequence is given blocks when it is admitted with `num_tokens` tokens in place: for all its tokens.
+def held_until(sequence: Sequence, num_tokens: int, manager: BlockManager, max_tokens: int) -> int:
+    """Up to which position a sequence has blocks of its own when `num_tokens` tokens are in place: for all that it knows.
 
-    Where a window slides, as many blocks of its own as it ever needs at a time to compute `max_tokens` tokens in a step: from then on,
-    what a chunk takes the one before has given up.
+    Where a window slides, as many as it ever needs at a time to compute `max_tokens` tokens in a step. It keeps that many while it
+    computes, so what it gives up it takes again at once.
     """
     if manager.sliding_window is None:
         return sequence.num_known_tokens
-    most_held = manager.blocks_for(num_tokens) + most_blocks(manager.sliding_window, max_tokens, manager.block_size)
-    return min(sequence.num_known_tokens, most_held * manager.block_size)
+    most = manager.num_passed(num_tokens) + most_blocks(manager.sliding_window, max_tokens, manager.block_size)
+    return min(sequence.num_known_tokens, most * manager.block_size)
+
+
+def admitted_until(hit: Hit, manager: BlockManager, max_tokens: int) -> int:
+    """Up to which position a sequence is given blocks when it begins with blocks of others, which it does not give up for itself."""
+    if manager.sliding_window is None:
+        return hit.sequence.num_known_tokens
+    most = len(hit.blocks) + most_blocks(manager.sliding_window, max_tokens, manager.block_size)
+    return min(hit.sequence.num_known_tokens, most * manager.block_size)
 
 
 def beginnings(group: SequenceGroup, manager: BlockManager) -> Iterator[list[Hit]]:
@@ -75,10 +83,10 @@ def blocks_to_admit(hits: list[Hit], manager: BlockManager, max_tokens: int) -> 
     """Free blocks that the group takes: cached ones count unless somebody uses them, each once for the whole group."""
     num_new = num_revived = 0
     revived: set[int] = set()
-    for sequence, blocks, num_tokens in hits:
-        num_new += manager.blocks_for(reserve_until(sequence, num_tokens, manager, max_tokens)) - len(blocks)
-        num_new += num_tokens % manager.block_size > 0  # the last block is written, and is somebody else's: a copy
-        revived.update(blocks[manager.num_passed(num_tokens) :])
+    for hit in hits:
+        num_new += manager.blocks_for(admitted_until(hit, manager, max_tokens)) - len(hit.blocks)
+        num_new += hit.num_tokens % manager.block_size > 0  # the last block is written, and is somebody else's: a copy
+        revived.update(hit.blocks[manager.num_passed(hit.num_tokens) :])
     num_revived = manager.num_revived(revived)
     return num_new + num_revived
 
@@ -90,7 +98,9 @@ def admit_with_hits(
     for sequence, blocks, num_tokens in hits:  # all of them before any reserves, which may evict cached blocks
         manager.adopt(sequence.sequence_id, blocks, num_tokens)
         sequence.num_computed_tokens = num_tokens
-    _reserve(group, manager, draft, max_tokens)
+    for hit in hits:
+        stop = admitted_until(hit, manager, max_tokens)
+        draft.add_copies(manager.reserve(hit.sequence.sequence_id, hit.num_tokens, stop), manager)
     counts.note(group, hits, may_hit=manager.prefix_index is not None or bool(manager.pins))
 
 
@@ -100,21 +110,16 @@ def is_swapped(group: SequenceGroup, manager: BlockManager) -> bool:
 
 def blocks_to_swap_in(group: SequenceGroup, manager: BlockManager, max_tokens: int) -> int:
     """Free blocks that the group takes when its blocks come back from host memory."""
-    spans = [
-        (s.sequence_id, s.num_computed_tokens, reserve_until(s, s.num_computed_tokens, manager, max_tokens))
-        for s in group.unfinished
-    ]
-    return manager.num_swap_in_blocks(spans)
+    return manager.num_swap_in_blocks(_spans(group, manager, max_tokens))
 
 
 def admit_swapped(group: SequenceGroup, manager: BlockManager, draft: Draft, max_tokens: int) -> None:
     """Takes the block tables of the group back from host memory."""
     draft.swap_in += manager.swap_in([sequence.sequence_id for sequence in group.unfinished])
-    _reserve(group, manager, draft, max_tokens)
+    for span in _spans(group, manager, max_tokens):
+        draft.add_copies(manager.reserve(*span), manager)
 
 
-def _reserve(group: SequenceGroup, manager: BlockManager, draft: Draft, max_tokens: int) -> None:
-    for sequence in group.unfinished:
-        start = sequence.num_computed_tokens
-        stop = reserve_until(sequence, start, manager, max_tokens)
-        draft.add_copies(manager.reserve(sequence.sequence_id, start, stop), manager)
+def _spans(group: SequenceGroup, manager: BlockManager, max_tokens: int) -> list[tuple[int, int, int]]:
+    starts = [(sequence, sequence.num_computed_tokens) for sequence in group.unfinished]
+    return [(s.sequence_id, start, held_until(s, start, manager, max_tokens)) for s, start in starts]

@@ -210,6 +210,7 @@ class Roster:
         if not self.preemption.swaps(len(sequences)) or not any(s.num_computed_tokens for s in sequences):
             return False
         for sequence in sequences:
+            manager.slide(sequence.sequence_id, sequence.num_computed_tokens)
             manager.trim(sequence.sequence_id, sequence.num_computed_tokens)
         sequence_ids = [sequence.sequence_id for sequence in sequences]
         if not manager.can_swap_out(sequence_ids):

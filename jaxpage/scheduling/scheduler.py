@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from jaxpage.decoding.edits import Append, Edit
 from jaxpage.request import Sequence, SequenceGroup
+from jaxpage.scheduling.admitting import held_until
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.draft import Draft
 from jaxpage.scheduling.plan import StepPlan
@@ -45,6 +46,9 @@ class Scheduler(Roster):
         if not draft.work:
             decoding, _ = self._divide()  # once more: who was just admitted with one token per sequence decodes
             self._plan_decoding(draft, decoding)
+        while not draft.work and len(self._running) > 1 and not draft.num_admitted:
+            self._preempt_last(draft)  # nobody's chunk has room: see _reserve_chunk
+            self._plan_chunks(draft, computing)
         if not draft.work:
             assert not self._groups, "there are unfinished groups, and none can run"
             return None
@@ -119,13 +123,18 @@ class Scheduler(Roster):
         num_kept = 1 if len(sequences) > 1 or group.children_due else 0
         for sequence in sequences:
             num_tokens = min(sequence.num_pending_tokens - num_kept, self.limits.max_tokens - draft.num_tokens)
-            if num_tokens > 0 and self._has_room(draft):
-                start = sequence.num_computed_tokens
-                self.block_manager.slide(sequence.sequence_id, start)
-                # There is room: see admitting.reserve_until.
-                copies = self.block_manager.reserve(sequence.sequence_id, start, start + num_tokens)
-                draft.add_copies(copies, self.block_manager)
+            if num_tokens > 0 and self._has_room(draft) and self._reserve_chunk(draft, sequence, num_tokens):
                 draft.compute(group, sequence, num_tokens)
+
+    def _reserve_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for a chunk: they are there since the admission, unless a window slides over what others share by now."""
+        manager, sequence_id, start = self.block_manager, sequence.sequence_id, sequence.num_computed_tokens
+        manager.slide(sequence_id, start)
+        for stop in (held_until(sequence, start, manager, self.limits.max_tokens), start + num_tokens):
+            if manager.num_new_blocks(sequence_id, start, stop) <= manager.pool.num_free:
+                draft.add_copies(manager.reserve(sequence_id, start, stop), manager)
+                return True
+        return False
 
     def commit(self, plan: StepPlan, edits: Iterable[Edit]) -> list[SequenceGroup]:
         """Books a step that happened: its rows are computed, then the edits apply, in order.
