@@ -22,7 +22,7 @@ from jaxpage.memory.prefix_index import blake2b_256
 from jaxpage.scheduling import Scheduler
 from tests.support.fake_device import Driver, FakeDevice, alone, check_cached, context_of, make_group
 from tests.test_scheduler import STATE_MACHINE as SCHEDULER_STATE_MACHINE
-from tests.test_scheduler import Scheduling, make_driver
+from tests.test_scheduler import Caching, make_driver
 
 
 def four_bits(content: bytes) -> bytes:
@@ -372,10 +372,10 @@ class LeavesTheSaltOut(BlockManager):
     ],
 )
 def test_the_state_machine_of_the_scheduler_sees_planted_mistakes(name: str, mistake: type) -> None:
-    machine = type("Mistaken", (Scheduling,), {name: mistake})
+    machine = type("Mistaken", (Caching,), {name: mistake})
     with pytest.raises(Exception):  # noqa: B017 - an assertion, or what the confusion leads to
         run_state_machine_as_test(
-            machine, settings=settings(SCHEDULER_STATE_MACHINE, phases=[Phase.generate], max_examples=400)
+            machine, settings=settings(SCHEDULER_STATE_MACHINE, phases=[Phase.generate], max_examples=800)
         )
 
 

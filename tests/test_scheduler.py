@@ -251,10 +251,26 @@ class Swapping(Scheduling):
         super().start(**settings_, **rest, num_host_blocks=60, policy="fcfs", preemption=Preemption("swap"))
 
 
+class Caching(Scheduling):
+    """Narrowed to the prefix cache, with neither host nor window."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 2, 4, 8]),
+        num_usable=st.integers(3, 24),
+        max_num_seqs=st.integers(1, 6),
+        max_tokens=st.integers(1, 24),
+        max_chunk_rows=st.integers(1, 6),
+        mixed=st.booleans(),
+    )
+    def start(self, **settings_: Any) -> None:
+        rest = {"caching": True, "window": None, "num_host_blocks": 0, "policy": "fcfs", "preemption": Preemption()}
+        super().start(**settings_, **rest)
+
+
 STATE_MACHINE = settings(max_examples=200, stateful_step_count=25)
 
 
-@pytest.mark.parametrize("machine", [Scheduling, Swapping])
+@pytest.mark.parametrize("machine", [Scheduling, Swapping, Caching])
 def test_scheduler_agrees_with_every_request_alone(machine: type[Scheduling]) -> None:
     run_state_machine_as_test(machine, settings=STATE_MACHINE)
 
@@ -351,7 +367,7 @@ class ForgetsMinTokens(Scheduler):
 def test_the_state_machine_sees_planted_mistakes(mistaken: type[Scheduler]) -> None:
     machine = type("Mistaken", (Scheduling,), {"scheduler_class": mistaken})
     with pytest.raises((AssertionError, KeyError, CapacityError)):
-        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=500))
+        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
 
 
 class SwapsWhatIsNotComputed(Scheduler):
@@ -421,7 +437,7 @@ def test_the_state_machine_sees_mistakes_of_memory(machine: type[Scheduling], mi
     kind = "scheduler_class" if issubclass(mistaken, Scheduler) else "manager_class"
     machine = type("Mistaken", (machine,), {kind: mistaken})
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError, CapacityError)):
-        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=500))
+        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
 
 
 @pytest.mark.parametrize("manager_class", [BlockManager, PinsTooMuch, PinsForAll])

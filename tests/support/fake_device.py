@@ -283,7 +283,6 @@ def check_limits(plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequ
     order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
     decoding_first = []
     for row in plan.rows:
-        is_chunk = sequences[row.sequence_id].num_pending_tokens > 1 or row.start == 0
-        if first_come or row.start or len(row.token_ids) > 1:  # a prompt of one token may be taken for either
-            decoding_first.append((is_chunk, order[row.sequence_id]))
+        if row.start or len(row.token_ids) > 1:  # a prompt of one token may be taken for either kind
+            decoding_first.append((sequences[row.sequence_id].num_pending_tokens > 1, order[row.sequence_id]))
     assert decoding_first == sorted(decoding_first), "single tokens first, each kind in order of arrival"
