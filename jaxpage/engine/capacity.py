@@ -58,7 +58,7 @@ def choose_dtype(config: EngineConfig, place: Place, stored: str) -> str:
 
 
 def mixes(config: EngineConfig) -> bool:
-    """Attention in plain XLA, all that there is now, pads every row to a tile: there prompt chunks and single tokens are better apart."""
+    """By default in turns: in plain XLA, all that there is now, a step that mixes pads every single token to a tile of queries."""
     return bool(config.enable_mixed_steps)
 
 
