@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +15,21 @@ class Request:
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams  # of a beam search: neutral but for its lengths and its ends
     seed: int  # of the noise, 0 <= seed < 2**64; drawn by the engine when the caller gave none
     eos_token_ids: frozenset[int]  # empty when ignore_eos
     max_total_tokens: int  # prompt and output together: min(prompt + max_tokens, max_model_len)
+    beam: BeamSearchParams | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences the request can have at once: what its admission has to make room for."""
+        return self.beam.beam_width if self.beam else self.params.best_of or self.params.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of the likeliest candidates of each draw, how many have to leave the device; None: not even the drawn one."""
+        return self.params.num_logprobs
 
 
 @dataclass(eq=False)

@@ -147,6 +147,11 @@ class SamplingParams:
         """Like `logprobs`, and 0 also where the log probabilities of the drawn tokens are needed to rank sequences."""
         return 0 if self.logprobs is None and self.ranks else self.logprobs
 
+    @property
+    def penalises(self) -> bool:
+        """Whether the logits depend on the tokens that are known already."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 @dataclass(frozen=True, init=False)
 class BeamSearchParams:

@@ -9,7 +9,14 @@
 | H | head width | L | layers |
 | D | model width | V | vocabulary: the width of the logits |
 | F | feed-forward width | W | candidates kept per row |
+| E | entries of a bias | U | words of a mask over the vocabulary |
 
 Arrays on the device, or bound for it, carry their axes as a suffix: `hidden_TD`, `block_table_BM`, `logits_BV`.
 Host lists and integers keep plain names. Lengths count tokens; any other unit stands in the name (`_bytes`, `_seconds`, `_blocks`).
 """
+
+# In place of a drawn token id, when there is none:
+NOT_FINITE = -1  # the model's logits hold no number to choose by
+NOTHING_ALLOWED = -2  # what the request allows, forbids and penalises leaves no token to choose
+
+MASK_BITS = 32  # of a word of a mask: token v may be drawn if bit v % 32 of word v // 32 is set

@@ -204,7 +204,7 @@ def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
     recorder = Recorder(told.append)
     rows = (Row(4, 30, (7, 8), (3, 9)), Row(5, 0, (1,), (2,)))
     moves = {"swap_out": ((3, 0), (4, 1)), "swap_in": ((2, 6),), "copies": ((5, 6),), "preempted": ("b", "a")}
-    sample = Sample(1, 0, 5, SamplingParams(logprobs=1), 0, 0, 1)
+    sample = Sample(1, 0, 5, SamplingParams(), 0, 0, 1, num_logprobs=1)
     plan = StepPlan(12, rows, (sample,), **moves)
     recorder.planned(plan)
     numbers = [np.array(values, kind) for values, kind in (([6], "i4"), ([-0.5], "f4"), ([2], "i4"))]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.sampler import draw, log_probabilities, truncate
-from jaxpage.device.step_inputs import packed_size, unpack, views
+from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities, truncate
+from jaxpage.device.step_inputs import adjustment_shapes, packed_size, unpack, views
 
 NUM_ROWS, VOCAB = 512, 8
 BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
@@ -82,16 +82,20 @@ def inputs_for(**fields):
     packed = np.zeros(packed_size(BUCKET, 1), np.int32)
     held = views(packed, BUCKET, 1)
     held["top_p_B"][:] = 1.0
-    held["suppressed_BE"][:] = VOCAB
+    held["repetition_penalty_B"][:] = 1.0
     held["flags"][0] = 1
     for name, value in fields.items():
         held[name][:] = value
     return packed
 
 
+SHAPES = adjustment_shapes(NUM_ROWS, vocab_size=VOCAB, context=12)
+NEUTRAL = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), SHAPES)
+
+
 @functools.partial(jax.jit, static_argnames="by_row")
-def run_draw(logits, packed, by_row=True):
-    return draw(logits, unpack(packed, BUCKET, 1), by_row=by_row)
+def run_draw(logits, packed, adjustments=NEUTRAL, by_row=True):
+    return draw(logits, unpack(packed, BUCKET, 1), adjustments, by_row=by_row)
 
 
 LOGITS = np.array([0.3, -1.0, 2.0, 0.0, 1.5, -3.0, 0.7, 1.9], np.float32)
@@ -173,13 +177,11 @@ def test_greedy_takes_the_first_of_the_largest_and_respects_suppression():
     logits = np.zeros((NUM_ROWS, VOCAB), np.float32)
     logits[:, [2, 5]] = 1.0
     for random in (0, 1):
-        packed = inputs_for(flags=[random, 0])
+        packed = inputs_for(flags=[random, 0, 0, 0, 0, 0])
         assert set(np.asarray(run_draw(logits, packed)).tolist()) == {2}
-        suppressed = np.full((NUM_ROWS, 16), VOCAB)
-        suppressed[:, 0] = 2
-        assert set(np.asarray(run_draw(logits, inputs_for(suppressed_BE=suppressed, flags=[random, 0]))).tolist()) == {
-            5
-        }
+        masked = NEUTRAL._replace(mask_BU=np.full_like(NEUTRAL.mask_BU, ~np.uint32(1 << 2)))
+        packed = inputs_for(flags=[random, 0, 1, 0, 0, 0])
+        assert set(np.asarray(run_draw(logits, packed, masked)).tolist()) == {5}
 
 
 def test_logits_without_a_number_to_choose_by_give_minus_one():
@@ -205,5 +207,5 @@ def test_log_probabilities_and_ranks(by_row):
     rows = np.arange(5)
     np.testing.assert_allclose(chosen, want[rows, token_ids], atol=1e-5)
     np.testing.assert_array_equal(ranks, 1 + (wide > wide[rows, token_ids][:, None]).sum(-1))
-    np.testing.assert_array_equal(top_ids, np.argsort(-wide, axis=-1)[:, :20])
+    np.testing.assert_array_equal(top_ids, np.argsort(-wide, axis=-1)[:, :NUM_CANDIDATES])
     np.testing.assert_allclose(top, np.take_along_axis(want, np.asarray(top_ids), -1), atol=1e-5)

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxpage.decoding import Append, Finish, SamplingStrategy, Stopping, advance
+from jaxpage.decoding import Append, Draw, Finish, SamplingStrategy, Stopping, advance
 from jaxpage.decoding import stopping as stopping_module
 from jaxpage.decoding.stop_strings import StopStrings
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Request
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling import Row, Sample, StepPlan, StepResult
+from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 
 # Token ids and the bytes that they stand for: whole words, stop strings in parts, and the bytes of € and 😀 one by one.
 TOKENS = [
@@ -287,10 +288,17 @@ def test_min_tokens_does_not_outlast_the_length() -> None:
 def test_strategy_answers_with_edits_per_sequence() -> None:
     strategy = SamplingStrategy(make_request(stop=["ab"], max_tokens=4), ByteDetokenizer)
     logprobs = TokenLogprobs(token_id=0, logprob=-1.0, rank=1)
-    assert strategy.advance(10, 0, logprobs) == [Append(10, 0, "", logprobs)]
-    assert strategy.advance(11, 1) == [Append(11, 1, "b")]  # another sequence's text is its own
-    assert strategy.advance(10, 1) == [Append(10, 1, ""), Finish(10, "stop", "ab")]
-    assert strategy.advance(11, EOS) == [Append(11, EOS, ""), Finish(11, "stop", None)]
+    draws = [Draw(10, 0, logprobs), Draw(11, 1)]  # the text of each is its own
+    assert strategy.advance(draws) == [Append(10, 0, "", logprobs), Append(11, 1, "b")]
+    assert strategy.advance([Draw(10, 1)]) == [Append(10, 1, ""), Finish(10, "stop", "ab")]
+    assert strategy.advance([Draw(11, EOS)]) == [Append(11, EOS, ""), Finish(11, "stop", None)]
+
+
+@pytest.mark.parametrize(("token_id", "reason"), [(NOT_FINITE, "not finite"), (NOTHING_ALLOWED, "leaves no token")])
+def test_a_draw_without_a_token_ends_its_sequence_alone(token_id: int, reason: str) -> None:
+    first, second = SamplingStrategy(make_request(), ByteDetokenizer).advance([Draw(10, token_id), Draw(11, 1)])
+    assert isinstance(first, Finish) and (first.sequence_id, first.reason) == (10, "error")
+    assert reason in str(first.stop_reason) and second == Append(11, 1, "b")
 
 
 def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_asked_for() -> None:
@@ -298,7 +306,7 @@ def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_ask
     plan = StepPlan(
         step_id=1,
         rows=tuple(Row(i, 0, (0,), (1,)) for i in range(4)),
-        samples=tuple(Sample(i, 0, i, SamplingParams(logprobs=k), 0, 0, 4) for i, k in enumerate(asked)),
+        samples=tuple(Sample(i, 0, i, SamplingParams(), 0, 0, 4, num_logprobs=k) for i, k in enumerate(asked)),
     )
     result = StepResult(
         token_ids=np.array([0, 1, 5, 0], np.int32),

@@ -120,7 +120,8 @@ def position_logits(
     """The logits after each token of one sequence, by the engine's own step, over pages of `page_dtype`."""
     width = -(-len(token_ids) // config.block_size)
     graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
-    options = StepOptions(graph, width, config.attention_backend, sample_by_row=True)
+    context = len(token_ids)
+    options = StepOptions(graph, files.spec.vocab_size, context, width, config.attention_backend, sample_by_row=True)
 
     def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
         return logits_step(parameters, pages, unpack(packed, _BUCKET, width), bucket=_BUCKET, options=options)

@@ -4,5 +4,18 @@ from jaxpage.decoding.advance import advance
 from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.decoding.sampling import SamplingStrategy
 from jaxpage.decoding.stopping import Detokenizer, Stopping
+from jaxpage.decoding.strategy import Draw, Strategy
 
-__all__ = ["Append", "Detokenizer", "Drop", "Edit", "Finish", "Fork", "SamplingStrategy", "Stopping", "advance"]
+__all__ = [
+    "Append",
+    "Detokenizer",
+    "Draw",
+    "Drop",
+    "Edit",
+    "Finish",
+    "Fork",
+    "SamplingStrategy",
+    "Stopping",
+    "Strategy",
+    "advance",
+]

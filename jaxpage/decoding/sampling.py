@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxpage.decoding.edits import Append, Edit, Finish
 from jaxpage.decoding.stopping import Detokenizer, Stopping
+from jaxpage.decoding.strategy import Draw, refusal
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Request
 
@@ -18,7 +19,10 @@ class SamplingStrategy:
         self._new_detokenizer = new_detokenizer
         self._stopping_of: dict[int, Stopping] = {}  # by sequence id
 
-    def advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Edit]:
+    def advance(self, draws: Sequence[Draw]) -> list[Edit]:
+        return [edit for draw in draws for edit in (self._advance(*draw) if draw.token_id >= 0 else [refusal(draw)])]
+
+    def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:
         """The edits that one drawn token leads to: it is appended, and may end the sequence."""
         stopping = self._stopping_of.get(sequence_id)
         if stopping is None:

@@ -46,12 +46,12 @@ class BucketMenu:
     def max_chunk_rows(self) -> int:
         return self.chunk[-1].num_rows
 
-    def choose(self, query_lens: list[int], num_draws: int = 0) -> Bucket:
-        """The smallest bucket for rows of these lengths and so many draws.
+    def choose(self, query_lens: list[int], num_draws: int = 0, *, scores: bool = False) -> Bucket:
+        """The smallest bucket for rows of these lengths and so many draws. Only chunk buckets score tokens.
 
         A step that fits none is a bug of the scheduler, not a reason to compile.
         """
-        for bucket in self.decode if max(query_lens) == 1 else self.chunk:
+        for bucket in self.decode if max(query_lens) == 1 and not scores else self.chunk:
             if sum(query_lens) <= bucket.num_tokens and max(len(query_lens), num_draws) <= bucket.num_rows:
                 return bucket
         raise ValueError(

@@ -9,19 +9,38 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.monitoring
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.step_inputs import packed_size
+from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, packed_size
 from jaxpage.device.steps import StepOptions, copy_step, gather_blocks, model_step, scatter_blocks
 
 logger = logging.getLogger(__name__)
+
+
+class CompiledStep(NamedTuple):
+    """The executable of a bucket. `neutral` lies on the device and stands in for what a step does not adjust."""
+
+    executable: Any
+    neutral: Adjustments
+
+    def __call__(
+        self, parameters: Any, pages: KVPages, packed: Any, adjustments: Adjustments | None = None
+    ) -> tuple[jax.Array, jax.Array, KVPages]:
+        filled = self.neutral
+        if adjustments is not None:
+            filled = Adjustments(
+                *(own if given is None else given for given, own in zip(adjustments, filled, strict=True))
+            )
+        result: tuple[jax.Array, jax.Array, KVPages] = self.executable(parameters, pages, packed, filled)
+        return result
 
 
 class Executables:
@@ -39,6 +58,7 @@ class Executables:
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
+        self._neutral = {num_rows: _neutral(num_rows, options) for num_rows in {b.num_rows for b in menu.buckets}}
         jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies)
         if menu.num_swapped:
             jobs["gather"] = functools.partial(_compile_gather, pages, menu.num_swapped)
@@ -51,9 +71,8 @@ class Executables:
         """What JAX compiled in this process since these executables began to be: it must not grow in service."""
         return self._compilations.count - self._num_before
 
-    def step(self, bucket: Bucket) -> Callable[[Any, KVPages, Any], tuple[jax.Array, KVPages]]:
-        executable: Callable[[Any, KVPages, Any], tuple[jax.Array, KVPages]] = self._table[bucket]
-        return executable
+    def step(self, bucket: Bucket) -> CompiledStep:
+        return CompiledStep(self._table[bucket], self._neutral[bucket.num_rows])
 
     @property
     def copy(self) -> Callable[[KVPages, Any], KVPages]:
@@ -72,6 +91,7 @@ class Executables:
 
     def close(self) -> None:
         self._table = {}
+        self._neutral = {}
 
     def workspace_bytes(self) -> int:
         """The most temporary memory that one executable takes, as XLA planned it."""
@@ -98,7 +118,18 @@ def _watch_compilations() -> _Compilations:
 def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
     packed = jax.ShapeDtypeStruct((packed_size(bucket, options.table_width),), jnp.int32)
     step = functools.partial(model_step, bucket=bucket, options=options)
-    return jax.jit(step, donate_argnums=1).lower(parameters, pages, packed).compile()
+    adjustments = _adjustment_shapes(bucket.num_rows, options)
+    return jax.jit(step, donate_argnums=1).lower(parameters, pages, packed, adjustments).compile()
+
+
+def _adjustment_shapes(num_rows: int, options: StepOptions) -> Adjustments:
+    return adjustment_shapes(num_rows, vocab_size=options.vocab_size, context=options.context)
+
+
+def _neutral(num_rows: int, options: StepOptions) -> Adjustments:
+    return jax.tree.map(
+        lambda shape: jax.device_put(np.zeros(shape.shape, shape.dtype)), _adjustment_shapes(num_rows, options)
+    )
 
 
 def _compile_copy(pages: KVPages, num_copies: int) -> Any:

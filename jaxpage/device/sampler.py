@@ -9,23 +9,29 @@ sort of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpage.device.step_inputs import StepInputs
+from jaxpage.device.adjustments import adjust
+from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
+from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 
-NUM_CANDIDATES = 20  # W: candidates whose log probabilities leave the device when a row asks for any
+NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
 
 
-def draw(logits_BV: Float[Array, "B V"], inputs: StepInputs, *, by_row: bool) -> Int[Array, "B"]:
-    """One token id per row; -1 where the logits hold no number to choose by.
+def draw(
+    logits_BV: Float[Array, "B V"], inputs: StepInputs, adjustments: Adjustments, *, by_row: bool
+) -> Int[Array, "B"]:
+    """One token id per row; NOT_FINITE or NOTHING_ALLOWED where none can be chosen.
 
     by_row: a loop over rows instead of one wide computation: on CPU greedy rows then cost no noise, and a row's sums have one shape.
     """
-    rows = jnp.arange(logits_BV.shape[0])[:, None]
-    logits_BV = logits_BV.at[rows, inputs.suppressed_BE].set(-jnp.inf, mode="drop", wrap_negative_indices=False)
+    # Comparisons, because a wide maximum of XLA:CPU loses a NaN.
+    is_finite_B = jnp.all(logits_BV < jnp.inf, axis=-1) & jnp.any(logits_BV > -jnp.inf, axis=-1)
+    logits_BV = adjust(logits_BV, inputs, adjustments, by_row=by_row)
 
     def random() -> jax.Array:
         row_inputs = (
@@ -38,11 +44,18 @@ def draw(logits_BV: Float[Array, "B V"], inputs: StepInputs, *, by_row: bool) ->
             inputs.sample_index_B,
             inputs.drawn_position_B,
         )
-        if by_row:
-            return jax.lax.map(lambda row: _draw_row(*row), row_inputs)
-        return jax.vmap(_draw_row)(*row_inputs)
+        return _each_row(_draw_row, row_inputs, by_row)
 
-    return jax.lax.cond(inputs.flags[0] > 0, random, lambda: jax.vmap(_first_of_the_largest)(logits_BV))
+    token_ids_B = jax.lax.cond(
+        inputs.flags[Flags.RANDOM] > 0, random, lambda: jax.vmap(_first_of_the_largest)(logits_BV)
+    )
+    return jnp.where(is_finite_B, token_ids_B, NOT_FINITE)
+
+
+def _each_row(function: Callable[..., jax.Array], rows: tuple[Any, ...], by_row: bool) -> jax.Array:
+    if by_row:
+        return jax.lax.map(lambda row: function(*row), rows)
+    return jax.vmap(function)(*rows)
 
 
 def _draw_row(
@@ -111,11 +124,11 @@ def _from_order(order: jax.Array) -> jax.Array:
 
 
 def _first_of_the_largest(logits_V: jax.Array) -> jax.Array:
-    """Argmax as two plain reductions, which XLA vectorises on CPU; -1 if the largest is no number (NaN, or nothing may be drawn)."""
+    """Argmax as two plain reductions, which XLA vectorises on CPU; NOTHING_ALLOWED if there is none."""
     largest = jnp.max(logits_V)
     index_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
     first = jnp.min(jnp.where(logits_V == largest, index_V, logits_V.shape[0]))
-    return jnp.where(jnp.isfinite(largest), first, -1)
+    return jnp.where(jnp.isfinite(largest), first, NOTHING_ALLOWED)
 
 
 LogProbabilities = tuple[Float[Array, "B"], Int[Array, "B"], Int[Array, "B W"], Float[Array, "B W"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device.buckets import Bucket
+from jaxpage.shapes import MASK_BITS
 
-NUM_SUPPRESSED = 16  # token ids per row that may not be drawn
+MAX_BIASES = 1024  # E: entries of logit_bias of one draw
+NUM_FLAGS = 6
 
 
 class StepInputs(NamedTuple):
@@ -33,21 +35,57 @@ class StepInputs(NamedTuple):
     seed_B2: jax.Array  # the noise key's two words
     sample_index_B: jax.Array
     drawn_position_B: jax.Array  # the place that the drawn token takes in its sequence
-    suppressed_BE: jax.Array  # token ids that may not be drawn; padded with V
-    flags: jax.Array  # [2]: any row draws at random; any row wants log probabilities
+    repetition_penalty_B: jax.Array  # 1 is off
+    frequency_penalty_B: jax.Array
+    presence_penalty_B: jax.Array
+    num_prompt_tokens_B: jax.Array  # of the history: what follows is output
+    scored_T: jax.Array  # the token whose log probability after this token is wanted; 0 where none is
+    flags: jax.Array  # see `Flags`
 
 
-_FLOATS = frozenset({"temperature_B", "top_p_B", "min_p_B"})
+class Flags:
+    """Places in `StepInputs.flags`: what any row of the step asks for. The rest of the step's work is not done."""
+
+    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED = range(NUM_FLAGS)
+
+
+class Adjustments(NamedTuple):
+    """What changes the logits of a draw before it is drawn. Wide, and rarely wanted: none of it travels when no draw of a step asks."""
+
+    mask_BU: Any  # uint32: a bit per token id, see MASK_BITS
+    bias_ids_BE: Any  # padded with V
+    bias_BE: Any  # float32
+    history_BC: Any  # the known tokens, prompt first, padded with V
+
+
+_FLOATS = frozenset(
+    {"temperature_B", "top_p_B", "min_p_B", "repetition_penalty_B", "frequency_penalty_B", "presence_penalty_B"}
+)
 _WORDS = frozenset({"seed_B2"})
 
 
 def _shapes(bucket: Bucket, table_width: int) -> dict[str, tuple[int, ...]]:
     tokens, rows = bucket.num_tokens, bucket.num_rows
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepInputs._fields, (rows,))
-    shapes |= dict.fromkeys(("token_ids_T", "positions_T", "slots_T"), (tokens,))
-    shapes |= {"block_table_BM": (rows, table_width), "query_start": (rows + 1,), "seed_B2": (rows, 2), "flags": (2,)}
-    shapes["suppressed_BE"] = (rows, NUM_SUPPRESSED)
+    shapes |= dict.fromkeys(("token_ids_T", "positions_T", "slots_T", "scored_T"), (tokens,))
+    shapes |= {"block_table_BM": (rows, table_width), "query_start": (rows + 1,), "seed_B2": (rows, 2)}
+    shapes["flags"] = (NUM_FLAGS,)
     return shapes
+
+
+def adjustment_shapes(num_rows: int, *, vocab_size: int, context: int) -> Adjustments:
+    """Shapes and types of the adjustments of a step with so many draws. `context`: C, positions of the longest sequence."""
+    return Adjustments(
+        mask_BU=jax.ShapeDtypeStruct((num_rows, num_mask_words(vocab_size)), jnp.uint32),
+        bias_ids_BE=jax.ShapeDtypeStruct((num_rows, min(MAX_BIASES, vocab_size)), jnp.int32),
+        bias_BE=jax.ShapeDtypeStruct((num_rows, min(MAX_BIASES, vocab_size)), jnp.float32),
+        history_BC=jax.ShapeDtypeStruct((num_rows, context), jnp.int32),
+    )
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """U"""
+    return -(-vocab_size // MASK_BITS)
 
 
 def packed_size(bucket: Bucket, table_width: int) -> int:

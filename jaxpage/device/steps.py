@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +17,7 @@ from jaxpage.device.attention import make_attend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
-from jaxpage.device.step_inputs import StepInputs, unpack
+from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
 from pallas_kernels import copy_blocks
 
 Pages = TypeVar("Pages")  # any pytree of arrays [P, ...]
@@ -26,13 +27,15 @@ class StepOptions(NamedTuple):
     """What is fixed for the life of an engine, besides the bucket."""
 
     graph: Any  # the model's nnx graph definition
+    vocab_size: int  # V
+    context: int  # C: positions of the longest sequence
     table_width: int  # M
     attention_backend: str
     sample_by_row: bool
 
 
 class Drawn(NamedTuple):
-    """The result of a step on the host. Log probabilities are zeros unless a row asked for them."""
+    """Draws of a step on the host, or tokens that were given and scored. Log probabilities are zeros unless a row asked for them."""
 
     token_ids: npt.NDArray[np.int32]  # [B]
     logprobs: npt.NDArray[np.float32]  # [B]
@@ -42,26 +45,57 @@ class Drawn(NamedTuple):
 
 
 def model_step(
-    parameters: Any, pages: KVPages, packed: jax.Array, *, bucket: Bucket, options: StepOptions
-) -> tuple[jax.Array, KVPages]:
+    parameters: Any,
+    pages: KVPages,
+    packed: jax.Array,
+    adjustments: Adjustments,
+    *,
+    bucket: Bucket,
+    options: StepOptions,
+) -> tuple[jax.Array, jax.Array, KVPages]:
     """Computes the step's tokens, writes their keys and values, and draws up to B tokens.
 
-    Returns one int32 array [B, 3 + 2 W] (see `unpack_result`) and the pages. Donate `pages`.
+    Returns two int32 arrays for `unpack_drawn`, of the draws [B, 3 + 2 W] and of the scored tokens [T, 3 + 2 W], and the pages. A step
+    of single tokens scores none: then the second array is empty. Donate `pages`.
     """
     inputs = unpack(packed, bucket, options.table_width)
-    logits_BV, pages = logits_step(parameters, pages, inputs, bucket=bucket, options=options)
-    token_ids_B = draw(logits_BV, inputs, by_row=options.sample_by_row)
-    return _pack_result(logits_BV, token_ids_B, inputs.flags[1] > 0, by_row=options.sample_by_row), pages
+    by_row = options.sample_by_row
+    model, hidden_TD, pages = _hidden(parameters, pages, inputs, bucket, options)
+    logits_BV = model.logits(hidden_TD[inputs.drawn_token_B])
+    token_ids_B = draw(logits_BV, inputs, adjustments, by_row=by_row)
+    drawn = _pack_drawn(logits_BV, token_ids_B, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+    if bucket.max_query_len == 1:
+        return drawn, jnp.zeros((0, drawn.shape[1]), jnp.int32), pages
+
+    def score(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden_BD, token_ids_B = tile
+        return _pack_drawn(model.logits(hidden_BD), token_ids_B, True, by_row=by_row)
+
+    def scored() -> jax.Array:
+        """In tiles of B tokens: the logits of a whole prompt would take more memory than the pool."""
+        padding = -bucket.num_tokens % bucket.num_rows
+        tiles = (jnp.pad(hidden_TD, ((0, padding), (0, 0))), jnp.pad(inputs.scored_T, (0, padding)))
+        tiles = jax.tree.map(lambda array: array.reshape(-1, bucket.num_rows, *array.shape[1:]), tiles)
+        return jax.lax.map(score, tiles).reshape(-1, drawn.shape[1])[: bucket.num_tokens]
+
+    unscored = functools.partial(jnp.zeros, (bucket.num_tokens, drawn.shape[1]), jnp.int32)
+    return drawn, jax.lax.cond(inputs.flags[Flags.SCORED] > 0, scored, unscored), pages
 
 
 def logits_step(
     parameters: Any, pages: KVPages, inputs: StepInputs, *, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, KVPages]:
-    """The part before the draw: logits [B, V] in float32 of the tokens to draw from, and the pages."""
+    """The part before the draw: the model's logits [B, V] in float32 of the tokens to draw from, and the pages."""
+    model, hidden_TD, pages = _hidden(parameters, pages, inputs, bucket, options)
+    return model.logits(hidden_TD[inputs.drawn_token_B]), pages
+
+
+def _hidden(
+    parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
+) -> tuple[Any, jax.Array, KVPages]:
     model = nnx.merge(options.graph, parameters)
     attend = make_attend(inputs, backend=options.attention_backend, max_query_len=bucket.max_query_len)
-    hidden_TD, pages = model(inputs.token_ids_T, inputs.positions_T, pages, attend)
-    return model.logits(hidden_TD[inputs.drawn_token_B]), pages
+    return model, *model(inputs.token_ids_T, inputs.positions_T, pages, attend)
 
 
 def copy_step(pages: KVPages, pairs: jax.Array) -> KVPages:
@@ -96,7 +130,7 @@ def _from_bytes(contents: jax.Array, leaf: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(contents.reshape(-1, *leaf.shape[1:], *width), leaf.dtype)
 
 
-def _pack_result(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array, *, by_row: bool) -> jax.Array:
+def _pack_drawn(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array | bool, *, by_row: bool) -> jax.Array:
     def with_logprobs() -> jax.Array:
         logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(logits_BV, token_ids_B, by_row=by_row)
         return jnp.concatenate([_bits(logprobs_B[:, None]), ranks_B[:, None], ids_BW, _bits(top_BW)], axis=1)
@@ -111,8 +145,8 @@ def _bits(values: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, jnp.int32)
 
 
-def unpack_result(packed: npt.NDArray[np.int32], num_rows: int) -> Drawn:
-    """The first `num_rows` rows of a result, on the host."""
+def unpack_drawn(packed: npt.NDArray[np.int32], num_rows: int) -> Drawn:
+    """The first `num_rows` rows of one of a step's arrays, on the host."""
     rows = np.ascontiguousarray(packed[:num_rows])
     num_candidates = (rows.shape[1] - 3) // 2
     floats = rows.view(np.float32)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpage.device.step_inputs import NUM_SUPPRESSED
 from jaxpage.errors import UnsupportedError
 from jaxpage.request import Request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
@@ -62,10 +61,6 @@ class Admission:
         suppressed = self._eos(params).union(params.stop_token_ids)
         if params.min_tokens and len(suppressed) >= self._vocab_size:
             raise ValueError(f"min_tokens={params.min_tokens}: every token of the vocabulary is a stop token")
-        if params.min_tokens and len(suppressed) > NUM_SUPPRESSED:
-            raise UnsupportedError(
-                f"min_tokens={params.min_tokens} with {len(suppressed)} stop token ids (at most {NUM_SUPPRESSED})"
-            )
 
     def admit(
         self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams

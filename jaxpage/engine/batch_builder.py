@@ -6,17 +6,21 @@ JAX clamps or drops an index that is out of range, without a word; so token ids,
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device.buckets import Bucket, BucketMenu
-from jaxpage.device.step_inputs import packed_size, views
+from jaxpage.device.step_inputs import Adjustments, Flags, packed_size, views
+from jaxpage.engine.adjusting import Words, adjustments_of
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
 
 Pairs = npt.NDArray[np.int32]
+NO_MASKS: Mapping[int, Words] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,12 @@ class Batch:
 
     bucket: Bucket
     packed: npt.NDArray[np.int32]
+    adjustments: Adjustments  # None for each that no draw asks for
     swap_out: tuple[Pairs, ...]  # each [num_swapped, 2]: (block, host block), padded with the null blocks of both sides
     swap_in: tuple[Pairs, ...]  # each [num_swapped, 2]: (host block, block), padded likewise
     copies: tuple[Pairs, ...]  # each [num_copies, 2], padded with the null block
     num_draws: int
+    num_scored: int  # tokens of the stream that were scored, or belong to no scored row: 0 if there is no such row
 
 
 class BatchBuilder:
@@ -52,21 +58,31 @@ class BatchBuilder:
         self.vocab_size = vocab_size
         self.num_host_blocks = num_host_blocks
 
-    def build(self, plan: StepPlan) -> Batch:
-        bucket = self.menu.choose([len(row.token_ids) for row in plan.rows], len(plan.samples))
+    def build(self, plan: StepPlan, masks: Mapping[int, Words] = NO_MASKS) -> Batch:
+        """masks: by place among the plan's samples: the tokens that a grammar admits."""
+        scores = any(row.scored for row in plan.rows)
+        bucket = self.menu.choose([len(row.token_ids) for row in plan.rows], len(plan.samples), scores=scores)
         packed = np.zeros(packed_size(bucket, self.table_width), np.int32)
         fields: dict[str, Any] = views(packed, bucket, self.table_width)
         self._fill_rows(fields, plan.rows)
         self._fill_draws(fields, plan.samples)
+        context = self.table_width * self.block_size
+        adjustments = adjustments_of(plan.samples, masks, bucket.num_rows, vocab_size=self.vocab_size, context=context)
+        fields["flags"][Flags.MASKED] = adjustments.mask_BU is not None
+        fields["flags"][Flags.BIASED] = adjustments.bias_BE is not None
+        fields["flags"][Flags.PENALISED] = adjustments.history_BC is not None
+        fields["flags"][Flags.SCORED] = scores
         self._check(fields)
         device, host = self.num_blocks, self.num_host_blocks + 1
         return Batch(
             bucket,
             packed,
+            adjustments,
             swap_out=_pad("swap_out", plan.swap_out, (device, host), self.menu.num_swapped),
             swap_in=_pad("swap_in", plan.swap_in, (host, device), self.menu.num_swapped),
             copies=_pad("copies", plan.copies, (device, device), self.menu.num_copies),
             num_draws=len(plan.samples),
+            num_scored=plan.num_tokens if scores else 0,
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
@@ -86,6 +102,10 @@ class BatchBuilder:
         position_T += np.repeat([row.start for row in rows], lengths)
         fields["positions_T"][:total] = position_T
         block_T = tables[row_T, position_T // self.block_size]
+        for index, row in enumerate(rows):
+            if row.scored:
+                first = ends[index] - lengths[index]
+                fields["scored_T"][first : first + len(row.scored)] = row.scored
         fields["slots_T"][:total] = block_T * self.block_size + position_T % self.block_size
 
     def _fill_draws(self, fields: dict[str, Any], samples: tuple[Sample, ...]) -> None:
@@ -103,19 +123,20 @@ class BatchBuilder:
         fields["seed_B2"][:count, 1] = seeds & np.uint64(0xFFFFFFFF)
         fields["sample_index_B"][:count] = [sample.sample_index for sample in samples]
         fields["drawn_position_B"][:count] = [sample.position for sample in samples]
-        suppressed = fields["suppressed_BE"]
-        suppressed[:] = self.vocab_size
-        for index, sample in enumerate(samples):
-            suppressed[index, : len(sample.suppressed_token_ids)] = sample.suppressed_token_ids
-        fields["flags"][0] = any(p.temperature > 0 for p in params)
-        fields["flags"][1] = any(p.num_logprobs is not None for p in params)
+        fields["repetition_penalty_B"][:] = 1.0
+        fields["repetition_penalty_B"][:count] = [p.repetition_penalty for p in params]
+        fields["frequency_penalty_B"][:count] = [p.frequency_penalty for p in params]
+        fields["presence_penalty_B"][:count] = [p.presence_penalty for p in params]
+        fields["num_prompt_tokens_B"][:count] = [sample.num_prompt_tokens for sample in samples]
+        fields["flags"][Flags.RANDOM] = any(p.temperature > 0 for p in params)
+        fields["flags"][Flags.LOGPROBS] = any(sample.num_logprobs is not None for sample in samples)
 
     def _check(self, fields: dict[str, Any]) -> None:
         for name, limit in (
             ("token_ids_T", self.vocab_size),
             ("slots_T", self.num_blocks * self.block_size),
             ("block_table_BM", self.num_blocks),
-            ("suppressed_BE", self.vocab_size + 1),
+            ("scored_T", self.vocab_size),
         ):
             values = fields[name]
             if values.min() < 0 or values.max() >= limit:

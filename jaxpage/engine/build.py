@@ -78,7 +78,14 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     parameters = load_weights(files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress)
     graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
     table_width = -(-memory.max_model_len // config.block_size)
-    options = StepOptions(graph, table_width, config.attention_backend, sample_by_row=device.platform == "cpu")
+    options = StepOptions(
+        graph,
+        files.spec.vocab_size,
+        table_width * config.block_size,
+        table_width,
+        config.attention_backend,
+        sample_by_row=device.platform == "cpu",
+    )
     pool = (files.spec.kv, memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
     executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
     engine = Engine(

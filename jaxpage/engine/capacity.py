@@ -164,4 +164,4 @@ def _workspace_estimate(vocab_size: int, width: int, menu: BucketMenu) -> int:
     """Before compilation: logits with what sampling makes of them, and a dozen activations of the widest step, in float32."""
     rows = max(bucket.num_rows for bucket in menu.buckets)
     tokens = max(bucket.num_tokens for bucket in menu.buckets)
-    return 4 * (6 * rows * vocab_size + 24 * tokens * width)
+    return 4 * (9 * rows * vocab_size + 24 * tokens * width)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.decoding import Edit, Finish, Fork, SamplingStrategy, advance
+from jaxpage.decoding import Edit, Finish, Fork, SamplingStrategy, Strategy, advance
 from jaxpage.engine.admission import Admission
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.events import Events
@@ -20,7 +20,7 @@ from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.plan import StepPlan
-from jaxpage.scheduling.policy import num_sequences
+from jaxpage.shapes import NOT_FINITE
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Engine:
             has_priorities=scheduler.has_priorities,
             seed=seed,
         )
-        self._strategies: dict[int, SamplingStrategy] = {}  # by sequence id
+        self._strategies: dict[int, Strategy] = {}  # by sequence id
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
         self._num_pins = 0
@@ -72,7 +72,7 @@ class Engine:
     ) -> Reporter:
         """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool."""
         request = self.admission.admit(request_id, prompt, prompt_token_ids, params)
-        first_id, *child_ids = range(self._num_sequences, self._num_sequences + num_sequences(request))
+        first_id, *child_ids = range(self._num_sequences, self._num_sequences + request.num_sequences)
         sequence = Sequence(
             sequence_id=first_id,
             sample_index=0,
@@ -81,7 +81,7 @@ class Engine:
         )
         group = SequenceGroup(request, [sequence], child_ids=tuple(child_ids))
         self.scheduler.add(group)
-        self._num_sequences += num_sequences(request)
+        self._num_sequences += request.num_sequences
         strategy = SamplingStrategy(request, lambda: self._new_detokenizer(request))
         for sequence_id in group.sequence_ids:
             self._groups[sequence_id] = group
@@ -112,7 +112,7 @@ class Engine:
         edits = advance(plan, result, self._strategies)
         self.events.drawn(plan, result, edits)
         groups = self._commit(plan, edits)
-        if result.token_ids.min(initial=0) < 0:
+        if (result.token_ids == NOT_FINITE).any():
             self.reset_prefix_cache()  # numbers that are none may be in the pages too, and must not outlive their request
         return groups
 

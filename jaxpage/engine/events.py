@@ -172,7 +172,7 @@ def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
             np.append(result.logprobs[draw], result.top_logprobs[draw, :num_top]).view(np.int32).tolist(),
         ]
         for draw, sample in enumerate(plan.samples)
-        if (num_top := sample.params.num_logprobs) is not None
+        if (num_top := sample.num_logprobs) is not None
     ]
 
 

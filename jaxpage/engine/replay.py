@@ -232,9 +232,9 @@ class _LoggedEnds(SamplingStrategy):
         super().__init__(request, NoText)
         self._ends = ends
 
-    def advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Edit]:
+    def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:
         end = self._ends.get(sequence_id)
-        return super().advance(sequence_id, token_id, logprobs) if end is None else [end]
+        return super()._advance(sequence_id, token_id, logprobs) if end is None else [end]
 
 
 def _ends_by_text(result: Record) -> dict[int, Finish]:

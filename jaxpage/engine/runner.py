@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jaxpage.device.executables import Executables
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.steps import unpack_result
+from jaxpage.device.steps import unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Pairs
 from jaxpage.scheduling.plan import StepResult
 
@@ -36,8 +37,10 @@ class Runner:
         for pairs in batch.copies:
             self._pages = self.executables.copy(self._pages, pairs)
         step = self.executables.step(batch.bucket)
-        packed, self._pages = step(self._parameters, self._pages, batch.packed)
-        result = StepResult(*unpack_result(np.asarray(packed), batch.num_draws))
+        drawn, scored, self._pages = step(self._parameters, self._pages, batch.packed, batch.adjustments)
+        result = StepResult(*unpack_drawn(np.asarray(drawn), batch.num_draws))
+        if batch.num_scored:
+            result = replace(result, scored=StepResult(*unpack_drawn(np.asarray(scored), batch.num_scored)))
         self._under_way = False
         return result
 

@@ -73,8 +73,19 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
     suppressed: tuple[int, ...] = ()
     if params.min_tokens and num_known - sequence.num_prompt_tokens < params.min_tokens:
         suppressed = suppressed_token_ids(request)
-    sample_index = sequence.sample_index
-    return Sample(row, num_tokens - 1, sequence.sequence_id, params, request.seed, sample_index, num_known, suppressed)
+    return Sample(
+        row,
+        num_tokens - 1,
+        sequence.sequence_id,
+        params,
+        request.seed,
+        sequence.sample_index,
+        num_known,
+        suppressed,
+        request.num_logprobs,
+        history=tuple(sequence.token_ids) if params.penalises else (),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+    )
 
 
 def suppressed_token_ids(request: Request) -> tuple[int, ...]:

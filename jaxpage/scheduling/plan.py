@@ -21,6 +21,9 @@ class Row(NamedTuple):
     start: int
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
+    scored: tuple[
+        int, ...
+    ] = ()  # the prompt's tokens behind the row's, one for each of its first: their log probabilities are wanted
 
     @property
     def context_length(self) -> int:
@@ -46,6 +49,11 @@ class Sample(NamedTuple):
     sample_index: int
     position: int
     suppressed_token_ids: tuple[int, ...] = ()  # may not be drawn: end-of-sequence and stop ids below min_tokens
+    num_logprobs: int | None = (
+        None  # likeliest candidates that are wanted beside the drawn token; None: not even its own
+    )
+    history: tuple[int, ...] = ()  # the known tokens, prompt first, where a penalty counts them
+    num_prompt_tokens: int = 0  # of the history
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the device drew, one entry per `StepPlan.samples`. Log probabilities are natural logarithms of the raw softmax."""
+    """What the device drew, one entry per `StepPlan.samples`. Log probabilities are natural logarithms of the raw softmax.
+
+    A negative token id says why none was drawn: see `NOT_FINITE` and `NOTHING_ALLOWED`.
+    """
 
     token_ids: npt.NDArray[np.int32]  # [B]
     logprobs: npt.NDArray[np.float32]  # [B] of the drawn token
@@ -80,3 +91,4 @@ class StepResult:
     ]  # [B] of the drawn token, 1 = likeliest; 0 where no sample of the step asked for logprobs
     top_token_ids: npt.NDArray[np.int32]  # [B, W]
     top_logprobs: npt.NDArray[np.float32]  # [B, W]
+    scored: StepResult | None = None  # the same of the tokens that rows have scored, one entry per token of the stream

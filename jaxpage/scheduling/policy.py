@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpage.request import Request
-
 # Share of the pool that admitting a request must leave free while others run, so that they do not preempt it at once
 # (the watermark of vLLM's first version, which the PagedAttention paper measured). Never less than one block.
 WATERMARK = 0.01
@@ -50,11 +48,6 @@ class Preemption:
 
     def swaps(self, num_sequences: int) -> bool:
         return self.mode == "swap" or (self.mode == "auto" and num_sequences > 1)
-
-
-def num_sequences(request: Request) -> int:
-    """How many sequences the request can have at once: what its admission has to make room for."""
-    return request.params.best_of or request.params.n
 
 
 def spare_blocks(num_usable: int, num_running: int, num_joining: int, *, resumes: bool) -> int:

@@ -9,7 +9,7 @@ from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling import admitting
 from jaxpage.scheduling.admitting import PrefixCounts
 from jaxpage.scheduling.draft import Draft
-from jaxpage.scheduling.policy import Preemption, StepLimits, num_sequences, spare_blocks
+from jaxpage.scheduling.policy import Preemption, StepLimits, spare_blocks
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
 
 
@@ -115,7 +115,7 @@ class Roster:
 
     def _refuse_what_never_fits(self, group: SequenceGroup) -> None:
         request, manager = group.request, self.block_manager
-        width = num_sequences(request)
+        width = request.num_sequences
         if width > self.max_num_seqs:
             raise CapacityError(
                 f"request {request.request_id!r} asks for {width} sequences at once; max_num_seqs is {self.max_num_seqs}"
@@ -136,9 +136,9 @@ class Roster:
         blocks = manager.blocks_for(request.max_total_tokens - 1)  # the last token is drawn and never computed
         if manager.sliding_window is not None:
             most = most_blocks(manager.sliding_window, self.limits.max_tokens, manager.block_size)
-            return num_sequences(request) * min(blocks, most)
+            return request.num_sequences * min(blocks, most)
         _, num_pinned = manager.find_pinned(request.prompt_token_ids, request.params.cache_salt)
-        return num_sequences(request) * blocks - num_pinned // manager.block_size
+        return request.num_sequences * blocks - num_pinned // manager.block_size
 
     def abort(self, request_id: str, reason: str = "abort") -> SequenceGroup | None:
         """Ends a group in whatever state it is, and gives its blocks back at once. None: there is no such group any more."""
@@ -153,7 +153,7 @@ class Roster:
 
     def _admit(self, group: SequenceGroup, draft: Draft) -> bool:
         """Moves a waiting group to the running ones if there is room for all that is known of it."""
-        manager, width, max_tokens = self.block_manager, num_sequences(group.request), self.limits.max_tokens
+        manager, width, max_tokens = self.block_manager, group.request.num_sequences, self.limits.max_tokens
         resumes = group.num_preemptions > 0
         if self._num_seats + width > self.max_num_seqs:
             return False
@@ -191,7 +191,7 @@ class Roster:
     def _preempt_last(self, draft: Draft | None) -> SequenceGroup:
         """The running group of the highest rank gives its blocks up and goes back to the queue. Without a draft nothing is swapped."""
         request_id, group = self._running.popitem()
-        self._num_seats -= num_sequences(group.request)
+        self._num_seats -= group.request.num_sequences
         if draft is not None and self._swap_out(group, draft):
             self.num_preemptions["swap"] += 1
         else:
@@ -247,7 +247,7 @@ class Roster:
         del self._groups[request_id]
         self._gave_way.discard(request_id)
         if self._running.pop(request_id, None) is not None:
-            self._num_seats -= num_sequences(group.request)
+            self._num_seats -= group.request.num_sequences
         else:
             self._queue.remove(group)
         for sequence in group.sequences:
@@ -286,7 +286,7 @@ class Roster:
         assert len(self._queue) == len(waiting)
         assert not waiting or waiting[0] is self._queue.first(), "the first is not first"
         assert {g.request.request_id for g in groups if g.num_preemptions} == self._gave_way
-        num_seats = sum(num_sequences(group.request) for group in self._running.values())
+        num_seats = sum(group.request.num_sequences for group in self._running.values())
         assert self._num_seats == num_seats <= self.max_num_seqs
         assert {id(s) for _, s in self._sequences.values()} == {id(s) for group in groups for s in group.sequences}
         running = {s.sequence_id: s for group in self._running.values() for s in group.unfinished}
@@ -298,7 +298,7 @@ class Roster:
             self._check_prefix(sequence)
         for group in groups:
             assert group.unfinished, f"request {group.request.request_id!r} is finished and still scheduled"
-            assert len(group.unfinished) <= num_sequences(group.request), "more sequences than were admitted"
+            assert len(group.unfinished) <= group.request.num_sequences, "more sequences than were admitted"
             for sequence in group.unfinished:
                 assert sequence.num_known_tokens < group.request.max_total_tokens, "a sequence outgrew its request"
         for sequence in [sequence for group in waiting for sequence in group.unfinished]:

@@ -145,7 +145,7 @@ class Scheduler(Roster):
             The groups that an edit touched, in the order of their first one.
         """
         block_size = self.block_manager.block_size
-        for sequence_id, start, token_ids, _ in plan.rows:
+        for sequence_id, start, token_ids, *_ in plan.rows:
             if sequence_id in self._sequences:
                 group, sequence = self._sequences[sequence_id]
                 assert sequence.num_computed_tokens == start, f"step {plan.step_id} is committed out of turn"

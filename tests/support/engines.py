@@ -83,19 +83,19 @@ class LogitsWitness:
         return getattr(self._real, name)
 
     def step(self, bucket: Any) -> Any:
-        def run(parameters: Any, pages: Any, packed: Any) -> Any:
+        def run(parameters: Any, pages: Any, packed: Any, adjustments: Any) -> Any:
             if bucket not in self._jitted:
                 self._jitted[bucket] = jax.jit(functools.partial(self._logits_of, bucket))
             logits = np.asarray(self._jitted[bucket](parameters, pages, packed))
             for sample, row in zip(self._samples, logits, strict=False):
                 self.logits[sample.sequence_id, sample.position] = row
-            return self._real.step(bucket)(parameters, pages, packed)
+            return self._real.step(bucket)(parameters, pages, packed, adjustments)
 
         return run
 
-    def _built(self, plan: Any) -> Any:
+    def _built(self, plan: Any, *masks: Any) -> Any:
         self._samples = plan.samples
-        return self._build(plan)
+        return self._build(plan, *masks)
 
     def _logits_of(self, bucket: Any, parameters: Any, pages: Any, packed: Any) -> jax.Array:
         options = self._real.options

@@ -1,0 +1,35 @@
+"""What the hall asks of a decoding strategy, and what it tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from jaxpage.decoding.edits import Edit, Finish
+from jaxpage.outputs import TokenLogprobs
+from jaxpage.shapes import NOTHING_ALLOWED
+
+
+class Draw(NamedTuple):
+    """What came of one draw. `logprobs` is None unless the request asks for any."""
+
+    sequence_id: int
+    token_id: int  # negative: none could be drawn, and `refusal` says why
+    logprobs: TokenLogprobs | None = None
+
+
+class Strategy(Protocol):
+    """Decodes one request. Sees what its sequences drew and answers with edits; never touches a block."""
+
+    def advance(self, draws: Sequence[Draw]) -> list[Edit]:
+        """What a step leads to. The draws are those of all sequences of the request that have not ended: they draw together."""
+        ...
+
+
+def refusal(draw: Draw) -> Finish:
+    """The end of a sequence for which no token could be drawn."""
+    if draw.token_id == NOTHING_ALLOWED:
+        reason = "what the request allows, forbids and penalises leaves no token that could be drawn"
+    else:
+        reason = "the model's logits are not finite"
+    return Finish(draw.sequence_id, "error", reason)

@@ -1,0 +1,83 @@
+"""Changes the logits of a draw by what its request asks, before temperature and truncation: masks, biases and penalties, in this order.
+
+The order and the meaning are vLLM's. Each part is computed only in steps where a row asks for it, and a row that asks for nothing keeps
+its logits to the last bit.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
+from jaxpage.shapes import MASK_BITS
+
+
+def adjust(
+    logits_BV: Float[Array, "B V"], inputs: StepInputs, adjustments: Adjustments, *, by_row: bool
+) -> Float[Array, "B V"]:
+    """The logits that are drawn from.
+
+    by_row: a loop over rows instead of one wide computation.
+    """
+    flags = inputs.flags
+
+    def adjust_row(logits_V: jax.Array, given: Adjustments, *penalties: jax.Array) -> jax.Array:
+        logits_V = jax.lax.cond(flags[Flags.MASKED] > 0, lambda: _masked(logits_V, given.mask_BU), lambda: logits_V)
+        logits_V = jax.lax.cond(
+            flags[Flags.BIASED] > 0, lambda: _biased(logits_V, given.bias_ids_BE, given.bias_BE), lambda: logits_V
+        )
+        return jax.lax.cond(
+            flags[Flags.PENALISED] > 0,
+            lambda: _penalised(logits_V, given.history_BC, *penalties),
+            lambda: logits_V,
+        )
+
+    rows = (
+        logits_BV,
+        adjustments,
+        inputs.num_prompt_tokens_B,
+        inputs.repetition_penalty_B,
+        inputs.frequency_penalty_B,
+        inputs.presence_penalty_B,
+    )
+
+    def adjusted() -> jax.Array:
+        if by_row:
+            return jax.lax.map(lambda row: adjust_row(*row), rows)
+        return jax.vmap(adjust_row)(*rows)
+
+    any_BV = flags[Flags.MASKED] + flags[Flags.BIASED] + flags[Flags.PENALISED]
+    return jax.lax.cond(any_BV > 0, adjusted, lambda: logits_BV)
+
+
+def _masked(logits_V: jax.Array, words_U: jax.Array) -> jax.Array:
+    bits = (words_U[:, None] >> jnp.arange(MASK_BITS, dtype=jnp.uint32)) & 1
+    return jnp.where(bits.reshape(-1)[: logits_V.shape[0]] == 1, logits_V, -jnp.inf)
+
+
+def _biased(logits_V: jax.Array, ids_E: jax.Array, bias_E: jax.Array) -> jax.Array:
+    return logits_V.at[ids_E].add(bias_E, mode="drop", wrap_negative_indices=False)
+
+
+def _penalised(
+    logits_V: jax.Array,
+    history_C: jax.Array,
+    num_prompt_tokens: jax.Array,
+    repetition: jax.Array,
+    frequency: jax.Array,
+    presence: jax.Array,
+) -> jax.Array:
+    """Repetition is over prompt and output, frequency and presence over the output alone, as vLLM has it."""
+    is_output_C = jnp.arange(history_C.shape[0]) >= num_prompt_tokens
+
+    def count(weights_C: jax.Array) -> jax.Array:
+        zeros_V = jnp.zeros(logits_V.shape, jnp.int32)
+        return zeros_V.at[history_C].add(weights_C.astype(jnp.int32), mode="drop", wrap_negative_indices=False)
+
+    in_output_V, in_prompt_V = count(is_output_C), count(~is_output_C)
+    repeated_V = jnp.where(logits_V > 0, logits_V / repetition, logits_V * repetition)
+    logits_V = jnp.where(in_output_V + in_prompt_V > 0, repeated_V, logits_V)
+    penalty_V = frequency * in_output_V.astype(jnp.float32) + presence * (in_output_V > 0)
+    return jnp.where(in_output_V > 0, logits_V - penalty_V, logits_V)

@@ -1,0 +1,78 @@
+"""The adjustments of a step's draws as arrays: what may be drawn, what is favoured, and what has been said already."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, num_mask_words
+from jaxpage.scheduling.plan import Sample
+from jaxpage.shapes import MASK_BITS
+
+Words = npt.NDArray[np.uint32]  # [U], a bit per token id: see MASK_BITS
+
+_ALL = np.uint32(0xFFFFFFFF)
+
+
+def adjustments_of(
+    samples: tuple[Sample, ...], masks: Mapping[int, Words], num_rows: int, *, vocab_size: int, context: int
+) -> Adjustments:
+    """None in place of what no draw of the step asks for.
+
+    Args:
+        masks: by place among the samples: what may be drawn besides what the sample itself says.
+        num_rows: B, of the arrays.
+    """
+    shapes = adjustment_shapes(num_rows, vocab_size=vocab_size, context=context)
+    masked = [
+        (index, sample)
+        for index, sample in enumerate(samples)
+        if index in masks or sample.suppressed_token_ids or sample.params.allowed_token_ids is not None
+    ]
+    biased = [(index, sample.params.logit_bias) for index, sample in enumerate(samples) if sample.params.logit_bias]
+    penalised = [(index, sample) for index, sample in enumerate(samples) if sample.params.penalises]
+    mask_BU: Any = None
+    if masked:
+        mask_BU = np.full(shapes.mask_BU.shape, _ALL, np.uint32)
+        for index, sample in masked:
+            _mask(mask_BU[index], sample, masks.get(index), vocab_size)
+    ids_BE: Any = None
+    bias_BE: Any = None
+    if biased:
+        ids_BE = np.full(shapes.bias_ids_BE.shape, vocab_size, np.int32)
+        bias_BE = np.zeros(shapes.bias_BE.shape, np.float32)
+        for index, biases in biased:
+            ids_BE[index, : len(biases)], bias_BE[index, : len(biases)] = zip(*biases, strict=True)
+    history_BC: Any = None
+    if penalised:
+        history_BC = np.full(shapes.history_BC.shape, vocab_size, np.int32)
+        for index, sample in penalised:
+            history_BC[index, : len(sample.history)] = sample.history
+    return Adjustments(mask_BU, ids_BE, bias_BE, history_BC)
+
+
+def _mask(words: Words, sample: Sample, mask: Words | None, vocab_size: int) -> None:
+    if (allowed := sample.params.allowed_token_ids) is not None:
+        words &= _words_of(allowed, vocab_size)
+    if mask is not None:
+        words &= mask
+    if sample.suppressed_token_ids:
+        words &= ~_bits(sample.suppressed_token_ids, vocab_size)
+
+
+@functools.lru_cache(maxsize=64)  # the same at every step of a request
+def _words_of(token_ids: tuple[int, ...], vocab_size: int) -> Words:
+    words = _bits(token_ids, vocab_size)
+    words.flags.writeable = False
+    return words
+
+
+def _bits(token_ids: Iterable[int], vocab_size: int) -> Words:
+    words = np.zeros(num_mask_words(vocab_size), np.uint32)
+    ids = np.array(tuple(token_ids), np.uint32)
+    np.bitwise_or.at(words, ids // MASK_BITS, np.uint32(1) << ids % MASK_BITS)
+    return words
