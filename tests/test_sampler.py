@@ -14,22 +14,10 @@ from hypothesis import strategies as st
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities, truncate
 from jaxpage.device.step_inputs import adjustment_shapes, packed_size, unpack, views
+from tests.support.distributions import kept, probabilities, z_score
 
 NUM_ROWS, VOCAB = 512, 8
 BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
-
-
-def reference_truncate(logits, top_k, top_p, min_p):
-    """Sorts, in float64. Ties at the cut-off of top-k stay in."""
-    logits = logits.astype(np.float64)
-    kept = np.ones(len(logits), bool)
-    if 0 < top_k < len(logits):
-        kept &= logits >= np.sort(logits)[-top_k]
-    likelihood = np.where(kept, np.exp(logits - logits.max()), 0.0)
-    if top_p < 1.0:
-        above = np.array([likelihood[likelihood > value].sum() for value in likelihood])
-        kept &= above < top_p * likelihood.sum()
-    return kept & (likelihood >= min_p)
 
 
 run_truncate = jax.jit(truncate)
@@ -46,7 +34,7 @@ run_truncate = jax.jit(truncate)
 def test_truncation_matches_a_float64_sort(seed, scale, top_k, top_p, min_p):
     logits = np.random.default_rng(seed).standard_normal(64).astype(np.float32) * np.float32(scale)
     got = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p)))
-    want = reference_truncate(logits, top_k, np.float64(np.float32(top_p)), min_p)
+    want = kept(logits, top_k, np.float64(np.float32(top_p)), min_p)
     np.testing.assert_array_equal(got, want)
 
 
@@ -111,25 +99,6 @@ def draws(num_batches=24, **fields):
     return np.concatenate(tokens)
 
 
-def z_score(tokens, probabilities):
-    """How far the counts are from the distribution, in standard deviations of the chi-square statistic."""
-    counts = np.bincount(tokens, minlength=VOCAB)
-    possible = probabilities > 0
-    if counts[~possible].any():
-        return np.inf
-    expected = probabilities[possible] * len(tokens)
-    degrees = possible.sum() - 1
-    if degrees == 0:
-        return 0.0
-    return (((counts[possible] - expected) ** 2 / expected).sum() - degrees) / np.sqrt(2 * degrees)
-
-
-def target(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    logits = LOGITS.astype(np.float64) / temperature
-    probabilities = np.where(reference_truncate(logits, top_k, top_p, min_p), np.exp(logits), 0.0)
-    return probabilities / probabilities.sum()
-
-
 SAMPLERS = [
     {"temperature": 1.0},
     {"temperature": 0.5},
@@ -143,9 +112,10 @@ SAMPLERS = [
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 def test_draws_follow_the_distribution(sampler):
     tokens = draws(**{f"{name}_B": value for name, value in sampler.items()})
-    assert abs(z_score(tokens, target(**sampler))) < 4
-    warmer = target(**{**sampler, "temperature": sampler["temperature"] * 1.25})
-    assert z_score(tokens, warmer) > 10  # the test would see a wrong temperature
+    counts = np.bincount(tokens, minlength=VOCAB)
+    assert abs(z_score(counts, probabilities(LOGITS, **sampler))) < 4
+    warmer = probabilities(LOGITS, **{**sampler, "temperature": sampler["temperature"] * 1.25})
+    assert z_score(counts, warmer) > 10  # the test would see a wrong temperature
 
 
 def test_a_draw_is_a_function_of_seed_sample_and_position():
