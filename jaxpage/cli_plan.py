@@ -25,6 +25,7 @@ from jaxpage.engine.capacity import (
 )
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, num_parameters
+from jaxpage.tables import aligned
 
 SHORTEST = 256  # of the lengths that users are counted at; each is twice the one before
 REFERENCE_LENGTH = 1024  # that the alternatives are compared at
@@ -140,10 +141,10 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
     if subject.place.is_cpu and plan.num_blocks - 1 == seats * plan.blocks_for(plan.max_model_len):
         rows.append(("", "(no more blocks than max_num_seqs x max_model_len can use)"))
     lines = [
-        *_aligned(rows, num_words=2),
+        *aligned(rows, num_words=2),
         "",
         "Users at the same time, by the tokens of each, prompt and output together:",
-        *_aligned([("tokens", "blocks", "users"), *(tuple(f"{number:,}" for number in row) for row in users)]),
+        *aligned([("tokens", "blocks", "users"), *(tuple(f"{number:,}" for number in row) for row in users)]),
     ]
     if users[0][-1] > seats:
         lines.append(f"max_num_seqs lets {seats} of them run; the others wait.")
@@ -154,7 +155,7 @@ def _option_lines(options: Sequence[Option], chosen: Option, length: int) -> lis
     rows: list[tuple[str, ...]] = [("dtype", "KV dtype", "devices", "weights", "KV per token", "users", "factor", "")]
     rows += [_option_row(option, chosen, length) for option in options]
     title = f"Alternatives, with users of {length:,} tokens; weights and KV are those of one device:"
-    lines = [title, *_aligned(rows, num_words=2)]
+    lines = [title, *aligned(rows, num_words=2)]
     if refused := sorted({name for option in options for name in option.refused}):
         lines.append(f"* planned; not run by this version ({', '.join(refused)})")
     return lines
@@ -175,17 +176,6 @@ def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
     factor = f"{users / of:.2f}" if of else ""
     remark = f"{option.num_kv_copies} devices have the same KV heads" if option.num_kv_copies > 1 else ""
     return (*names, gib(plan.weights_bytes), gib(_bytes_per_token(plan)), f"{users:,}", factor, remark)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], num_words: int = 0) -> list[str]:
-    """Columns as wide as they need; the first `num_words` and a last one without a title to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = [index < num_words or not rows[0][index] for index in range(len(widths))]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, left, strict=True)
-        lines.append("  ".join(f"{cell:<{width}}" if to_left else f"{cell:>{width}}" for cell, width, to_left in cells))
-    return [line.rstrip() for line in lines]
 
 
 def _as_dict(subject: Subject, chosen: Option, options: Sequence[Option], length: int) -> dict[str, Any]:

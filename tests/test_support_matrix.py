@@ -11,7 +11,7 @@ import pytest
 from jaxpage import BeamSearchParams, SamplingParams
 from jaxpage.support import support_matrix
 from tests.support.engines import invariants
-from tests.support.matrix import FEATURES, Engines, beam_cases, cell, sampling_cases, markdown
+from tests.support.matrix import FEATURES, Engines, beam_cases, cell, markdown, sampling_cases
 
 ROOT = Path(__file__).parent.parent
 FIELDS = [field.name for kind in (SamplingParams, BeamSearchParams) for field in dataclasses.fields(kind)]

@@ -26,6 +26,7 @@ from jaxpage.device.steps import StepOptions, logits_step
 from jaxpage.engine.capacity import choose_dtype, place_of
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.models.base import abstract_model
+from jaxpage.tables import aligned
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 STEP_TOKENS = 128
@@ -152,7 +153,7 @@ def _packed(token_ids: Sequence[int], start: int, width: int, block_size: int) -
 
 
 def _table(columns: dict[str, dict[str, float]]) -> str:
-    lines = [f"{'':<24}" + "".join(f"{name:>14}" for name in columns)]
+    rows = [["", *columns]]
     for label, key, form in _ROWS:
-        lines.append(f"{label:<24}" + "".join(f"{column[key]:>14{form}}" for column in columns.values()))
-    return "\n".join(lines)
+        rows.append([label, *(format(column[key], form) for column in columns.values())])
+    return "\n".join(aligned(rows, num_words=1))

@@ -17,6 +17,7 @@ import jax
 from jaxpage import __version__
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.memory import MemoryReport
+from jaxpage.tables import aligned
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,10 @@ _ROWS = (
 def table(measurements: Sequence[Measurement]) -> str:
     """One column per engine."""
     columns = [measurement.as_dict() for measurement in measurements]
-    widths = [max(24, len(column["engine"]) + 2) for column in columns]
-    lines = [f"{'':<18}" + "".join(f"{c['engine']:>{width}}" for c, width in zip(columns, widths, strict=True))]
+    rows = [["", *(column["engine"] for column in columns)]]
     for label, key, form in _ROWS:
-        cells = [format(column[key], form) if key in column else "-" for column in columns]
-        lines.append(f"{label:<18}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
-    return "\n".join(lines)
+        rows.append([label, *(format(column[key], form) if key in column else "-" for column in columns)])
+    return "\n".join(aligned(rows, num_words=1))
 
 
 def json_line(measurements: Sequence[Measurement], **context: Any) -> str:

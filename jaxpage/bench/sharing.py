@@ -18,6 +18,7 @@ from jaxpage.bench.report import environment
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.errors import JaxpageError
+from jaxpage.tables import aligned
 
 WIDTHS = (2, 4, 6)
 PAPER = {  # percent; of ShareGPT the text gives only the ends
@@ -68,11 +69,11 @@ def written_prompts(llm: LLM, workload: Sequence[WorkItem]) -> list[WorkItem]:
 
 
 def table_of(savings: Sequence[Saving], dataset: str) -> str:
-    lines = [f"{'saved by sharing':<20}" + "".join(f"{width:>9}" for width in WIDTHS) + f"{'the paper (%)':>24}"]
+    rows = [["saved by sharing", *map(str, WIDTHS), "the paper (%)"]]
     for method in dict.fromkeys(saving.method for saving in savings):
-        shares = "".join(f"{saving.saved_by_sharing:>9.1%}" for saving in savings if saving.method == method)
-        lines.append(f"{method:<20}{shares}{PAPER.get((dataset, method), ''):>24}")
-    return "\n".join(lines)
+        shares = [f"{saving.saved_by_sharing:.1%}" for saving in savings if saving.method == method]
+        rows.append([method, *shares, PAPER.get((dataset, method), "")])
+    return "\n".join(aligned(rows, num_words=1))
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.tables import aligned
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -96,13 +97,12 @@ def _seconds(runner: Runner, work: Callable[[], None]) -> float:
 
 
 def table_of(costs: Sequence[SwapCost]) -> str:
-    lines = [f"{'block size':>10}{'blocks':>8}{'out (ms)':>10}{'in (ms)':>10}{'recompute (ms)':>16}{'ratio':>8}"]
+    rows = [["block size", "blocks", "out (ms)", "in (ms)", "recompute (ms)", "ratio"]]
     for cost in costs:
-        lines.append(
-            f"{cost.block_size:>10}{cost.num_blocks:>8}{1e3 * cost.swap_out_seconds:>10.2f}{1e3 * cost.swap_in_seconds:>10.2f}"
-            f"{1e3 * cost.recompute_seconds:>16.2f}{cost.ratio:>8.3f}"
-        )
-    return "\n".join(lines)
+        times = (cost.swap_out_seconds, cost.swap_in_seconds, cost.recompute_seconds)
+        milliseconds = [f"{1e3 * seconds:.2f}" for seconds in times]
+        rows.append([f"{cost.block_size}", f"{cost.num_blocks}", *milliseconds, f"{cost.ratio:.3f}"])
+    return "\n".join(aligned(rows))
 
 
 def main(words: Sequence[str] | None = None) -> None:

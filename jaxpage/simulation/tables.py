@@ -9,6 +9,7 @@ from jaxpage.simulation.accounting import Run
 from jaxpage.simulation.host_time import PlanningTime, WaitingTime
 from jaxpage.simulation.pressure import Pressure
 from jaxpage.simulation.saturation import Saturation
+from jaxpage.tables import aligned
 
 # (heading, key in JSON, measure, digits); shares are of 1 in JSON and percent in the table
 _MEASURES: tuple[tuple[str, str, Callable[[Run], float], int], ...] = (
@@ -26,12 +27,6 @@ _MEASURES: tuple[tuple[str, str, Callable[[Run], float], int], ...] = (
 )
 
 
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
 def saturation_table(heading: str, results: Mapping[str, Saturation]) -> list[str]:
     """One line for each labelled result: means over the seeds with their standard deviation."""
     rows = [[heading, *(measured for measured, *_ in _MEASURES)]]
@@ -42,7 +37,7 @@ def saturation_table(heading: str, results: Mapping[str, Saturation]) -> list[st
             factor = 100 if measured.endswith("%") else 1
             cells.append(f"{factor * mean:.{digits}f} ± {factor * deviation:.{digits}f}")
         rows.append(cells)
-    return align(rows)
+    return aligned(rows)
 
 
 def saturation_dict(result: Saturation) -> dict[str, Any]:
@@ -62,7 +57,7 @@ def pressure_table(results: Sequence[Pressure]) -> list[str]:
         counts = len(run.served), run.num_preemptions, run.num_swapped_out, run.num_swapped_in
         cells = [f"{result.share:.0%}", result.mode, str(result.num_blocks), f"{run.seconds:.1f}", *map(str, counts)]
         rows.append([*cells, f"{run.swap_seconds:.2f}"])
-    return align(rows)
+    return aligned(rows)
 
 
 def pressure_dict(result: Pressure) -> dict[str, Any]:
@@ -86,7 +81,7 @@ def planning_table(times: Sequence[PlanningTime]) -> list[str]:
         durations = f"{item.plan_us:.0f}", f"{item.commit_us:.0f}", f"{item.us_per_sequence:.2f}"
         building = f"{item.build_us:.0f}", f"{item.build_us / item.num_running:.2f}"
         rows.append([str(item.num_running), "on" if item.prefix_caching else "off", *durations, *building])
-    return align(rows)
+    return aligned(rows)
 
 
 def waiting_table(times: Sequence[WaitingTime]) -> list[str]:
@@ -94,4 +89,4 @@ def waiting_table(times: Sequence[WaitingTime]) -> list[str]:
     for item in times:
         durations = (item.plan_us, item.commit_us, item.add_us, item.abort_us)
         rows.append([f"{item.num_waiting:,}", str(item.num_running), *(f"{duration:.1f}" for duration in durations)])
-    return align(rows)
+    return aligned(rows)

@@ -347,6 +347,6 @@ Made by the tests, which ask the engine for every cell: `pytest tests/test_suppo
 
 {table}
 
-*priority* needs `scheduling_policy: priority`, else it is refused; *user* matters to `scheduling_policy: fair` only; *stop*, *bad_words* and
-*structured_outputs* need a model with a tokenizer. *preemption* is by swapping and by recomputation.
+*priority* needs `scheduling_policy: priority`, else it is refused; *user* matters to `scheduling_policy: fair` only; *stop*,
+*bad_words* and *structured_outputs* need a model with a tokenizer. *preemption* is by swapping and by recomputation.
 """

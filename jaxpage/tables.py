@@ -1,0 +1,16 @@
+"""Tables of plain text, for whatever prints numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], *, num_words: int = 0) -> list[str]:
+    """Lines with columns as wide as they need. The first `num_words`, and those without a title, to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = [index < num_words or not title for index, title in enumerate(rows[0])]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, left, strict=True)
+        lines.append("  ".join(cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in cells))
+    return [line.rstrip() for line in lines]
