@@ -202,7 +202,6 @@ def test_wrong_use_is_status_2(
     ("words", "message"),
     [
         (("generate", "x", "--n", "2"), "prints one text as it comes, not n=2"),
-        (("generate", "x", "--repetition-penalty", "1.1"), "does not support repetition_penalty=1.1"),
         (("generate", "x", "--tensor-parallel-size", "2"), "tensor_parallel_size: 2 is not supported"),
         (("serve", "demo"), "'jaxpage serve' is not in this version"),
         (("bench", "serve"), "'jaxpage bench serve' is not in this version"),
