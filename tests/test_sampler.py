@@ -14,22 +14,10 @@ from hypothesis import strategies as st
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities, truncate
 from jaxpage.device.step_inputs import adjustment_shapes, packed_size, unpack, views
+from tests.support.reference_sampling import kept
 
 NUM_ROWS, VOCAB = 512, 8
 BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
-
-
-def reference_truncate(logits, top_k, top_p, min_p):
-    """Sorts, in float64. Ties at the cut-off of top-k stay in."""
-    logits = logits.astype(np.float64)
-    kept = np.ones(len(logits), bool)
-    if 0 < top_k < len(logits):
-        kept &= logits >= np.sort(logits)[-top_k]
-    likelihood = np.where(kept, np.exp(logits - logits.max()), 0.0)
-    if top_p < 1.0:
-        above = np.array([likelihood[likelihood > value].sum() for value in likelihood])
-        kept &= above < top_p * likelihood.sum()
-    return kept & (likelihood >= min_p)
 
 
 run_truncate = jax.jit(truncate, static_argnames="by_row")
@@ -46,7 +34,7 @@ run_truncate = jax.jit(truncate, static_argnames="by_row")
 )
 def test_truncation_matches_a_float64_sort(seed, scale, num_tokens, top_k, top_p, min_p):
     logits = np.random.default_rng(seed).standard_normal(num_tokens).astype(np.float32) * np.float32(scale)
-    want = reference_truncate(logits, top_k, np.float64(np.float32(top_p)), np.float64(np.float32(min_p)))
+    want = kept(logits, top_k, np.float64(np.float32(top_p)), np.float64(np.float32(min_p)))
     for by_row in (True, False):
         got = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p), by_row=by_row))
         np.testing.assert_array_equal(got, want)
@@ -73,20 +61,20 @@ def test_truncation_matches_transformers(by_row):
 def test_the_likeliest_always_stays(cut, by_row):
     logits = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     cuts = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut
-    kept = run_truncate(logits, cuts["top_k"], np.float32(cuts["top_p"]), np.float32(cuts["min_p"]), by_row=by_row)
-    assert np.flatnonzero(np.isfinite(kept)).tolist() == [int(logits.argmax())]
+    stays = run_truncate(logits, cuts["top_k"], np.float32(cuts["top_p"]), np.float32(cuts["min_p"]), by_row=by_row)
+    assert np.flatnonzero(np.isfinite(stays)).tolist() == [int(logits.argmax())]
 
 
 @pytest.mark.parametrize("by_row", [True, False])
 def test_ties_at_the_cutoff_stay_in(by_row):
     logits = np.array([1.0, 2.0, 2.0, 2.0, 0.0], np.float32)
     for top_k, top_p in ((2, 1.0), (0, 0.5), (2, 0.6)):
-        kept = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), 0.0, by_row=by_row))
-        assert kept.tolist() == [False, True, True, True, False]
+        stays = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), 0.0, by_row=by_row))
+        assert stays.tolist() == [False, True, True, True, False]
     level = np.where(np.arange(400) < 300, 1.0, 0.0).astype(np.float32)  # more ties than are looked at first
     for top_k, top_p in ((2, 1.0), (200, 1.0), (0, 0.1), (0, 0.7), (5, 0.99)):
-        kept = np.isfinite(run_truncate(level, top_k, np.float32(top_p), 0.0, by_row=by_row))
-        np.testing.assert_array_equal(kept, level == 1.0)
+        stays = np.isfinite(run_truncate(level, top_k, np.float32(top_p), 0.0, by_row=by_row))
+        np.testing.assert_array_equal(stays, level == 1.0)
 
 
 def inputs_for(**fields):
@@ -137,7 +125,7 @@ def z_score(tokens, probabilities):
 
 def target(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     logits = LOGITS.astype(np.float64) / temperature
-    probabilities = np.where(reference_truncate(logits, top_k, top_p, min_p), np.exp(logits), 0.0)
+    probabilities = np.where(kept(logits, top_k, top_p, min_p), np.exp(logits), 0.0)
     return probabilities / probabilities.sum()
 
 
