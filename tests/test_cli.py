@@ -90,6 +90,14 @@ def test_generated_text_alone_goes_to_standard_output(fake: type[FakeLLM], capsy
     assert fake.settings["block_size"] == 8 and fake.closed
 
 
+def test_penalties_are_parameters_of_the_request(fake: type[FakeLLM]) -> None:
+    penalties = {"presence_penalty": -1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    words = [word for name, value in penalties.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert run("generate", "x", *words) == 0
+    [(_, params)] = fake.calls
+    assert params == SamplingParams(**penalties, top_k=40, max_tokens=200)
+
+
 def test_a_prompt_from_standard_input(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert run("generate", "-") == 0
