@@ -52,9 +52,13 @@ def sort_and_cut(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax
     return jnp.where(logits_V >= jnp.maximum(cutoff, nucleus), logits_V, -jnp.inf)
 
 
+def _truncate(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array, *, by_row: bool) -> jax.Array:
+    return truncate(logits_V, top_k, top_p, jnp.float32(0.0), by_row=by_row)
+
+
 METHODS: dict[str, Callable[..., jax.Array]] = {
-    "likeliest first": functools.partial(truncate, min_p=np.float32(0.0), by_row=True),
-    "bisection": functools.partial(truncate, min_p=np.float32(0.0), by_row=False),
+    "likeliest first": functools.partial(_truncate, by_row=True),
+    "bisection": functools.partial(_truncate, by_row=False),
     "sort": sort_and_cut,
 }
 
@@ -86,7 +90,7 @@ def _run(work: Callable[..., jax.Array], given: tuple[jax.Array, ...]) -> jax.Ar
 
 def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -> dict[str, float]:
     """Seconds of one decode step, input and output included, by what each of its rows asks for."""
-    config = EngineConfig(model=model, max_num_seqs=num_rows)
+    config = EngineConfig(model=model, max_num_seqs=num_rows, max_num_batched_tokens=max(64, num_rows))
     engine = build_engine(config, progress=False).engine
     table = tuple(range(1, -(-num_tokens // config.block_size) + 1))  # the rows read the same blocks
     token_ids = np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_tokens).tolist()
