@@ -167,7 +167,7 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 def _with_model_defaults(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     """`given` over the model's generation_config.json; says on standard error what came from there."""
     params, plain = llm.default_sampling_params(**given), SamplingParams(**given)
-    names = ("temperature", "top_p", "top_k", "min_p")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     taken = [f"{name}={getattr(params, name)}" for name in names if getattr(params, name) != getattr(plain, name)]
     if taken:
         say(f"From the model's generation_config.json: {', '.join(taken)}")

@@ -127,7 +127,8 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """What the model's generation_config.json asks for (temperature, top_p, top_k, min_p), and `overrides` over it."""
+        """What the model's generation_config.json asks for (temperature, top_p, top_k, min_p, repetition_penalty), and
+        `overrides` over it."""
         return SamplingParams(**{**self._sampling_defaults, **overrides})
 
     def stats(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ class Request:
     eos_token_ids: frozenset[int]  # empty when ignore_eos
     max_total_tokens: int  # prompt and output together: min(prompt + max_tokens, max_model_len)
     beam: BeamSearchParams | None = None
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # `bad_words` as tokens: none of these may come out whole
 
     @property
     def num_sequences(self) -> int:

@@ -7,12 +7,6 @@ from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 # These change nothing at their default; any other value asks for something that no part of this version does.
 _UNSUPPORTED_FIELDS = (
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
     "prompt_logprobs",
     "structured_outputs",
 )

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jaxpage import cli
-from jaxpage.bench import swapping
+from jaxpage.bench import sampling, swapping
 from jaxpage.bench.report import Measurement, environment, json_line, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from tests.support.random_checkpoints import random_checkpoint
@@ -187,3 +188,28 @@ def test_swapping_is_timed_beside_recomputation(tmp_path: Path, capsys: pytest.C
         assert cost["ratio"] == pytest.approx((swap_out + swap_in) / recompute)
     with pytest.raises(SystemExit):
         swapping.main(["--num-tokens", "1"])
+
+
+def test_draws_are_timed_by_method_and_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = random_checkpoint(tmp_path / "model", LLAMA)
+    words = "--num-rows 2 --num-tokens 20 --vocabularies 1200 --scales 4 --repeats 1"
+    sampling.main(["--model", str(model), *words.split()])
+    *lines, line = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(sampling.CUTS) + 2 + len(sampling.KINDS)
+    result = json.loads(line)
+    assert [cut["cut"] for cut in result["cuts"]] == list(sampling.CUTS) and list(result["steps"]) == list(
+        sampling.KINDS
+    )
+    assert all(value > 0 for cut in result["cuts"] for value in (*cut["seconds"].values(), *result["steps"].values()))
+    with pytest.raises(SystemExit):
+        sampling.main(["--vocabularies", "50"])
+
+
+@pytest.mark.parametrize("cut", sampling.CUTS)
+def test_the_methods_that_are_timed_do_the_same(cut: str) -> None:
+    top_k, top_p = sampling.CUTS[cut]
+    logits = np.random.default_rng(3).standard_normal(1500).astype(np.float32) * 3
+    kept = [
+        np.isfinite(jax.jit(method)(logits, np.int32(top_k), np.float32(top_p))) for method in sampling.METHODS.values()
+    ]
+    assert (kept[0] == kept[2]).all() and (kept[1] == kept[2]).all() and 0 < kept[0].sum() < 1500

@@ -90,6 +90,14 @@ def test_generated_text_alone_goes_to_standard_output(fake: type[FakeLLM], capsy
     assert fake.settings["block_size"] == 8 and fake.closed
 
 
+def test_penalties_are_parameters_of_the_request(fake: type[FakeLLM]) -> None:
+    penalties = {"presence_penalty": -1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    words = [word for name, value in penalties.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert run("generate", "x", *words) == 0
+    [(_, params)] = fake.calls
+    assert params == SamplingParams(**penalties, top_k=40, max_tokens=200)
+
+
 def test_a_prompt_from_standard_input(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert run("generate", "-") == 0
@@ -202,7 +210,6 @@ def test_wrong_use_is_status_2(
     ("words", "message"),
     [
         (("generate", "x", "--n", "2"), "prints one text as it comes, not n=2"),
-        (("generate", "x", "--repetition-penalty", "1.1"), "does not support repetition_penalty=1.1"),
         (("generate", "x", "--tensor-parallel-size", "2"), "tensor_parallel_size: 2 is not supported"),
         (("serve", "demo"), "'jaxpage serve' is not in this version"),
         (("bench", "serve"), "'jaxpage bench serve' is not in this version"),

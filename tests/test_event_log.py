@@ -581,6 +581,36 @@ def test_stop_strings_need_no_text(llm: LLM, tmp_path: Path) -> None:
     assert_identical(replayed(llm, path), path)
 
 
+class Speller(Letters):
+    """Letters that are read as well."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [30] * text.startswith(" ") + [ord(letter) - 97 for letter in text.strip()]}
+
+
+def test_words_and_adjustments_need_no_text(llm: LLM, tmp_path: Path) -> None:
+    """A log has bad words as tokens, so that a replay forbids what the logged engine forbade; also one that forbids everything."""
+    path = tmp_path / "a.jsonl"
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=12, ignore_eos=True, allowed_token_ids=range(6))
+    params = dataclasses.replace(params, bad_words=["ab", "c"])
+    penalised = dataclasses.replace(params, logit_bias={2: 3.5, 1: -0.1}, presence_penalty=0.3, repetition_penalty=1.1)
+    hopeless = dataclasses.replace(params, allowed_token_ids=[0, 1], bad_words=["aa", "ab", "ba", "bb"], n=2)
+    with logged(llm, path, tokenizer=Speller()):
+        outputs = llm.generate(prompts_of(20, 40, 9), [params, penalised, hopeless], use_tqdm=False)
+    assert [one.finish_reason for one in outputs[2].outputs] == ["error"] * 2
+    records = records_of(path)
+    arrivals = [record for record in records if record["event"] == "arrival"]
+    assert arrivals[0]["bad_word_token_ids"] == [[0, 1], [2]]
+    assert not any(record["event"] == "reset" for record in records), "what is cached may stay"
+    assert_identical(replayed(llm, path), path)
+    arrivals[0]["bad_word_token_ids"] = [[0, 1], [2], [outputs[0].outputs[0].token_ids[3]]]
+    assert step_of(replayed(llm, write(path, records))) <= 6
+    for wrong in ([[]], [[257]], [5], [["a"]]):
+        arrivals[0]["bad_word_token_ids"] = wrong
+        with pytest.raises(EventLogError, match="this arrival cannot be replayed"):
+            replayed(llm, write(path, records))
+
+
 def test_a_refused_request_leaves_no_trace(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with logged(llm, path) as engine:

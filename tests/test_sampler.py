@@ -20,50 +20,61 @@ NUM_ROWS, VOCAB = 512, 8
 BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
 
 
-run_truncate = jax.jit(truncate)
+run_truncate = jax.jit(truncate, static_argnames="by_row")
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     scale=st.sampled_from([0.01, 1.0, 30.0]),
-    top_k=st.integers(0, 70),
+    num_tokens=st.sampled_from([64, 400]),  # more than are looked at first, and fewer
+    top_k=st.integers(0, 70) | st.integers(100, 410),
     top_p=st.sampled_from([0.001, 0.3, 0.5, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
 )
-def test_truncation_matches_a_float64_sort(seed, scale, top_k, top_p, min_p):
-    logits = np.random.default_rng(seed).standard_normal(64).astype(np.float32) * np.float32(scale)
-    got = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p)))
-    want = kept(logits, top_k, np.float64(np.float32(top_p)), min_p)
-    np.testing.assert_array_equal(got, want)
+def test_truncation_matches_a_float64_sort(seed, scale, num_tokens, top_k, top_p, min_p):
+    logits = np.random.default_rng(seed).standard_normal(num_tokens).astype(np.float32) * np.float32(scale)
+    want = kept(logits, top_k, np.float64(np.float32(top_p)), np.float64(np.float32(min_p)))
+    for by_row in (True, False):
+        got = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p), by_row=by_row))
+        np.testing.assert_array_equal(got, want)
 
 
-def test_truncation_matches_transformers():
+@pytest.mark.parametrize("by_row", [True, False])
+def test_truncation_matches_transformers(by_row):
     torch = pytest.importorskip("torch")
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        logits = (rng.standard_normal(200) * rng.choice([0.5, 2.0, 8.0])).astype(np.float32)
-        top_k, top_p, min_p = int(rng.integers(1, 100)), float(rng.uniform(0.05, 0.99)), float(rng.uniform(0.0, 0.3))
+        logits = (rng.standard_normal(400) * rng.choice([0.5, 2.0, 8.0])).astype(np.float32)
+        top_k, top_p, min_p = int(rng.integers(1, 300)), float(rng.uniform(0.05, 0.99)), float(rng.uniform(0.0, 0.3))
         scores = torch.tensor(logits)[None]
         for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
             scores = warper(None, scores)
-        got = run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p))
+        got = run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p), by_row=by_row)
         np.testing.assert_array_equal(np.isfinite(got), np.isfinite(scores[0].numpy()))
 
 
+@pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("cut", [{"top_p": 1e-50}, {"top_p": 1e-30}, {"top_k": 1}, {"min_p": 1.0}], ids=str)
-def test_the_likeliest_always_stays(cut):
+def test_the_likeliest_always_stays(cut, by_row):
     logits = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     cuts = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut
-    kept = run_truncate(logits, cuts["top_k"], np.float32(cuts["top_p"]), np.float32(cuts["min_p"]))
-    assert np.flatnonzero(np.isfinite(kept)).tolist() == [int(logits.argmax())]
+    stays = run_truncate(logits, cuts["top_k"], np.float32(cuts["top_p"]), np.float32(cuts["min_p"]), by_row=by_row)
+    assert np.flatnonzero(np.isfinite(stays)).tolist() == [int(logits.argmax())]
 
 
-def test_ties_at_the_cutoff_stay_in():
+@pytest.mark.parametrize("by_row", [True, False])
+def test_ties_at_the_cutoff_stay_in(by_row):
     logits = np.array([1.0, 2.0, 2.0, 2.0, 0.0], np.float32)
-    assert np.isfinite(run_truncate(logits, 2, 1.0, 0.0)).tolist() == [False, True, True, True, False]
+    for top_k, top_p in ((2, 1.0), (0, 0.5), (2, 0.6)):
+        stays = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), 0.0, by_row=by_row))
+        assert stays.tolist() == [False, True, True, True, False]
+    level = np.where(np.arange(400) < 300, 1.0, 0.0).astype(np.float32)  # more ties than are looked at first
+    for top_k, top_p in ((2, 1.0), (200, 1.0), (0, 0.1), (0, 0.7), (5, 0.99)):
+        stays = np.isfinite(run_truncate(level, top_k, np.float32(top_p), 0.0, by_row=by_row))
+        np.testing.assert_array_equal(stays, level == 1.0)
 
 
 def inputs_for(**fields):

@@ -8,6 +8,7 @@ sort of the vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 
 NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
+NUM_LIKELIEST = 128  # among which a cut-off is looked for before the whole vocabulary is bisected
 
 
 def draw(
@@ -44,7 +46,7 @@ def draw(
             inputs.sample_index_B,
             inputs.drawn_position_B,
         )
-        return _each_row(_draw_row, row_inputs, by_row)
+        return _each_row(functools.partial(_draw_row, by_row=by_row), row_inputs, by_row)
 
     token_ids_B = jax.lax.cond(
         inputs.flags[Flags.RANDOM] > 0, random, lambda: jax.vmap(_first_of_the_largest)(logits_BV)
@@ -67,9 +69,11 @@ def _draw_row(
     seed_2: jax.Array,
     sample_index: jax.Array,
     position: jax.Array,
+    *,
+    by_row: bool,
 ) -> jax.Array:
     def random() -> jax.Array:
-        scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p)
+        scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
         key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
         return _first_of_the_largest(scaled_V + jax.random.gumbel(key, logits_V.shape, jnp.float32))
@@ -77,30 +81,69 @@ def _draw_row(
     return jax.lax.cond(temperature > 0.0, random, lambda: _first_of_the_largest(logits_V))
 
 
-def truncate(logits_V: Float[Array, "V"], top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> Float[Array, "V"]:
+def truncate(
+    logits_V: Float[Array, "V"], top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, by_row: bool
+) -> Float[Array, "V"]:
     """Sets to -inf what top-k, top-p and min-p leave out, in this order. Ties at a cut-off stay in, as in Hugging Face's top-k.
 
     top_k: 0 keeps all. top_p: keeps the likeliest tokens until their mass, among those that top-k kept, reaches top_p.
     min_p: keeps what is at least min_p times as likely as the likeliest.
+    by_row: on CPU the few likeliest tokens are found in less time than the bisection takes, and mostly the cut-off is one of them.
     """
     num_tokens = logits_V.shape[0]
+    num_likeliest = min(NUM_LIKELIEST, num_tokens) if by_row else 0
+    cuts = (top_k > 0) & (top_k < num_tokens)
+    likeliest_K = jax.lax.cond(
+        (cuts & (top_k <= num_likeliest)) | (top_p < 1.0),
+        lambda: jax.lax.top_k(logits_V[None], num_likeliest)[0][0],
+        lambda: jnp.zeros(num_likeliest, jnp.float32),
+    )
+    cutoff = jax.lax.cond(cuts, lambda: _top_k_cutoff(logits_V, likeliest_K, top_k), lambda: jnp.float32(-jnp.inf))
     kept_V = jax.lax.cond(
-        (top_k > 0) & (top_k < num_tokens),
-        lambda: logits_V >= _largest_cutoff(logits_V, lambda above_V: jnp.sum(above_V, dtype=jnp.int32) >= top_k),
-        lambda: jnp.ones_like(logits_V, bool),
+        (top_p < 1.0) | (min_p > 0.0),
+        lambda: _likely(logits_V, likeliest_K, cutoff, top_p, min_p),
+        lambda: logits_V >= cutoff,
     )
-    likelihood_V = jnp.where(kept_V, jnp.exp(logits_V - jnp.max(logits_V)), 0.0)  # relative to the likeliest
-    mass = top_p * jnp.sum(likelihood_V)
-    kept_V &= jax.lax.cond(
-        top_p < 1.0,
-        lambda: (
-            likelihood_V
-            >= _largest_cutoff(likelihood_V, lambda above_V: jnp.sum(jnp.where(above_V, likelihood_V, 0.0)) >= mass)
-        ),
-        lambda: jnp.ones_like(logits_V, bool),
-    )
-    kept_V = (kept_V & (likelihood_V >= min_p)) | (likelihood_V == 1.0)  # the likeliest stays, whatever the cut-offs
     return jnp.where(kept_V, logits_V, -jnp.inf)
+
+
+def _top_k_cutoff(logits_V: jax.Array, likeliest_K: jax.Array, top_k: jax.Array) -> jax.Array:
+    """The top_k-th largest logit."""
+
+    def bisected() -> jax.Array:
+        return _largest_cutoff(logits_V, lambda above_V: jnp.sum(above_V, dtype=jnp.int32) >= top_k)
+
+    if not (num_likeliest := len(likeliest_K)):
+        return bisected()
+    return jax.lax.cond(top_k <= num_likeliest, lambda: likeliest_K[jnp.minimum(top_k, num_likeliest) - 1], bisected)
+
+
+def _likely(
+    logits_V: jax.Array, likeliest_K: jax.Array, cutoff: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """What top-p and min-p leave in of the logits that reach the cut-off."""
+    largest = jnp.max(logits_V)
+
+    def relative(logits: jax.Array) -> jax.Array:
+        return jnp.where(logits >= cutoff, jnp.exp(logits - largest), 0.0)
+
+    likelihood_V = relative(logits_V)
+    mass = top_p * jnp.sum(likelihood_V)
+
+    def bisected() -> jax.Array:
+        return likelihood_V >= _largest_cutoff(
+            likelihood_V, lambda above_V: jnp.sum(jnp.where(above_V, likelihood_V, 0.0)) >= mass
+        )
+
+    def nucleus() -> jax.Array:
+        if not len(likeliest_K):
+            return bisected()
+        reached_K = jnp.cumsum(relative(likeliest_K)) >= mass
+        return jax.lax.cond(jnp.any(reached_K), lambda: logits_V >= likeliest_K[jnp.argmax(reached_K)], bisected)
+
+    kept_V = jax.lax.cond(top_p < 1.0, nucleus, lambda: jnp.ones_like(logits_V, bool))
+    kept_V &= (logits_V >= cutoff) & (likelihood_V >= min_p)
+    return kept_V | (likelihood_V == 1.0)  # the likeliest stays, whatever the cut-offs
 
 
 def _largest_cutoff(values_V: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:

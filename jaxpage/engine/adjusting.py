@@ -15,6 +15,7 @@ from jaxpage.shapes import MASK_BITS
 
 Words = npt.NDArray[np.uint32]  # [U], a bit per token id: see MASK_BITS
 
+NOTHING = Adjustments(None, None, None, None)
 _ALL = np.uint32(0xFFFFFFFF)
 
 
@@ -27,7 +28,6 @@ def adjustments_of(
         masks: by place among the samples: what may be drawn besides what the sample itself says.
         num_rows: B, of the arrays.
     """
-    shapes = adjustment_shapes(num_rows, vocab_size=vocab_size, context=context)
     masked = [
         (index, sample)
         for index, sample in enumerate(samples)
@@ -35,6 +35,9 @@ def adjustments_of(
     ]
     biased = [(index, sample.params.logit_bias) for index, sample in enumerate(samples) if sample.params.logit_bias]
     penalised = [(index, sample) for index, sample in enumerate(samples) if sample.params.penalises]
+    if not (masked or biased or penalised):
+        return NOTHING
+    shapes = adjustment_shapes(num_rows, vocab_size=vocab_size, context=context)
     mask_BU: Any = None
     if masked:
         mask_BU = np.full(shapes.mask_BU.shape, _ALL, np.uint32)

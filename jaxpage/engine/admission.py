@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from jaxpage.device.step_inputs import MAX_BIASES
 from jaxpage.errors import UnsupportedError
 from jaxpage.request import Request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.support import unsupported
+
+Words = tuple[tuple[int, ...], ...]  # each as its tokens
+
+REPETITION_PENALTIES = (1e-9, 1e9)  # a logit times or divided by any of them is a float32
 
 
 class Admission:
@@ -21,14 +26,15 @@ class Admission:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
-        has_text: bool,
+        spell: Callable[[tuple[str, ...]], Words] | None,
         has_priorities: bool,
         seed: int,
     ):
+        """spell: gives the tokens of words; None if the model has no tokenizer."""
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        self._has_text = has_text
+        self._spell = spell
         self._has_priorities = has_priorities
         self._seed = seed
         self._num_admitted = 0
@@ -54,18 +60,24 @@ class Admission:
             raise ValueError(
                 f"min_tokens={params.min_tokens} does not fit: after the prompt there is room for {room} tokens"
             )
-        if params.stop and not self._has_text:
+        if params.stop and self._spell is None:
             raise ValueError(
                 f"stop={list(params.stop)!r} needs text, but the model has no tokenizer; use stop_token_ids"
             )
-        suppressed = self._eos(params).union(params.stop_token_ids)
-        if params.min_tokens and len(suppressed) >= self._vocab_size:
-            raise ValueError(f"min_tokens={params.min_tokens}: every token of the vocabulary is a stop token")
+        self._check_adjustments(params)
+        self._check_choice(params, self._words(params))
 
     def admit(
-        self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        bad_word_token_ids: Words = (),
     ) -> Request:
+        """bad_word_token_ids: beside those of `params.bad_words`."""
         self.check(prompt_token_ids, params)
+        self._check_words(bad_word_token_ids)
         self._num_admitted += 1
         longest = self._max_model_len
         if params.max_tokens is not None:
@@ -78,7 +90,51 @@ class Admission:
             seed=self._drawn_seed() if params.seed is None else params.seed,
             eos_token_ids=self._eos(params),
             max_total_tokens=longest,
+            bad_word_token_ids=(*self._words(params), *bad_word_token_ids),
         )
+
+    def _check_adjustments(self, params: SamplingParams) -> None:
+        if len(params.logit_bias) > MAX_BIASES:
+            raise UnsupportedError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIASES} can be had")
+        self._check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        low, high = REPETITION_PENALTIES
+        if not low <= params.repetition_penalty <= high:
+            raise UnsupportedError(
+                f"repetition_penalty={params.repetition_penalty} is beyond the float32 of the logits; {low} to {high} can be had"
+            )
+
+    def _words(self, params: SamplingParams) -> Words:
+        """`bad_words` as tokens."""
+        if not params.bad_words:
+            return ()
+        if self._spell is None:
+            raise ValueError(
+                f"bad_words={list(params.bad_words)!r} needs text, but the model has no tokenizer; use allowed_token_ids or logit_bias"
+            )
+        words = self._spell(params.bad_words)
+        self._check_words(words)
+        return words
+
+    def _check_words(self, words: Words) -> None:
+        for word in words:
+            self._check_token_ids("bad_words", word)
+            if not word:
+                raise ValueError("bad_words has a word of no tokens")
+
+    def _check_choice(self, params: SamplingParams, words: Words) -> None:
+        """Raises ValueError if nothing can be drawn at the very beginning, whatever the logits are."""
+        forbidden = {word[0] for word in words if len(word) == 1}
+        why = ["every token of the vocabulary" if params.allowed_token_ids is None else "all of allowed_token_ids"]
+        why += ["is a bad word"] if forbidden else []
+        if params.min_tokens:
+            forbidden |= self._eos(params).union(params.stop_token_ids)
+            why.append(f"ends the text before min_tokens={params.min_tokens}")
+        allowed: Collection[int] = range(self._vocab_size)
+        if params.allowed_token_ids is not None:
+            allowed = params.allowed_token_ids
+        if forbidden and forbidden.issuperset(allowed):
+            raise ValueError(f"nothing could be drawn: {why[0]} {' or '.join(why[1:])}")
 
     def _eos(self, params: SamplingParams) -> frozenset[int]:
         return frozenset() if params.ignore_eos else self._eos_token_ids

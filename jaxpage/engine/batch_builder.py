@@ -68,6 +68,8 @@ class BatchBuilder:
         self._fill_draws(fields, plan.samples)
         context = self.table_width * self.block_size
         adjustments = adjustments_of(plan.samples, masks, bucket.num_rows, vocab_size=self.vocab_size, context=context)
+        if adjustments.history_BC is not None:
+            self._fill_penalties(fields, plan.samples)
         fields["flags"][Flags.MASKED] = adjustments.mask_BU is not None
         fields["flags"][Flags.BIASED] = adjustments.bias_BE is not None
         fields["flags"][Flags.PENALISED] = adjustments.history_BC is not None
@@ -123,13 +125,17 @@ class BatchBuilder:
         fields["seed_B2"][:count, 1] = seeds & np.uint64(0xFFFFFFFF)
         fields["sample_index_B"][:count] = [sample.sample_index for sample in samples]
         fields["drawn_position_B"][:count] = [sample.position for sample in samples]
-        fields["repetition_penalty_B"][:] = 1.0
-        fields["repetition_penalty_B"][:count] = [p.repetition_penalty for p in params]
-        fields["frequency_penalty_B"][:count] = [p.frequency_penalty for p in params]
-        fields["presence_penalty_B"][:count] = [p.presence_penalty for p in params]
-        fields["num_prompt_tokens_B"][:count] = [sample.num_prompt_tokens for sample in samples]
         fields["flags"][Flags.RANDOM] = any(p.temperature > 0 for p in params)
         fields["flags"][Flags.LOGPROBS] = any(sample.num_logprobs is not None for sample in samples)
+
+    def _fill_penalties(self, fields: dict[str, Any], samples: tuple[Sample, ...]) -> None:
+        """Only of steps that penalise: the others do not look at them."""
+        count = len(samples)
+        fields["repetition_penalty_B"][:] = 1.0
+        fields["repetition_penalty_B"][:count] = [sample.params.repetition_penalty for sample in samples]
+        fields["frequency_penalty_B"][:count] = [sample.params.frequency_penalty for sample in samples]
+        fields["presence_penalty_B"][:count] = [sample.params.presence_penalty for sample in samples]
+        fields["num_prompt_tokens_B"][:count] = [sample.num_prompt_tokens for sample in samples]
 
     def _check(self, fields: dict[str, Any]) -> None:
         for name, limit in (

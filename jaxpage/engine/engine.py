@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
 
 from jaxpage.decoding import Edit, Finish, Fork, SamplingStrategy, Strategy, advance
-from jaxpage.engine.admission import Admission
+from jaxpage.engine.admission import Admission, Words
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.events import Events
 from jaxpage.engine.metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
-from jaxpage.engine.text import NoText, StreamDetokenizer
+from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
@@ -49,7 +50,7 @@ class Engine:
             vocab_size=builder.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
-            has_text=tokenizer is not None,
+            spell=None if tokenizer is None else functools.partial(words_as_token_ids, tokenizer),
             has_priorities=scheduler.has_priorities,
             seed=seed,
         )
@@ -68,10 +69,18 @@ class Engine:
         self.admission.check(prompt_token_ids, params)
 
     def add(
-        self, request_id: str, prompt: str | None, prompt_token_ids: TokenIds[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: TokenIds[int],
+        params: SamplingParams,
+        bad_word_token_ids: Words = (),
     ) -> Reporter:
-        """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool."""
-        request = self.admission.admit(request_id, prompt, prompt_token_ids, params)
+        """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool.
+
+        bad_word_token_ids: beside those of `params.bad_words`.
+        """
+        request = self.admission.admit(request_id, prompt, prompt_token_ids, params, bad_word_token_ids)
         first_id, *child_ids = range(self._num_sequences, self._num_sequences + request.num_sequences)
         sequence = Sequence(
             sequence_id=first_id,

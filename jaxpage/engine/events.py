@@ -76,6 +76,7 @@ class Recorder(Events):
             seed=request.seed,
             eos_token_ids=sorted(request.eos_token_ids),
             max_total_tokens=request.max_total_tokens,
+            **({"bad_word_token_ids": request.bad_word_token_ids} if request.bad_word_token_ids else {}),
         )
 
     def aborted(self, group: SequenceGroup) -> None:

@@ -140,7 +140,8 @@ class Replay:
             params = _without_text(record)["params"]
             given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
             sampling = SamplingParams(**given, seed=record["seed"])
-            self._engine.add(record["request_id"], None, record["prompt_token_ids"], sampling)
+            words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
+            self._engine.add(record["request_id"], None, record["prompt_token_ids"], sampling, words)
         except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
             self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
         for sequence_id in record["sequences"]:
@@ -247,10 +248,10 @@ def _ends_by_text(result: Record) -> dict[int, Finish]:
 
 
 def _without_text(record: Record) -> Record:
-    """A record less what a replay does not have: stop strings, and how the errors of failed steps read."""
+    """A record less what a replay does not have: stop strings and bad words as text, and how the errors of failed steps read."""
     kept = {name: value for name, value in record.items() if name != "error"}
     if isinstance(kept.get("params"), dict):
-        kept["params"] = {name: value for name, value in kept["params"].items() if name != "stop"}
+        kept["params"] = {name: value for name, value in kept["params"].items() if name not in ("stop", "bad_words")}
     return kept
 
 

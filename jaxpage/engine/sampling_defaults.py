@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,21 @@ from jaxpage.checkpoints import read_generation_config
 from jaxpage.errors import CheckpointError
 from jaxpage.sampling_params import SamplingParams
 
-logger = logging.getLogger(__name__)
-
-_NAMES = ("temperature", "top_p", "top_k", "min_p")
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # what no greedy request looks at
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:
-    """Fields of `SamplingParams`. Raises CheckpointError when a value makes no sense; warns of what is not honoured."""
+    """Fields of `SamplingParams`. Raises CheckpointError when a value makes no sense;"""
     asked = read_generation_config(directory)
     do_sample = asked.get("do_sample")
     if do_sample not in (None, True, False):
         raise CheckpointError(
             f"{directory}: generation_config.json: do_sample must be true or false, not {do_sample!r}"
         )
-    if asked.get("repetition_penalty") not in (None, 1):
-        logger.warning(
-            "generation_config.json asks for repetition_penalty=%s, which this version does not support; it is left out",
-            asked["repetition_penalty"],
-        )
     values = {name: asked[name] for name in _NAMES if asked.get(name) is not None}
     if do_sample is False:
-        values = {"temperature": 0.0}
+        values = {"temperature": 0.0} | {name: values[name] for name in values if name not in _OF_DRAWS}
     try:
         SamplingParams(**values)
     except (TypeError, ValueError) as error:

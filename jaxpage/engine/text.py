@@ -27,6 +27,29 @@ def load_tokenizer(directory: Path) -> Any | None:
     return tokenizer
 
 
+def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The tokens that spell each of `bad_words`, at the beginning of a text and behind a space; other space before a word is dropped.
+
+    vLLM leaves the form behind a space out where it has not as many tokens. But then a word that is one token behind a space and two
+    at the beginning would come out all the same, so both are kept, unless one is the other behind a token for the space alone.
+
+    Raises ValueError if the tokenizer makes nothing of a word.
+    """
+
+    def spelled(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    found: dict[tuple[int, ...], None] = {}  # an ordered set
+    for word in words:
+        text = word.lstrip() or word  # a word may be nothing but space
+        if not (plain := spelled(text)):
+            raise ValueError(f"bad_words has {word!r}, of which the tokenizer makes no token")
+        found[plain] = None
+        if (behind_space := spelled(f" {text}"))[-len(plain) :] != plain:
+            found[behind_space] = None
+    return tuple(found)
+
+
 class StreamDetokenizer:
     """Text of one sequence as its tokens come; bytes of an unfinished character are held back until `flush`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from jaxpage.memory import BlockManager
 from jaxpage.request import Request, Sequence, SequenceGroup
@@ -73,6 +74,9 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
     suppressed: tuple[int, ...] = ()
     if params.min_tokens and num_known - sequence.num_prompt_tokens < params.min_tokens:
         suppressed = suppressed_token_ids(request)
+    if request.bad_word_token_ids:
+        ends = ends_of_bad_words(request.bad_word_token_ids, sequence.token_ids, sequence.num_prompt_tokens)
+        suppressed = tuple(sorted(ends.union(suppressed)))
     return Sample(
         row,
         num_tokens - 1,
@@ -91,3 +95,13 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
 def suppressed_token_ids(request: Request) -> tuple[int, ...]:
     """What may not be drawn below min_tokens: every token that would end the sequence."""
     return tuple(sorted(request.eos_token_ids | set(request.params.stop_token_ids)))
+
+
+def ends_of_bad_words(words: Items[tuple[int, ...]], known: list[int], num_prompt_tokens: int) -> set[int]:
+    """The tokens that would complete a word now. As in vLLM a word counts only where all of it is output: the prompt begins none."""
+    last, longest = known[-1], len(known) - num_prompt_tokens + 1
+    return {
+        word[-1]
+        for word in words
+        if len(word) == 1 or (word[-2] == last and len(word) <= longest and word[:-1] == tuple(known[1 - len(word) :]))
+    }

@@ -48,7 +48,7 @@ class Sample(NamedTuple):
     seed: int
     sample_index: int
     position: int
-    suppressed_token_ids: tuple[int, ...] = ()  # may not be drawn: end-of-sequence and stop ids below min_tokens
+    suppressed_token_ids: tuple[int, ...] = ()  # may not be drawn: what ends it below min_tokens, the ends of bad words
     num_logprobs: int | None = (
         None  # likeliest candidates that are wanted beside the drawn token; None: not even its own
     )

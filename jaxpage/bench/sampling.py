@@ -1,0 +1,149 @@
+"""What a draw costs: cut-offs by bisection, by the likeliest tokens and by sorting; and steps that adjust logits beside plain ones."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.bench.report import environment
+from jaxpage.config import EngineConfig
+from jaxpage.device.sampler import truncate
+from jaxpage.engine.build import build_engine
+from jaxpage.engine.runner import Runner
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.scheduling.plan import Row, Sample, StepPlan
+
+VOCABULARIES = (8192, 50257, 128256)
+CUTS: dict[str, tuple[int, float]] = {  # (top_k, top_p)
+    "top-k 50": (50, 1.0),
+    "top-k 1000": (1000, 1.0),
+    "top-p 0.9": (0, 0.9),
+    "top-k 50, top-p 0.9": (50, 0.9),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "greedy, masked": {"temperature": 0.0, "allowed_token_ids": tuple(range(0, 90, 3))},
+    "greedy, biased": {"temperature": 0.0, "logit_bias": {token_id: 1.0 for token_id in range(90)}},
+    "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
+    "sampled": {},
+    "sampled, top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
+    "sampled, all of it": {
+        **{"top_k": 50, "top_p": 0.9, "allowed_token_ids": tuple(range(0, 90, 3)), "logit_bias": {3: 1.0}},
+        **{"repetition_penalty": 1.1, "presence_penalty": 0.5},
+    },
+}
+
+
+def sort_and_cut(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """What `truncate` does, the plain way."""
+    sorted_V = jnp.sort(logits_V)[::-1]
+    cutoff = jnp.where(top_k > 0, sorted_V[top_k - 1], -jnp.inf)
+    likelihood_V = jnp.where(sorted_V >= cutoff, jnp.exp(sorted_V - sorted_V[0]), 0.0)
+    reached_V = jnp.cumsum(likelihood_V) >= top_p * jnp.sum(likelihood_V)
+    nucleus = jnp.where(top_p < 1.0, sorted_V[jnp.argmax(reached_V)], -jnp.inf)
+    return jnp.where(logits_V >= jnp.maximum(cutoff, nucleus), logits_V, -jnp.inf)
+
+
+def _truncate(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array, *, by_row: bool) -> jax.Array:
+    return truncate(logits_V, top_k, top_p, jnp.float32(0.0), by_row=by_row)
+
+
+METHODS: dict[str, Callable[..., jax.Array]] = {
+    "likeliest first": functools.partial(_truncate, by_row=True),
+    "bisection": functools.partial(_truncate, by_row=False),
+    "sort": sort_and_cut,
+}
+
+
+def least_seconds(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Of each, the least of `repeats` turns: they take turns, so what disturbs one disturbs all."""
+    least = dict.fromkeys(works, float("inf"))
+    for _ in range(repeats):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            least[name] = min(least[name], time.perf_counter() - start)
+    return least
+
+
+def measure_cuts(vocab_size: int, cut: str, *, scale: float, repeats: int) -> dict[str, float]:
+    """Seconds of one row, by method. `scale`: of the random logits; 1 is flat, 4 is like a trained model's."""
+    top_k, top_p = CUTS[cut]
+    logits_V = (np.random.default_rng(0).standard_normal(vocab_size) * scale).astype(np.float32)
+    given = jax.device_put((logits_V, np.int32(top_k), np.float32(top_p)))
+    compiled = {name: jax.jit(method).lower(*given).compile() for name, method in METHODS.items()}
+    works = {name: functools.partial(_run, work, given) for name, work in compiled.items()}
+    return least_seconds(works, repeats)
+
+
+def _run(work: Callable[..., jax.Array], given: tuple[jax.Array, ...]) -> jax.Array:
+    return work(*given).block_until_ready()
+
+
+def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -> dict[str, float]:
+    """Seconds of one decode step, input and output included, by what each of its rows asks for."""
+    config = EngineConfig(model=model, max_num_seqs=num_rows, max_num_batched_tokens=max(64, num_rows))
+    engine = build_engine(config, progress=False).engine
+    table = tuple(range(1, -(-num_tokens // config.block_size) + 1))  # the rows read the same blocks
+    token_ids = np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_tokens).tolist()
+
+    def plan(params: SamplingParams) -> StepPlan:
+        history = tuple(token_ids) if params.penalises else ()
+        sample = Sample(0, 0, 0, params, 1, 0, num_tokens, history=history, num_prompt_tokens=num_tokens // 2)
+        rows = tuple(Row(row, num_tokens - 1, (token_ids[-1],), table) for row in range(num_rows))
+        return StepPlan(0, rows, tuple(sample._replace(row=row, sequence_id=row) for row in range(num_rows)))
+
+    plans = {name: plan(SamplingParams(**params)) for name, params in KINDS.items()}
+    works = {name: functools.partial(_step, engine.runner, engine.builder.build, one) for name, one in plans.items()}
+    least_seconds(works, 3)
+    seconds = least_seconds(works, repeats)
+    engine.runner.close()
+    return seconds
+
+
+def _step(runner: Runner, build: Callable[[StepPlan], Any], plan: StepPlan) -> object:
+    return runner.run(build(plan))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Prints two tables and, as the last line, one JSON object."""
+    parser = argparse.ArgumentParser(prog="bench_sampler", description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--num-rows", type=int, default=8, help="of the steps; default: 8")
+    parser.add_argument("--num-tokens", type=int, default=200, help="of each row's sequence; default: 200")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES)
+    parser.add_argument("--scales", type=float, nargs="+", default=(1.0, 4.0), help="of the logits; default: 1 and 4")
+    parser.add_argument("--repeats", type=int, default=50, help="the least of so many is told; default: 50")
+    arguments = parser.parse_args(words)
+    if (
+        arguments.num_tokens < 2
+        or arguments.num_rows < 1
+        or arguments.repeats < 1
+        or min(arguments.vocabularies) < 1000
+    ):
+        parser.error("--num-tokens must be at least 2, --num-rows and --repeats 1, --vocabularies 1000")
+    cuts = []
+    print(f"{'µs per row':>10}{'scale':>7}  {'cut':<22}{'likeliest first':>16}{'bisection':>11}{'sort':>8}")
+    for vocab_size in arguments.vocabularies:
+        for scale in arguments.scales:
+            for cut in CUTS:
+                seconds = measure_cuts(vocab_size, cut, scale=scale, repeats=arguments.repeats)
+                cuts.append({"vocab_size": vocab_size, "scale": scale, "cut": cut, "seconds": seconds})
+                first, bisection, sort = (1e6 * value for value in seconds.values())
+                print(f"{vocab_size:>10}{scale:>7g}  {cut:<22}{first:>16.0f}{bisection:>11.0f}{sort:>8.0f}")
+    steps = measure_steps(
+        arguments.model, num_rows=arguments.num_rows, num_tokens=arguments.num_tokens, repeats=arguments.repeats
+    )
+    print(f"\n{'step of ' + str(arguments.num_rows) + ' rows':<30}{'ms':>8}{'of greedy':>11}")
+    for name, value in steps.items():
+        print(f"{name:<30}{1e3 * value:>8.2f}{value / steps['greedy']:>11.2f}")
+    results = {"cuts": cuts, "steps": steps}
+    print(json.dumps({**vars(arguments), **results, "environment": environment()}, allow_nan=False))

@@ -1,0 +1,530 @@
+"""Penalties, biases, masks and bad words: against transformers, against float64 by definition, and wherever a request goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpage import SamplingParams
+from jaxpage.device.adjustments import adjust
+from jaxpage.device.buckets import Bucket, BucketMenu
+from jaxpage.device.sampler import draw
+from jaxpage.device.step_inputs import MAX_BIASES, Adjustments, adjustment_shapes, unpack
+from jaxpage.engine.adjusting import adjustments_of
+from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.sampling_defaults import read_sampling_defaults
+from jaxpage.engine.text import words_as_token_ids
+from jaxpage.errors import UnsupportedError
+from jaxpage.request import Request, Sequence
+from jaxpage.scheduling.draft import ends_of_bad_words, sample_of
+from jaxpage.scheduling.plan import Row, StepPlan
+from jaxpage.shapes import NOTHING_ALLOWED
+from tests.support.engines import LLAMA, LogitsWitness, give_way, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+from tests.support.reference_sampling import adjusted, drawn, ends_with
+
+# ---- the step's part alone: requests as plans know them, logits of our own
+
+NUM_ROWS, VOCAB, CONTEXT = 4, 75, 32  # the mask has a last word that is not full
+BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
+BUILDER = BatchBuilder(
+    BucketMenu((BUCKET,), (Bucket(16, NUM_ROWS, 16),)), table_width=2, block_size=16, num_blocks=9, vocab_size=VOCAB
+)
+EOS = frozenset({0})
+NEUTRAL = jax.tree.map(
+    lambda shape: np.zeros(shape.shape, shape.dtype), adjustment_shapes(NUM_ROWS, vocab_size=VOCAB, context=CONTEXT)
+)
+
+
+@functools.partial(jax.jit, static_argnames="by_row")
+def on_device(logits, packed, adjustments, by_row):
+    inputs = unpack(packed, BUCKET, 2)
+    return adjust(logits, inputs, adjustments, by_row=by_row), draw(logits, inputs, adjustments, by_row=by_row)
+
+
+def run_step(logits, requests, outputs, by_row=True):
+    """Adjusted logits and draws of one step, in which request i has said outputs[i]."""
+    rows, samples = [], []
+    for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+        known = [*request.prompt_token_ids, *output]
+        samples.append(sample_of(index, 1, Sequence(index, 0, len(request.prompt_token_ids), known), request))
+        rows.append(Row(index, len(known) - 1, (known[-1],), (1, 2)))
+    batch = BUILDER.build(StepPlan(0, tuple(rows), tuple(samples)))
+    filled = Adjustments(*(own if it is None else it for it, own in zip(batch.adjustments, NEUTRAL, strict=True)))
+    padded = np.zeros((NUM_ROWS, VOCAB), np.float32)
+    padded[: len(rows)] = logits
+    adjusted_BV, token_ids = on_device(padded, batch.packed, filled, by_row)
+    return np.asarray(adjusted_BV)[: len(rows)], np.asarray(token_ids)[: len(rows)]
+
+
+def make_request(params, prompt=(5, 6, 7, 7), words=(), seed=3):
+    return Request(
+        request_id="",
+        prompt=None,
+        prompt_token_ids=tuple(prompt),
+        params=params,
+        seed=seed,
+        eos_token_ids=EOS,
+        max_total_tokens=CONTEXT,
+        bad_word_token_ids=tuple(map(tuple, words)),
+    )
+
+
+def random_logits(seed, *shape):
+    return (np.random.default_rng(seed).standard_normal(shape) * 4).astype(np.float32)
+
+
+OUTPUT = (9, 7, 9, 9, 30, 6, 41)
+ONE_BY_ONE = {
+    "repetition": (SamplingParams(repetition_penalty=1.3), ()),
+    "repetition below 1": (SamplingParams(repetition_penalty=0.7), ()),
+    "frequency": (SamplingParams(frequency_penalty=0.9), ()),
+    "presence": (SamplingParams(presence_penalty=-1.7), ()),
+    "bias": (SamplingParams(logit_bias={0: 3.0, 74: -2.5, 9: 100, 5: -100}), ()),
+    "every bias": (SamplingParams(logit_bias={i: i / 7 - 5 for i in range(VOCAB)}), ()),
+    "allowed": (SamplingParams(allowed_token_ids=[0, 31, 32, 63, 64, 74]), ()),
+    "early end": (SamplingParams(min_tokens=8, stop_token_ids=[3, 64]), ()),
+    "late end": (SamplingParams(min_tokens=7, stop_token_ids=[3, 64]), ()),
+    "bad words": (SamplingParams(), [(8,), (41, 10), (6, 41, 11), (41, 6, 12), (7, *OUTPUT, 13), (*OUTPUT, 14)]),
+    "all": (
+        SamplingParams(
+            **{"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.4, "min_tokens": 9},
+            **{"logit_bias": {9: 2.0, 7: -3.0, 40: 1.0}, "allowed_token_ids": range(3, 70), "stop_token_ids": [41]},
+        ),
+        [(41, 9), (50,)],
+    ),
+}
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_adjusted_logits_by_definition(name, by_row):
+    params, words = ONE_BY_ONE[name]
+    request = make_request(params, words=words)
+    for seed in range(3):
+        logits = random_logits(seed, VOCAB)
+        got, _ = run_step(logits[None], [request], [OUTPUT], by_row)
+        want = adjusted(logits, params, request.prompt_token_ids, OUTPUT, eos=EOS, words=words)
+        np.testing.assert_allclose(got[0], want, rtol=2e-6, atol=1e-5)
+        np.testing.assert_array_equal(got[0][want == logits], logits[want == logits])  # to the last bit
+        assert (name == "late end") == (want == logits).all()
+
+
+def test_adjusted_logits_as_transformers_has_them():
+    torch = pytest.importorskip("torch")
+    import transformers as hf
+
+    prompt, output, logits = [5, 6, 7, 7], list(OUTPUT), random_logits(9, VOCAB)
+    words = [[8], [41, 10], [6, 41, 11], [41, 6, 12], [*OUTPUT, 14]]
+    biases = {3: 1.5, 70: -2.0, 9: 7.0}
+    cases = [
+        (hf.RepetitionPenaltyLogitsProcessor(1.3), [*prompt, *output], {"repetition_penalty": 1.3}),
+        (hf.RepetitionPenaltyLogitsProcessor(0.8), [*prompt, *output], {"repetition_penalty": 0.8}),
+        (hf.NoBadWordsLogitsProcessor(words, eos_token_id=0), output, {"words": words}),
+        (hf.SuppressTokensLogitsProcessor([3, 33, 74]), output, {"words": [[3], [33], [74]]}),
+        (
+            hf.SequenceBiasLogitsProcessor({(token_id,): bias for token_id, bias in biases.items()}),
+            output,
+            {"logit_bias": biases},
+        ),
+        (
+            hf.MinNewTokensLengthLogitsProcessor(len(prompt), 8, [0, 64]),
+            [*prompt, *output],
+            {"min_tokens": 8, "stop_token_ids": [64]},
+        ),
+        (
+            hf.MinNewTokensLengthLogitsProcessor(len(prompt), 7, [0, 64]),
+            [*prompt, *output],
+            {"min_tokens": 7, "stop_token_ids": [64]},
+        ),
+    ]
+    for processor, seen, given_params in cases:
+        params = dict(given_params)
+        request = make_request(words=params.pop("words", ()), params=SamplingParams(**params), prompt=prompt)
+        got, _ = run_step(logits[None], [request], [output])
+        want = processor(torch.tensor([seen]), torch.tensor(logits[None]))[0].numpy()
+        np.testing.assert_allclose(got[0], want, rtol=1e-6)
+        assert (np.isinf(got[0]) == np.isinf(want)).all()
+
+
+token_lists = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
+
+
+@st.composite
+def requests(draw):
+    bias = st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=20)
+    allowed = st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
+    params = SamplingParams(
+        repetition_penalty=draw(st.sampled_from([1.0, 0.5, 1.1, 2.0, 1e-9, 1e9])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.5, -2.0])),
+        presence_penalty=draw(st.sampled_from([0.0, 1.5, -0.25])),
+        logit_bias=draw(st.just({}) | bias),
+        allowed_token_ids=draw(allowed),
+        min_tokens=draw(st.sampled_from([0, 3, 16])),
+        stop_token_ids=draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)),
+        temperature=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        top_k=draw(st.sampled_from([0, 0, 3])),
+        top_p=draw(st.sampled_from([1.0, 0.8])),
+        min_p=draw(st.sampled_from([0.0, 0.05])),
+    )
+    prompt, output = draw(token_lists), draw(token_lists)
+    ends = [(*output[-n:], draw(st.integers(0, VOCAB - 1))) for n in range(draw(st.integers(0, 3)))]
+    words = [*map(tuple, draw(st.lists(token_lists, max_size=3))), *ends]
+    return make_request(params, prompt, words, seed=draw(st.integers(0, 2**64 - 1))), output
+
+
+@settings(max_examples=120, deadline=None)
+@given(asked=st.lists(requests(), min_size=2, max_size=4), seed=st.integers(0, 999))
+def test_any_requests_together(asked, seed):
+    """What a row's logits become is what its request says, to the last bit the same as alone; so is what is drawn."""
+    logits = random_logits(seed, len(asked), VOCAB)
+    got, token_ids = run_step(logits, *zip(*asked, strict=True))
+    for row, (request, output) in enumerate(asked):
+        alone, alone_id = run_step(logits[row][None], [request], [output])
+        assert alone[0].tobytes() == got[row].tobytes() and alone_id[0] == token_ids[row]
+        words, prompt = request.bad_word_token_ids, request.prompt_token_ids
+        want = adjusted(logits[row], request.params, prompt, output, eos=EOS, words=words)
+        with np.errstate(over="ignore"):
+            np.testing.assert_allclose(got[row], want, rtol=1e-5, atol=2e-5)
+        if np.isfinite(want).any():
+            # By the float32 logits: the truncation and the draw are what is looked at here.
+            known = len(prompt) + len(output)
+            assert token_ids[row] == drawn(got[row].astype(np.float64), request.params, request.seed, 0, known)
+        else:
+            assert token_ids[row] == NOTHING_ALLOWED
+
+
+@given(known=st.lists(st.integers(0, 3), min_size=1, max_size=9), split=st.integers(1, 9), seed=st.integers(0, 99))
+def test_ends_of_bad_words(known, split, seed):
+    """Words of few tokens over four ids: prefixes that cross from the prompt into the output come up all the time."""
+    rng = np.random.default_rng(seed)
+    words = [tuple(rng.integers(0, 4, rng.integers(1, 5)).tolist()) for _ in range(6)]
+    split = min(split, len(known))
+    want = {word[-1] for word in words if ends_with(known[split:], word[:-1])}
+    assert ends_of_bad_words(words, known, split) == want
+
+
+def test_masks_of_a_grammar_are_met_by_the_rest():
+    request = make_request(SamplingParams(allowed_token_ids=range(30, 70), min_tokens=9, stop_token_ids=[40]))
+    sample = sample_of(0, 1, Sequence(0, 0, 4, [5, 6, 7, 7, 9]), request)
+    grammar = np.zeros(3, np.uint32)
+    for token_id in (0, 31, 40, 64, 74):
+        grammar[token_id // 32] |= np.uint32(1 << token_id % 32)
+    made = adjustments_of((sample, sample), {1: grammar}, 4, vocab_size=VOCAB, context=CONTEXT)
+    bits = (made.mask_BU[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
+    admitted = [np.flatnonzero(row.reshape(-1)[:VOCAB]).tolist() for row in bits]
+    assert admitted == [sorted({*range(30, 70)} - {40}), [31, 64], [*range(VOCAB)], [*range(VOCAB)]]
+
+
+# ---- words
+
+
+class Spelling:
+    """A tokenizer of a few texts."""
+
+    def __init__(self, **spelled):
+        self.spelled = {"": [], **{text.replace("_", " "): ids for text, ids in spelled.items()}}
+
+    def __call__(self, text, add_special_tokens=True):
+        assert not add_special_tokens
+        return {"input_ids": self.spelled[text]}
+
+
+def test_words_are_spelled_at_the_beginning_and_behind_a_space():
+    tokenizer = Spelling(
+        cat=[1], _cat=[2], dog=[3, 4], _dog=[5], cow=[6, 7], _cow=[8, 6, 7], pig=[9], _pig=[9], hen=[1, 2], _hen=[3, 2]
+    )
+    assert words_as_token_ids(tokenizer, ("cat",)) == ((1,), (2,))
+    assert words_as_token_ids(tokenizer, ("  cat", "cat")) == ((1,), (2,))
+    assert words_as_token_ids(tokenizer, ("dog", "hen")) == ((3, 4), (5,), (1, 2), (3, 2))
+    assert words_as_token_ids(tokenizer, ("cow", "pig")) == (
+        (6, 7),
+        (9,),
+    )  # the token of the space alone says nothing more
+    with pytest.raises(ValueError, match="bad_words has ' ', of which the tokenizer makes no token"):
+        words_as_token_ids(Spelling(_=[], __=[]), (" ",))
+
+
+# ---- engines
+
+
+def spell(words):
+    """In place of a tokenizer: words are token ids."""
+    return tuple(tuple(map(int, word.split())) for word in words)
+
+
+def with_words(llm):
+    llm._engine.admission._spell = spell
+    return llm
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with make_llm(directory) as llm:
+        yield with_words(llm)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request):
+    yield
+    if "llm" in request.fixturenames:
+        invariants(request.getfixturevalue("llm"))
+
+
+PROMPT = np.random.default_rng(4).integers(1, 257, 21).tolist()
+PLAIN = {"seed": 7, "max_tokens": 8, "logprobs": 2, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def single(llm):
+    """Parameters that change something of what the prompt leads to, by name."""
+    greedy, sampled = (
+        llm.generate(PROMPT, SamplingParams(**PLAIN, temperature=temperature), use_tqdm=False)[0].outputs[0].token_ids
+        for temperature in (0.0, 1.0)
+    )
+    said = sorted({*greedy, *sampled})
+    return {
+        "greedy": {"temperature": 0.0},
+        "presence_penalty": {"presence_penalty": -2.0},
+        "frequency_penalty": {"frequency_penalty": -1.2},
+        "repetition_penalty": {"repetition_penalty": 1.8},
+        "logit_bias": {"logit_bias": {sampled[1]: -100.0, greedy[1]: -7.0, 17: 4.5}},
+        "allowed_token_ids": {"allowed_token_ids": [i for i in range(257) if i % 3 or i in said[::2]]},
+        "bad_words": {"bad_words": [f"{a} {b}" for a, b in (sampled[:2], greedy[:2])] + [str(sampled[2])]},
+        "min_tokens": {"min_tokens": 5, "stop_token_ids": said},
+        "temperature": {"temperature": 0.6},
+        "top_k": {"top_k": 5},
+        "top_p": {"top_p": 0.5},
+        "min_p": {"min_p": 0.1},
+    }
+
+
+@pytest.fixture(scope="module")
+def pairs(single):
+    """Parameters by the names of the pair; of a single one by its name twice."""
+    found = {}
+    for first, second in itertools.combinations_with_replacement(single, 2):
+        if {first, second} != {"greedy", "temperature"}:
+            found[first, second] = SamplingParams(**{**PLAIN, **single[first], **single[second]})
+    return found
+
+
+@pytest.fixture(scope="module")
+def lone(llm, pairs):
+    """Each by itself; with the logits that each of its tokens was drawn from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._engine.runner, "executables", llm._engine.runner.executables)
+        patch.setattr(llm._engine.builder, "build", llm._engine.builder.build)
+        witness = LogitsWitness(llm)
+        outputs = {}
+        for names, params in pairs.items():
+            sequence_id = llm._engine._num_sequences
+            output = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+            positions = range(len(PROMPT), len(PROMPT) + len(output.token_ids))
+            outputs[names] = output, [witness.logits[sequence_id, position] for position in positions]
+    return outputs
+
+
+def test_each_parameter_changes_something(lone, llm):
+    plain = {
+        temperature: llm.generate(PROMPT, SamplingParams(**PLAIN, temperature=temperature), use_tqdm=False)[0].outputs[
+            0
+        ]
+        for temperature in (0.0, 1.0)
+    }
+    for name in {name for pair in lone for name in pair}:
+        changed = [lone[name, name][0].token_ids != plain[1.0].token_ids]
+        if ("greedy", name) in lone:
+            changed.append(lone["greedy", name][0].token_ids != plain[0.0].token_ids)
+        assert any(changed), f"{name} shows nothing"
+
+
+def test_every_pair_draws_what_float64_draws(lone, pairs):
+    """From the logits that the engine had, with the noise of the request's key; log probabilities are those of the model."""
+    for names, (output, logits) in lone.items():
+        params = pairs[names]
+        for index, token_id in enumerate(output.token_ids):
+            said, words = output.token_ids[:index], spell(params.bad_words)
+            want = adjusted(logits[index], params, PROMPT, said, words=words)
+            assert drawn(want, params, params.seed, 0, len(PROMPT) + index) == token_id, (names, index)
+            raw = logits[index].astype(np.float64)
+            logprobs = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())
+            entry = output.logprobs[index][token_id]
+            np.testing.assert_allclose(entry.logprob, logprobs[token_id], atol=1e-5)
+            assert entry.rank == 1 + (logprobs > logprobs[token_id]).sum()
+            assert {int(i) for i in np.argsort(-logprobs)[:2]} <= set(output.logprobs[index])
+
+
+def test_every_pair_among_the_others_as_alone(llm, lone, pairs):
+    """All in one call, each between a greedy and a sampled stranger; tokens and the bits of log probabilities."""
+    strangers = [SamplingParams(temperature=0.0, max_tokens=3), SamplingParams(seed=5, max_tokens=5)]
+    apart = [llm.generate([3, 4, 5], stranger, use_tqdm=False)[0].outputs for stranger in strangers]
+    params = list(itertools.chain.from_iterable((strangers[0], one, strangers[1]) for one in pairs.values()))
+    outputs = llm.generate([[3, 4, 5], PROMPT, [3, 4, 5]] * len(pairs), params, use_tqdm=False)
+    for names, (before, output, after) in zip(pairs, zip(*[iter(outputs)] * 3, strict=True), strict=True):
+        assert output.outputs[0] == lone[names][0], names
+        assert [before.outputs, after.outputs] == apart
+
+
+RICH = [
+    (
+        "every penalty",
+        {"temperature": 0.9, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.5},
+    ),
+    ("greedy penalties", {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": -0.6}),
+    ("masks", {"temperature": 0.8, "allowed_token_ids": range(60), "min_tokens": 9, "stop_token_ids": range(10, 30)}),
+    (
+        "words and biases",
+        {"temperature": 0.7, "allowed_token_ids": range(8), "logit_bias": {3: 2.0}}
+        | {"bad_words": ["1 2", "3 3", "5 1 4", "2 6", "0 0", "7"], "presence_penalty": 0.1},
+    ),
+    ("forks", {"n": 3, "allowed_token_ids": range(5), "bad_words": ["1 2", "3 3", "4 0"], "frequency_penalty": 0.5}),
+]
+NUM_TOKENS = 14
+
+
+@pytest.fixture(scope="module")
+def rich():
+    rng = np.random.default_rng(1)
+    asked = []
+    for length, (_, params) in zip((5, 33, 61, 16, 50), RICH, strict=True):
+        lengths = {"seed": 11, "max_tokens": NUM_TOKENS, "logprobs": 2, "ignore_eos": True}
+        asked.append((rng.integers(1, 257, length).tolist(), SamplingParams(**lengths, **params)))
+    return asked
+
+
+@pytest.fixture(scope="module")
+def rich_alone(directory, rich):
+    with make_llm(directory, enable_prefix_caching=False) as llm:
+        return [with_words(llm).generate(*one, use_tqdm=False)[0].outputs for one in rich]
+
+
+def test_no_bad_word_comes_out(rich, rich_alone):
+    for (_, params), outputs in zip(rich, rich_alone, strict=True):
+        for output, word in itertools.product(outputs, spell(params.bad_words)):
+            assert not any(ends_with(output.token_ids[:end], word) for end in range(len(output.token_ids) + 1))
+
+
+ENGINES = {  # in shapes that tests/test_path_independence.py has compiled
+    "recompute": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32},
+    "swap": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32, "preemption_mode": "swap"},
+    "blocks of 8": {"block_size": 8, "num_blocks": 257},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_whatever_happens_around_them(engine, directory, rich, rich_alone):
+    """In a pool too small for all, behind strangers; the second time prefixes are found."""
+    stranger = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with make_llm(directory, **ENGINES[engine]) as llm:
+        with_words(llm)
+        for order in (range(len(rich)), range(len(rich) - 1, -1, -1)):
+            prompts = [[token_id] * 100 for token_id in (3, 4, 5)] + [rich[i][0] for i in order]
+            params = [stranger] * 3 + [rich[i][1] for i in order]
+            outputs = llm.generate(prompts, params, use_tqdm=False)[3:]
+            assert [output.outputs for output in outputs] == [rich_alone[i] for i in order]
+        stats = llm.stats()
+        if engine in ("recompute", "swap"):
+            assert stats["num_preemptions_total"][engine] >= 2
+        assert stats["prefix_cache_hits_total"] > 0
+        invariants(llm)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_gives_way_at_every_step(mode, directory, rich, rich_alone):
+    """What was said before it lost its blocks still counts, and only that."""
+    with make_llm(directory, preemption_mode=mode) as llm:
+        engine = with_words(llm)._engine
+        for (prompt, params), want in zip(rich, rich_alone, strict=True):
+            for step in range(1, NUM_TOKENS, 3):
+                llm.reset_prefix_cache()
+                engine.add("older", None, [9, 9, 9], SamplingParams(max_tokens=60, ignore_eos=True))
+                reporter = engine.add("watched", None, prompt, params)
+                for number in itertools.count():
+                    if not engine.has_unfinished:
+                        break
+                    if number == step:
+                        give_way(engine.scheduler)
+                    engine.step()
+                assert reporter.whole().outputs == want
+        assert llm.stats()["num_preemptions_total"][mode] >= 10
+        invariants(llm)
+
+
+def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
+    """Bad words that leave nothing after the first token: an error of that request; what is cached stays."""
+    params = SamplingParams(temperature=0.0, allowed_token_ids=[1, 2], bad_words=["1 1", "1 2", "2 1", "2 2"])
+    other = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    (want,) = llm.generate(PROMPT, other, use_tqdm=False)
+    hits = llm.stats()["prefix_cache_hits_total"]
+    ended, beside = llm.generate([[7, 8], PROMPT], [params, other], use_tqdm=False)
+    (output,) = ended.outputs
+    assert (output.finish_reason, len(output.token_ids)) == ("error", 1) and output.token_ids[0] in (1, 2)
+    assert "leaves no token that could be drawn" in output.stop_reason
+    assert beside.outputs == want.outputs
+    assert llm.stats()["prefix_cache_hits_total"] > hits
+    (again,) = llm.generate(PROMPT, other, use_tqdm=False)
+    assert again.outputs == want.outputs and llm.stats()["prefix_cache_hits_total"] > hits + 16
+    forked = dataclasses.replace(params, n=2, temperature=1.0, seed=3, allowed_token_ids=[1, 2, 3], max_tokens=4)
+    (both,) = llm.generate([[7, 8]], forked, use_tqdm=False)
+    for output in both.outputs:
+        dead = set(output.token_ids) & {1, 2}
+        assert output.finish_reason == ("error" if dead and len(output.token_ids) < 4 else "length")
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"logit_bias": {257: 1.0}}, ValueError, "logit_bias has 257, but the model's token ids are 0 to 256"),
+        ({"allowed_token_ids": [1, 2**31 - 1]}, ValueError, "allowed_token_ids has 2147483647"),
+        ({"bad_words": ["5 300"]}, ValueError, "bad_words has 300"),
+        (
+            {"logit_bias": dict.fromkeys(range(MAX_BIASES + 1), 1.0)},
+            UnsupportedError,
+            "logit_bias has 1025 entries; at most 1024",
+        ),
+        ({"repetition_penalty": 1e-50}, UnsupportedError, "repetition_penalty=1e-50 .* 1e-09 to 1000000000.0"),
+        (
+            {"allowed_token_ids": [3, 0], "min_tokens": 2, "stop_token_ids": [3]},
+            ValueError,
+            "nothing could be drawn: all of allowed_token_ids ends the text before min_tokens=2",
+        ),
+        (
+            {"allowed_token_ids": [3, 4], "min_tokens": 2, "stop_token_ids": [3], "bad_words": ["4"]},
+            ValueError,
+            "is a bad word or ends the text before min_tokens=2",
+        ),
+        ({"bad_words": [str(i) for i in range(257)]}, ValueError, "every token of the vocabulary is a bad word"),
+    ],
+)
+def test_what_cannot_be_is_refused(llm, params, error, message):
+    with pytest.raises(error, match=message):
+        llm.generate(PROMPT, SamplingParams(**params), use_tqdm=False)
+
+
+def test_bad_words_need_a_tokenizer(llm, monkeypatch):
+    monkeypatch.setattr(llm._engine.admission, "_spell", None)
+    with pytest.raises(ValueError, match=r"bad_words=\['x'\] needs text, but the model has no tokenizer"):
+        llm.generate(PROMPT, SamplingParams(bad_words=["x"]), use_tqdm=False)
+
+
+def test_what_generation_config_asks_for(tmp_path):
+    for asked, want in (
+        ({"repetition_penalty": 1.3, "temperature": 0.5}, {"repetition_penalty": 1.3, "temperature": 0.5}),
+        ({"repetition_penalty": 1.3, "top_k": 4, "do_sample": False}, {"repetition_penalty": 1.3, "temperature": 0.0}),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(asked))
+        assert read_sampling_defaults(tmp_path) == want
