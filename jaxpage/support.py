@@ -13,7 +13,6 @@ _UNSUPPORTED_FIELDS = (
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
-    "prompt_logprobs",
     "structured_outputs",
 )
 _NEUTRAL = SamplingParams()

@@ -55,7 +55,8 @@ class Draft:
                     samples += [sample._replace(sequence_id=child, sample_index=index) for index, child in children]
                 samples.append(sample)
             token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
-            rows.append(Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id)))
+            row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
+            rows.append(_scoring(row, group) if group.num_unscored else row)
         return StepPlan(
             step_id,
             tuple(rows),
@@ -65,6 +66,14 @@ class Draft:
             copies=tuple(self.copies),
             preempted=tuple(self.preempted),
         )
+
+
+def _scoring(row: Row, group: SequenceGroup) -> Row:
+    """The row, asking for the log probabilities of the tokens behind its own if one of them has none yet."""
+    if row.context_length <= len(group.prompt_logprobs):
+        return row
+    scored = group.request.prompt_token_ids[row.start + 1 : row.context_length + 1]
+    return row._replace(scored=scored, num_logprobs=group.request.params.prompt_logprobs or 0)
 
 
 def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -> Sample:

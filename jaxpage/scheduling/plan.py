@@ -21,9 +21,8 @@ class Row(NamedTuple):
     start: int
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
-    scored: tuple[
-        int, ...
-    ] = ()  # the prompt's tokens behind the row's, one for each of its first: their log probabilities are wanted
+    scored: tuple[int, ...] = ()  # the prompt's tokens from `start + 1` on: their log probabilities are wanted
+    num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
 
     @property
     def context_length(self) -> int:
