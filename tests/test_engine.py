@@ -88,7 +88,6 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
         ([[1]], SamplingParams(n=5), CapacityError, "5 sequences at once; max_num_seqs is 4"),
         ([[1]], SamplingParams(presence_penalty=0.5), UnsupportedError, "presence_penalty=0.5"),
         ([[1]], SamplingParams(logit_bias={3: 1.0}), UnsupportedError, "logit_bias"),
-        ([[1]], SamplingParams(prompt_logprobs=1), UnsupportedError, "prompt_logprobs=1"),
         ([[1]], BeamSearchParams(beam_width=2), UnsupportedError, "beam_width=2"),
         ([[1], [2]], [GREEDY], ValueError, "1 params for 2 prompts"),
         ([[1]], {"temperature": 0}, TypeError, "not dict"),

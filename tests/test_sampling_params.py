@@ -212,7 +212,7 @@ def test_the_module_needs_no_jax() -> None:
 
 HONOURED = SamplingParams(
     temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=1, stop="a", stop_token_ids=[1], ignore_eos=True, max_tokens=None,
-    n=2, min_tokens=2, logprobs=3, include_stop_str_in_output=True, skip_special_tokens=False, best_of=3, cache_salt="s",
+    n=2, min_tokens=2, logprobs=3, prompt_logprobs=0, include_stop_str_in_output=True, skip_special_tokens=False, best_of=3, cache_salt="s",
 )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def test_what_is_honoured_is_not_refused() -> None:
     ("name", "value"),
     [
         ("presence_penalty", 0.1), ("frequency_penalty", -0.1), ("repetition_penalty", 1.1),
-        ("logit_bias", {1: 1.0}), ("allowed_token_ids", [1]), ("bad_words", ["a"]), ("prompt_logprobs", 0),
+        ("logit_bias", {1: 1.0}), ("allowed_token_ids", [1]), ("bad_words", ["a"]),
         ("structured_outputs", {"regex": "a"}),
     ],
 )  # fmt: skip

@@ -90,4 +90,4 @@ class StepResult:
     ]  # [B] of the drawn token, 1 = likeliest; 0 where no sample of the step asked for logprobs
     top_token_ids: npt.NDArray[np.int32]  # [B, W]
     top_logprobs: npt.NDArray[np.float32]  # [B, W]
-    scored: StepResult | None = None  # the same of the tokens that rows have scored, one entry per token of the stream
+    scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored
