@@ -42,8 +42,9 @@ def _scores(plan: StepPlan, scored: StepResult) -> list[Edit]:
     first = 0
     for row in plan.rows:
         if row.scored:
-            logprobs = _logprobs(scored, first, first + len(row.scored), row.num_logprobs)
-            edits.append(Score(row.sequence_id, row.start + 1, tuple(logprobs)))
+            start = first + row.first_scored
+            logprobs = _logprobs(scored, start, start + len(row.scored), row.num_logprobs)
+            edits.append(Score(row.sequence_id, row.start + row.first_scored + 1, tuple(logprobs)))
         first += len(row.token_ids)
     return edits
 

@@ -105,7 +105,7 @@ class BatchBuilder:
         block_T = tables[row_T, position_T // self.block_size]
         for index, row in enumerate(rows):
             if row.scored:
-                first = ends[index] - lengths[index]
+                first = ends[index] - lengths[index] + row.first_scored
                 fields["scored_T"][first : first + len(row.scored)] = row.scored
         fields["slots_T"][:total] = block_T * self.block_size + position_T % self.block_size
 
@@ -151,7 +151,7 @@ def _num_scored(rows: tuple[Row, ...]) -> int:
     num_scored = first = 0
     for row in rows:
         if row.scored:
-            num_scored = first + len(row.scored)
+            num_scored = first + row.first_scored + len(row.scored)
         first += len(row.token_ids)
     return num_scored
 

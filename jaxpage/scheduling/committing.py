@@ -48,10 +48,8 @@ def _append(sequence: Sequence, edit: Append) -> None:
 
 
 def _score(group: SequenceGroup, edit: Score) -> None:
-    """What is known stays: a row that is computed once more may begin before the first token that was missing."""
-    num_known = len(group.prompt_logprobs) + 1 - edit.position
-    assert num_known >= 0, f"tokens before position {edit.position} were not scored"
-    group.prompt_logprobs += edit.logprobs[num_known:]
+    assert edit.position == 1 + len(group.prompt_logprobs), f"{edit} does not follow what is scored"
+    group.prompt_logprobs += edit.logprobs
 
 
 def _finish(sequence: Sequence, edit: Finish) -> None:

@@ -69,11 +69,14 @@ class Draft:
 
 
 def _scoring(row: Row, group: SequenceGroup) -> Row:
-    """The row, asking for the log probabilities of the tokens behind its own if one of them has none yet."""
-    if row.context_length <= len(group.prompt_logprobs):
+    """The row, asking for the log probabilities of the prompt's tokens behind its own that have none yet."""
+    num_known = len(group.prompt_logprobs)
+    scored = group.request.prompt_token_ids[num_known + 1 : row.context_length + 1]
+    if not scored:
         return row
-    scored = group.request.prompt_token_ids[row.start + 1 : row.context_length + 1]
-    return row._replace(scored=scored, num_logprobs=group.request.params.prompt_logprobs or 0)
+    first, num_top = num_known - row.start, group.request.params.prompt_logprobs
+    assert first >= 0 and num_top is not None, f"sequence {row.sequence_id} passes over tokens that are to be scored"
+    return row._replace(scored=scored, first_scored=first, num_logprobs=num_top)
 
 
 def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -> Sample:

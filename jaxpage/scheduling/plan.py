@@ -21,7 +21,8 @@ class Row(NamedTuple):
     start: int
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
-    scored: tuple[int, ...] = ()  # the prompt's tokens from `start + 1` on: their log probabilities are wanted
+    scored: tuple[int, ...] = ()  # tokens of the prompt whose log probabilities are wanted, one behind the other
+    first_scored: int = 0  # which of the row's tokens stands before the first of them
     num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
 
     @property
