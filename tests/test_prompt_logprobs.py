@@ -19,7 +19,7 @@ from jaxpage.scheduling import draft as draft_module
 from tests.support.engines import LLAMA, give_way, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_demo import DEMO
-from tests.test_parallel_sampling import ENGINES, SMALL_POOL
+from tests.test_parallel_sampling import ENGINES, SMALL_POOL, WIDE
 
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=3)
 SILENT = dataclasses.replace(PARAMS, prompt_logprobs=None)
@@ -212,12 +212,13 @@ class Asked:
         monkeypatch.setattr(llm._engine.builder, "build", counting)
 
 
-@pytest.mark.parametrize("engine", ["plain", "uncached", "narrow", *ENGINES])
+@pytest.mark.parametrize("engine", ["uncached", "narrow", "wide", "odd", *ENGINES])
 def test_whatever_happens_around_it(engine, directories, prompts, lone):
     """Other chunks, blocks and neighbours, some of which are not scored, in a pool that is too small; cached or not."""
     family = "mistral" if engine == "window" else "llama"
     more = {
-        "plain": {},
+        "wide": WIDE,  # two tiles of tokens in a step
+        "odd": {"max_num_batched_tokens": 100},  # a tile and a part of one
         "uncached": {"enable_prefix_caching": False},
         "narrow": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
     }
