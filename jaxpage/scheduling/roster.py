@@ -47,8 +47,7 @@ class Roster:
         self._gave_way: set[str] = set()  # who was preempted at least once and has not finished
         self._sequences: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self._num_seats = 0  # sequences that the running groups can have
-        self._last_was_chunk = False
-        self._num_steps = self._num_arrivals = self._num_admissions = 0
+        self._num_arrivals = self._num_admissions = 0
 
     @property
     def has_unfinished(self) -> bool:

@@ -29,6 +29,9 @@ class Scheduler(Roster):
     of each is drawn in the same step.
     """
 
+    _last_was_chunk = False  # where the two kinds of steps alternate: whose turn it is
+    _num_steps = 0  # that were planned
+
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts."""
         draft = Draft()
