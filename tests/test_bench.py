@@ -187,3 +187,19 @@ def test_swapping_is_timed_beside_recomputation(tmp_path: Path, capsys: pytest.C
         assert cost["ratio"] == pytest.approx((swap_out + swap_in) / recompute)
     with pytest.raises(SystemExit):
         swapping.main(["--num-tokens", "1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--block-sizes", "3"), "block_size: must be a power of two from 1 to 128, got 3"),
+        (("--num-tokens", "100000"), "max_model_len is 100000, but the model's positions end at 512"),
+        (("--model", "/nowhere/at/all"), "/nowhere/at/all"),
+    ],
+)
+def test_swapping_refuses_what_cannot_be_had(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        swapping.main(words)
+    assert exit_info.value.code == 2 and message in capsys.readouterr().err
