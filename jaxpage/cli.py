@@ -118,6 +118,7 @@ def _lazily(name: str) -> Callable[[argparse.Namespace], int | None]:
 def _add_generate(commands: _Commands[_Parser]) -> None:
     parser = _command(commands, "generate", "continue a text; it streams to standard output")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     add_sampling_flags(parser)
     add_engine_flags(parser, without=("seed",))
     parser.set_defaults(run=_lazily("generate"))

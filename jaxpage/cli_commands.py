@@ -39,6 +39,8 @@ def generate(arguments: argparse.Namespace) -> int:
         params = _with_model_defaults(llm, given)
         with _refusals():
             chunks = llm.stream(prompt, params)
+        if arguments.echo:
+            print(prompt, end="", flush=True)
         last = _print_stream(chunks)
     return 1 if last.outputs[0].finish_reason in ("abort", "error") else 0
 

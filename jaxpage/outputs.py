@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -46,7 +46,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob] | None] | None = None  # None stands for the first token of an echoed prompt alone
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it
 
@@ -66,3 +66,28 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = field(default=None, repr=False)
+
+    def echoed(self, index: int = 0, *, prompt: str | None = None) -> CompletionOutput:
+        """Output `index` with the prompt before it: text, token ids and, where both were asked for, log probabilities (else None).
+
+        What OpenAI's completions call `echo`. Of a stream it makes sense for the first chunk.
+
+        Args:
+            prompt: the prompt's text, where the request was given token ids.
+
+        Raises:
+            ValueError: there is text, and none is known for the prompt.
+        """
+        completion = self.outputs[index]
+        text = self.prompt if prompt is None else prompt
+        if text is None and completion.text:
+            raise ValueError("the prompt was given as token ids; echoed needs its text: echoed(prompt=...)")
+        logprobs = None
+        if self.prompt_logprobs is not None and completion.logprobs is not None:
+            logprobs = self.prompt_logprobs + completion.logprobs
+        return replace(
+            completion,
+            text=(text or "") + completion.text,
+            token_ids=self.prompt_token_ids + completion.token_ids,
+            logprobs=logprobs,
+        )

@@ -89,6 +89,16 @@ class SequenceGroup:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
     child_ids: tuple[int, ...] = ()  # sequence ids of samples 1, 2, ..., which the first draw forks off sample 0
+    prompt_logprobs: list[TokenLogprobs] = field(
+        default_factory=list
+    )  # of the prompt's tokens 1, 2, ...: see `num_unscored`
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log probabilities are wanted and not known yet. Nothing stands before the first, so it has none."""
+        if self.request.params.prompt_logprobs is None:
+            return 0
+        return len(self.request.prompt_token_ids) - 1 - len(self.prompt_logprobs)
 
     @property
     def children_due(self) -> tuple[int, ...]:

@@ -213,3 +213,19 @@ def test_the_methods_that_are_timed_do_the_same(cut: str) -> None:
         np.isfinite(jax.jit(method)(logits, np.int32(top_k), np.float32(top_p))) for method in sampling.METHODS.values()
     ]
     assert (kept[0] == kept[2]).all() and (kept[1] == kept[2]).all() and 0 < kept[0].sum() < 1500
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--block-sizes", "3"), "block_size: must be a power of two from 1 to 128, got 3"),
+        (("--num-tokens", "100000"), "max_model_len is 100000, but the model's positions end at 512"),
+        (("--model", "/nowhere/at/all"), "/nowhere/at/all"),
+    ],
+)
+def test_swapping_refuses_what_cannot_be_had(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        swapping.main(words)
+    assert exit_info.value.code == 2 and message in capsys.readouterr().err

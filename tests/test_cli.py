@@ -98,6 +98,15 @@ def test_penalties_are_parameters_of_the_request(fake: type[FakeLLM]) -> None:
     assert params == SamplingParams(**penalties, top_k=40, max_tokens=200)
 
 
+def test_the_prompt_may_be_printed_before_the_text(
+    fake: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("generate", "Once: ", "--echo") == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe "))
+    assert run("generate", "-", "--echo") == 0
+    assert capsys.readouterr().out == "Once: Hello wörld\nfrom a pipe Hello wörld\n"
+
+
 def test_a_prompt_from_standard_input(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert run("generate", "-") == 0

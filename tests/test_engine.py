@@ -86,7 +86,6 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
         ([[1]], SamplingParams(stop="x"), ValueError, r"stop=\['x'\] needs text"),
         ([[1]], SamplingParams(stop_token_ids=[257]), ValueError, "stop_token_ids has 257"),
         ([[1]], SamplingParams(n=5), CapacityError, "5 sequences at once; max_num_seqs is 4"),
-        ([[1]], SamplingParams(prompt_logprobs=1), UnsupportedError, "prompt_logprobs=1"),
         ([[1]], BeamSearchParams(beam_width=2), UnsupportedError, "beam_width=2"),
         ([[1], [2]], [GREEDY], ValueError, "1 params for 2 prompts"),
         ([[1]], {"temperature": 0}, TypeError, "not dict"),

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import jaxpage.engine.replay as replay_module
 from jaxpage import LLM, SamplingParams, cli
-from jaxpage.decoding import Append, Drop, Finish, Fork, SamplingStrategy
+from jaxpage.decoding import Append, Drop, Finish, Fork, SamplingStrategy, Score
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls
 from jaxpage.engine.engine import Engine
@@ -35,6 +35,7 @@ from jaxpage.engine.events import Recorder
 from jaxpage.engine.log_header import header, read_header, weights_hash
 from jaxpage.engine.replay import Replay, Report
 from jaxpage.errors import ConfigError, EventLogError
+from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling import Row, Sample, StepPlan, StepResult
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -116,10 +117,10 @@ def generate_crowd(llm: LLM, seed: int = 5) -> list[Any]:
     prompts = prompts_of(40, 61, 9, 33, 70)
     prompts += [[*prompts[1][:48], 7], [*prompts[3][:32], 9, 9]]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, prompt_logprobs=2),
         SamplingParams(temperature=0.9, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=2),
         SamplingParams(temperature=1.0, seed=2**64 - 1, top_k=40, min_tokens=4, max_tokens=30),
-        SamplingParams(temperature=1.2, seed=seed, min_p=0.01, max_tokens=35, ignore_eos=True),
+        SamplingParams(temperature=1.2, seed=seed, min_p=0.01, max_tokens=35, ignore_eos=True, prompt_logprobs=0),
         SamplingParams(temperature=0.0, max_tokens=None, stop_token_ids=list(range(5, 30)), logprobs=0),
         SamplingParams(temperature=0.7, max_tokens=20, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=9, cache_salt="\u00e9\U0001f9c2"),
@@ -169,6 +170,17 @@ def test_a_log_tells_what_users_saw(llm: LLM, tmp_path: Path) -> None:
     assert tokens == {sequence: final.token_ids for sequence, final in finals.items()}
     assert reasons == {sequence: (final.finish_reason, final.stop_reason) for sequence, final in finals.items()}
     assert set(bits) == {1, 4}
+    scores: dict[int, list[Any]] = {}
+    for sequence, position, *tokens_of in itertools.chain(*(record.get("scores", []) for record in records)):
+        assert position == len(scores.setdefault(sequence, [])) + 1
+        scores[sequence] += [
+            dict(zip(token_ids, np.array(values, np.int32).view(np.float32).tolist(), strict=True))
+            for _, token_ids, values in tokens_of
+        ]
+    assert scores == {
+        index: [{token: entry.logprob for token, entry in one.items()} for one in outputs[index].prompt_logprobs[1:]]
+        for index in (0, 3)
+    }
     for sequence, values in bits.items():
         final = finals[sequence]
         shown = [entries[token].logprob for entries, token in zip(final.logprobs, final.token_ids, strict=True)]
@@ -209,7 +221,8 @@ def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
     recorder.planned(plan)
     numbers = [np.array(values, kind) for values, kind in (([6], "i4"), ([-0.5], "f4"), ([2], "i4"))]
     tops = [np.array([[8, 6]], np.int32), np.array([[-0.25, -0.5]], np.float32)]
-    edits = [Append(5, 6), Fork(5, 6, 1), Drop(4), Finish(5, "stop", "x")]
+    score = Score(4, 31, (TokenLogprobs(8, -0.5, 2, (6,), (-0.25,)), TokenLogprobs(9, -0.25, 1)))
+    edits = [score, Append(5, 6), Fork(5, 6, 1), Drop(4), Finish(5, "stop", "x")]
     recorder.drawn(plan, StepResult(*numbers, *tops), edits)
     assert json.loads(json.dumps(told)) == [
         {
@@ -228,6 +241,7 @@ def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
             "step": 12,
             "tokens": [6],
             "logprobs": [[0, 2, [6, 8], [-1090519040, -1098907648]]],  # 0xbf000000, 0xbe800000
+            "scores": [[4, 31, [2, [8, 6], [-1090519040, -1098907648]], [1, [9], [-1098907648]]]],
             "edits": [["fork", 5, 6, 1], ["drop", 4], ["finish", 5, "stop", "x"]],
         },
     ]
@@ -644,6 +658,8 @@ CHANGES: dict[str, tuple[str, str, int, Any]] = {
     "a token": ("result", "tokens", 9, lambda record: flip(record["tokens"])),
     "a token too many": ("result", "tokens", 5, lambda record: record["tokens"].append(3)),
     "a bit of a log probability": ("result", "logprobs", 3, lambda record: flip(record["logprobs"][-1][3], -1)),
+    "a bit of a score": ("result", "scores", 0, lambda record: flip(record["scores"][0][-1][2], -1)),
+    "a rank of a score": ("result", "scores", 1, lambda record: flip(record["scores"][0][2], 0)),
     "a reason to finish": ("result", "edits", 1, lambda record: record["edits"][0].__setitem__(2, "abort")),
     "a block": ("plan", "tables", 7, lambda record: flip(record["tables"][0][2], 1)),
     "the length of a block table": ("plan", "tables", 4, lambda record: flip(record["tables"][-1], 1)),
@@ -795,8 +811,11 @@ class Chances:
     def run(self, batch: Any) -> StepResult:
         seed = zlib.crc32(batch.packed.tobytes() + b"".join(pairs.tobytes() for pairs in batch.copies))
         rng = np.random.default_rng(seed)
-        count = batch.num_draws
-        token_ids = rng.integers(-1 if seed % 20 == 0 else 0, 257, count).astype(np.int32)
+        result = self.results(rng, batch.num_draws, -1 if seed % 20 == 0 else 0)
+        return dataclasses.replace(result, scored=self.results(rng, batch.num_scored, 0) if batch.num_scored else None)
+
+    def results(self, rng: np.random.Generator, count: int, least: int) -> StepResult:
+        token_ids = rng.integers(least, 257, count).astype(np.int32)
         floats = rng.standard_normal((count, 21), np.float32)
         return StepResult(token_ids, floats[:, 0], token_ids, np.tile(token_ids[:, None], 20), floats[:, 1:])
 
@@ -811,6 +830,7 @@ PARAMS = st.builds(
     seed=st.none() | st.integers(0, 2**64 - 1),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 3),
+    prompt_logprobs=st.none() | st.none() | st.integers(0, 3),
     cache_salt=st.none() | st.just("salt"),
 )
 ACTIONS = st.lists(

@@ -214,7 +214,7 @@ HONOURED = SamplingParams(
     temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=1, stop="a", stop_token_ids=[1], ignore_eos=True, max_tokens=None,
     n=2, min_tokens=2, logprobs=3, include_stop_str_in_output=True, skip_special_tokens=False, best_of=3, cache_salt="s",
     presence_penalty=0.1, frequency_penalty=-0.1, repetition_penalty=1.1, logit_bias={1: 1.0}, allowed_token_ids=[1],
-    bad_words=["a"],
+    bad_words=["a"], prompt_logprobs=0,
 )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def test_what_is_honoured_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("prompt_logprobs", 0), ("structured_outputs", {"regex": "a"}),
+        ("structured_outputs", {"regex": "a"}),
     ],
 )  # fmt: skip
 def test_what_is_not_honoured_is_named(name: str, value: object) -> None:

@@ -25,7 +25,7 @@ from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
-from tests.support.fake_device import EOS, NUM_TOKEN_IDS, Driver, alone, ends, make_group
+from tests.support.fake_device import EOS, NUM_TOKEN_IDS, Driver, alone, ends, make_group, scores_alone
 
 
 def make_driver(
@@ -126,6 +126,7 @@ class Scheduling(RuleBasedStateMachine):
             n=n,
             min_tokens=minimum,
             ignore_eos=ignore_eos,
+            prompt_logprobs=0 if seed % 3 == 1 else None,
             **rest,
         )
         if seed // 4 % 2:  # the plan forks; else whoever answers the first draw
@@ -212,6 +213,8 @@ class Scheduling(RuleBasedStateMachine):
         assert group.num_cached_tokens is None or group.num_cached_tokens < len(group.request.prompt_token_ids)
         self.ended.add(group.request.request_id)
         assert len(group.sequences) == group.request.params.n
+        wants_scores = group.request.params.prompt_logprobs is not None
+        assert group.prompt_logprobs == (scores_alone(group.request, self.window) if wants_scores else [])
         for sequence in group.sequences:
             assert sequence.output_token_ids == alone(group.request, sequence.sample_index, self.window)
             assert len(sequence.output_token_ids) > 0
@@ -367,6 +370,34 @@ class ForgetsMinTokens(Scheduler):
 def test_the_state_machine_sees_planted_mistakes(mistaken: type[Scheduler]) -> None:
     machine = type("Mistaken", (Scheduling,), {"scheduler_class": mistaken})
     with pytest.raises((AssertionError, KeyError, CapacityError)):
+        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
+
+
+class ForgetsWhatIsScored(Scheduler):
+    """After a preemption all of the prompt is scored once more, behind what was scored before."""
+
+    def _preempt_last(self, draft):
+        group = super()._preempt_last(draft)
+        group.prompt_logprobs = group.prompt_logprobs[:1] if group.num_unscored else group.prompt_logprobs
+        return group
+
+
+class ReadsWhatIsNotScored(Scheduler):
+    """Asks for what is cached of the whole prompt, as who wants no scores does."""
+
+    def _admit(self, group, draft):
+        request = group.request
+        group.request = replace(request, params=replace(request.params, prompt_logprobs=None))
+        try:
+            return super()._admit(group, draft)
+        finally:
+            group.request = request
+
+
+@pytest.mark.parametrize(("machine", "mistaken"), [(Swapping, ForgetsWhatIsScored), (Caching, ReadsWhatIsNotScored)])
+def test_the_state_machine_sees_mistakes_of_scoring(machine: type[Scheduling], mistaken: type[Scheduler]) -> None:
+    machine = type("Mistaken", (machine,), {"scheduler_class": mistaken})
+    with pytest.raises(AssertionError):
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
 
 

@@ -14,6 +14,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.engine.batch_builder import Batch, BatchBuilder
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
+from jaxpage.errors import JaxpageError
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
 from jaxpage.tables import aligned
@@ -115,10 +116,13 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     if arguments.num_tokens < 2 or arguments.repeats < 1:
         parser.error("--num-tokens must be at least 2 and --repeats at least 1")
-    costs = [
-        measure(arguments.model, size, num_tokens=arguments.num_tokens, repeats=arguments.repeats)
-        for size in arguments.block_sizes
-    ]
+    try:
+        costs = [
+            measure(arguments.model, size, num_tokens=arguments.num_tokens, repeats=arguments.repeats)
+            for size in arguments.block_sizes
+        ]
+    except JaxpageError as error:
+        parser.error(str(error))
     print(table_of(costs))
     results = [{**asdict(cost), "ratio": cost.ratio} for cost in costs]
     print(json.dumps({**vars(arguments), "results": results, "environment": environment()}, allow_nan=False))

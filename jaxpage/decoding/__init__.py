@@ -1,7 +1,7 @@
 """How a request turns draws into text: strategies that see tokens and answer with edits, and never touch a block."""
 
 from jaxpage.decoding.advance import advance
-from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork
+from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.decoding.sampling import SamplingStrategy
 from jaxpage.decoding.stopping import Detokenizer, Stopping
 from jaxpage.decoding.strategy import Draw, Strategy
@@ -15,6 +15,7 @@ __all__ = [
     "Finish",
     "Fork",
     "SamplingStrategy",
+    "Score",
     "Stopping",
     "Strategy",
     "advance",

@@ -1,4 +1,4 @@
-"""The only verbs that a decoding strategy has. A strategy says what should happen; `Scheduler.commit` makes it so."""
+"""The only verbs by which sequences change. A strategy says what should happen; `Scheduler.commit` makes it so."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ class Append:
     token_id: int
     text: str = ""
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """The prompt's tokens from `position` on have these log probabilities, whichever sequence of the request computed them.
+
+    No strategy's answer: it follows from what the plan asked for.
+    """
+
+    sequence_id: int
+    position: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True)
@@ -43,4 +55,4 @@ class Finish:
     text: str = ""
 
 
-Edit = Append | Fork | Drop | Finish
+Edit = Append | Score | Fork | Drop | Finish

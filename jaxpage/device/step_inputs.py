@@ -44,7 +44,10 @@ class StepInputs(NamedTuple):
 
 
 class Flags:
-    """Places in `StepInputs.flags`: what any row of the step asks for. The rest of the step's work is not done."""
+    """Places in `StepInputs.flags`: what any row of the step asks for. The rest of the step's work is not done.
+
+    SCORED is a number: of the tokens of the stream, up to the last whose `scored_T` is wanted.
+    """
 
     RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED = range(NUM_FLAGS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +20,10 @@ from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
 from pallas_kernels import copy_blocks
 
 Pages = TypeVar("Pages")  # any pytree of arrays [P, ...]
+
+SCORED_AT_ONCE = (
+    64  # tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md)
+)
 
 
 class StepOptions(NamedTuple):
@@ -66,20 +69,31 @@ def model_step(
     drawn = _pack_drawn(logits_BV, token_ids_B, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
     if bucket.max_query_len == 1:
         return drawn, jnp.zeros((0, drawn.shape[1]), jnp.int32), pages
+    return drawn, _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row), pages
 
-    def score(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
-        hidden_BD, token_ids_B = tile
-        return _pack_drawn(model.logits(hidden_BD), token_ids_B, True, by_row=by_row)
 
-    def scored() -> jax.Array:
-        """In tiles of B tokens: the logits of a whole prompt would take more memory than the pool."""
-        padding = -bucket.num_tokens % bucket.num_rows
-        tiles = (jnp.pad(hidden_TD, ((0, padding), (0, 0))), jnp.pad(inputs.scored_T, (0, padding)))
-        tiles = jax.tree.map(lambda array: array.reshape(-1, bucket.num_rows, *array.shape[1:]), tiles)
-        return jax.lax.map(score, tiles).reshape(-1, drawn.shape[1])[: bucket.num_tokens]
+def _score(
+    model: Any, hidden_TD: jax.Array, inputs: StepInputs, width: int, bucket: Bucket, *, by_row: bool
+) -> jax.Array:
+    """What `unpack_drawn` takes of the given tokens [T, width]; zeros where a step scores none.
 
-    unscored = functools.partial(jnp.zeros, (bucket.num_tokens, drawn.shape[1]), jnp.int32)
-    return drawn, jax.lax.cond(inputs.flags[Flags.SCORED] > 0, scored, unscored), pages
+    In tiles: the logits of a whole prompt would take more memory than the pool. Tiles behind the last token that is wanted are left out.
+    """
+    tile = min(bucket.num_tokens, max(bucket.num_rows, SCORED_AT_ONCE))
+    padding = -bucket.num_tokens % tile
+    hidden_TD = jnp.pad(hidden_TD, ((0, padding), (0, 0)))
+    token_ids_T = jnp.pad(inputs.scored_T, (0, padding))
+
+    def score_tile(index: jax.Array, scored: jax.Array) -> jax.Array:
+        hidden_BD, token_ids_B = (
+            jax.lax.dynamic_slice_in_dim(array, index * tile, tile) for array in (hidden_TD, token_ids_T)
+        )
+        rows = _pack_drawn(model.logits(hidden_BD), token_ids_B, True, by_row=by_row)
+        return jax.lax.dynamic_update_slice_in_dim(scored, rows, index * tile, axis=0)
+
+    num_tiles = (inputs.flags[Flags.SCORED] + tile - 1) // tile
+    zeros = jnp.zeros((bucket.num_tokens + padding, width), jnp.int32)
+    return jax.lax.fori_loop(0, num_tiles, score_tile, zeros)[: bucket.num_tokens]
 
 
 def logits_step(

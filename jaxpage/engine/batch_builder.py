@@ -34,7 +34,7 @@ class Batch:
     swap_in: tuple[Pairs, ...]  # each [num_swapped, 2]: (host block, block), padded likewise
     copies: tuple[Pairs, ...]  # each [num_copies, 2], padded with the null block
     num_draws: int
-    num_scored: int  # tokens of the stream that were scored, or belong to no scored row: 0 if there is no such row
+    num_scored: int  # tokens of the stream up to the last that is scored
 
 
 class BatchBuilder:
@@ -60,8 +60,9 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan, masks: Mapping[int, Words] = NO_MASKS) -> Batch:
         """masks: by place among the plan's samples: the tokens that a grammar admits."""
-        scores = any(row.scored for row in plan.rows)
-        bucket = self.menu.choose([len(row.token_ids) for row in plan.rows], len(plan.samples), scores=scores)
+        num_scored = _num_scored(plan.rows)
+        lengths = [len(row.token_ids) for row in plan.rows]
+        bucket = self.menu.choose(lengths, len(plan.samples), scores=num_scored > 0)
         packed = np.zeros(packed_size(bucket, self.table_width), np.int32)
         fields: dict[str, Any] = views(packed, bucket, self.table_width)
         self._fill_rows(fields, plan.rows)
@@ -73,7 +74,7 @@ class BatchBuilder:
         fields["flags"][Flags.MASKED] = adjustments.mask_BU is not None
         fields["flags"][Flags.BIASED] = adjustments.bias_BE is not None
         fields["flags"][Flags.PENALISED] = adjustments.history_BC is not None
-        fields["flags"][Flags.SCORED] = scores
+        fields["flags"][Flags.SCORED] = num_scored
         self._check(fields)
         device, host = self.num_blocks, self.num_host_blocks + 1
         return Batch(
@@ -84,7 +85,7 @@ class BatchBuilder:
             swap_in=_pad("swap_in", plan.swap_in, (host, device), self.menu.num_swapped),
             copies=_pad("copies", plan.copies, (device, device), self.menu.num_copies),
             num_draws=len(plan.samples),
-            num_scored=plan.num_tokens if scores else 0,
+            num_scored=num_scored,
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
@@ -106,7 +107,7 @@ class BatchBuilder:
         block_T = tables[row_T, position_T // self.block_size]
         for index, row in enumerate(rows):
             if row.scored:
-                first = ends[index] - lengths[index]
+                first = ends[index] - lengths[index] + row.first_scored
                 fields["scored_T"][first : first + len(row.scored)] = row.scored
         fields["slots_T"][:total] = block_T * self.block_size + position_T % self.block_size
 
@@ -149,6 +150,16 @@ class BatchBuilder:
                 raise ValueError(
                     f"{name} has entries from {values.min()} to {values.max()}, allowed are 0 to {limit - 1}"
                 )
+
+
+def _num_scored(rows: tuple[Row, ...]) -> int:
+    """Tokens of the stream up to the last that is scored."""
+    num_scored = first = 0
+    for row in rows:
+        if row.scored:
+            num_scored = first + row.first_scored + len(row.scored)
+        first += len(row.token_ids)
+    return num_scored
 
 
 def _pad(name: str, pairs: tuple[tuple[int, int], ...], limits: tuple[int, int], size: int) -> tuple[Pairs, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.decoding import Append, Drop, Edit, Finish, Fork
+from jaxpage.decoding import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.request import SequenceGroup
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling.plan import StepPlan, StepResult
@@ -107,7 +107,8 @@ class Recorder(Events):
     def drawn(self, plan: StepPlan, result: StepResult, edits: list[Edit]) -> None:
         fields = {
             "logprobs": _logprobs(plan, result),
-            "edits": [_described(e) for e in edits if not isinstance(e, Append)],
+            "scores": [_scores(edit) for edit in edits if isinstance(edit, Score)],
+            "edits": [_described(edit) for edit in edits if not isinstance(edit, Append | Score)],
         }
         present = {name: value for name, value in fields.items() if value}
         self._record("result", tokens=result.token_ids.tolist(), **present)
@@ -175,6 +176,19 @@ def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
         for draw, sample in enumerate(plan.samples)
         if (num_top := sample.num_logprobs) is not None
     ]
+
+
+def _scores(edit: Score) -> list[Any]:
+    """[sequence, position, [rank, ids, bits], ...]: as `_logprobs`, for each token of the prompt from this position on."""
+    tokens = [
+        [
+            token.rank,
+            [token.token_id, *token.top_token_ids],
+            np.array((token.logprob, *token.top_logprobs), np.float32).view(np.int32).tolist(),
+        ]
+        for token in edit.logprobs
+    ]
+    return [edit.sequence_id, edit.position, *tokens]
 
 
 def _described(edit: Finish | Fork | Drop) -> list[Any]:

@@ -37,6 +37,7 @@ _LEGENDS = {  # what the entries of a list are, for whoever reads a difference
     "copies": "[source block, destination block]",
     "draws": "rows that are drawn from",
     "logprobs": "[draw, rank, token ids, float32 bits]",
+    "scores": "[sequence, position, [rank, token ids, float32 bits], ...]",
     "edits": "[what, sequence, ...]",
 }
 _NOTHING = "nothing"  # where one of the two has something

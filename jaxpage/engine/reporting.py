@@ -17,6 +17,7 @@ class Reporter:
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._prompt_token_ids = list(group.request.prompt_token_ids)  # one list for all chunks
+        self._prompt_was_reported = False
         self._seen: dict[int, tuple[int, int]] = {}  # sequence id -> output tokens and characters already reported
 
     @property
@@ -29,16 +30,22 @@ class Reporter:
 
     def whole(self) -> RequestOutput:
         completions = [self._completion(sequence, 0, 0) for sequence in self._group.sequences]
-        return self._output(self._best(completions) if self._group.request.params.ranks else completions)
+        best = self._best(completions) if self._group.request.params.ranks else completions
+        return self._output(best, self._prompt_logprobs())
 
     def delta(self) -> RequestOutput:
-        """What is new of all sequences: `best_of` cannot choose among them before they have finished."""
+        """What is new of all sequences: `best_of` cannot choose among them before they have finished.
+
+        The log probabilities of the prompt come once, as soon as they are complete.
+        """
         completions = []
         for sequence in self._group.sequences:
             tokens, characters = self._seen.get(sequence.sequence_id, (0, 0))
             completions.append(self._completion(sequence, tokens, characters))
             self._seen[sequence.sequence_id] = (sequence.num_output_tokens, len(sequence.text))
-        return self._output(completions)
+        prompt_logprobs = None if self._prompt_was_reported else self._prompt_logprobs()
+        self._prompt_was_reported |= prompt_logprobs is not None
+        return self._output(completions, prompt_logprobs)
 
     def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
         """The likeliest `n`, in order, numbered anew. Of equals the first; those that ended with an error come last."""
@@ -50,7 +57,16 @@ class Reporter:
         best = sorted(completions, key=rank)[: self._group.request.params.n]
         return [replace(completion, index=index) for index, completion in enumerate(best)]
 
-    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """None unless they are wanted and complete. Nothing stands before the first token: it has none."""
+        wanted = self._group.request.params.prompt_logprobs
+        if wanted is None or self._group.num_unscored:
+            return None
+        return [None, *(self._logprobs(token, wanted) for token in self._group.prompt_logprobs)]
+
+    def _output(
+        self, completions: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+    ) -> RequestOutput:
         request = self._group.request
         return RequestOutput(
             request_id=request.request_id,
@@ -58,6 +74,7 @@ class Reporter:
             prompt_token_ids=self._prompt_token_ids,
             outputs=completions,
             finished=self._group.finished,
+            prompt_logprobs=prompt_logprobs,
             metrics=self._metrics,
         )
 
@@ -75,7 +92,7 @@ class Reporter:
         )
 
     def _logprobs(self, token: TokenLogprobs, wanted: int) -> dict[int, Logprob]:
-        """The drawn token first, then the likeliest `wanted`."""
+        """The token itself first, then the likeliest `wanted`."""
         entries = {token.token_id: Logprob(token.logprob, token.rank, self._decoded(token.token_id))}
         for rank, (token_id, logprob) in enumerate(
             zip(token.top_token_ids[:wanted], token.top_logprobs[:wanted], strict=True), start=1

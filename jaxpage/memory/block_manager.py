@@ -103,7 +103,7 @@ class BlockManager:
         first, last = start // self.block_size, (stop - 1) // self.block_size
         if last >= len(blocks):
             return last + 1 - len(blocks) + sum(not is_writable(block) for block in blocks[first:])
-        if first == last:  # a decoding sequence, every step
+        if first == last:  # mostly a decoding sequence, which asks only where it shares the block
             return int(not is_writable(blocks[first]))
         return sum(not is_writable(block) for block in blocks[first : last + 1])
 

@@ -35,7 +35,7 @@ class PrefixCounts:
             self.num_resumed_hits += num_hits
             return
         group.num_cached_tokens = num_hits
-        if may_hit:
+        if may_hit and group.request.params.prompt_logprobs is None:  # who scores its prompt asks for nothing
             self.num_queried += sum(sequence.num_known_tokens for sequence, _, _ in hits)
             self.num_hits += num_hits
 
@@ -65,13 +65,18 @@ def beginnings(group: SequenceGroup, manager: BlockManager) -> Iterator[list[Hit
 
     The first is nearly always taken. Where it takes more blocks than there are, one of the others may not: cached blocks may be other
     ones than the pinned, and where a window slides, what is found comes on top of what is ever needed.
+
+    What is found is not computed, and has no logits: a prompt that is scored can begin with what was scored before, and no more.
     """
     salt = group.request.params.cache_salt
     cached, pinned = [], []
     for sequence in group.unfinished:
-        blocks = manager.find(sequence.token_ids, sequence.block_digests, salt)
+        known = sequence.token_ids  # of which the last is never found
+        if group.num_unscored:
+            known = known[: len(group.prompt_logprobs) + 1]
+        blocks = manager.find(known, sequence.block_digests, salt)
         cached.append(Hit(sequence, blocks, len(blocks) * manager.block_size))
-        pinned.append(Hit(sequence, *manager.find_pinned(sequence.token_ids, salt)))
+        pinned.append(Hit(sequence, *manager.find_pinned(known, salt)))
     yield [max(both, key=lambda hit: hit.num_tokens) for both in zip(pinned, cached, strict=True)]
     if manager.pins:
         yield pinned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork
+from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.memory import BlockManager
 from jaxpage.request import Sequence, SequenceGroup
 
@@ -21,6 +21,8 @@ def apply_edit(edit: Edit, sequences: Sequences, block_manager: BlockManager) ->
     match edit:
         case Append():
             _append(sequence, edit)
+        case Score():
+            _score(group, edit)
         case Fork():
             child = _forked(sequence, edit)
             group.sequences.append(child)
@@ -43,6 +45,11 @@ def _append(sequence: Sequence, edit: Append) -> None:
     if edit.logprobs is not None:
         sequence.logprobs.append(edit.logprobs)
         sequence.cumulative_logprob += edit.logprobs.logprob
+
+
+def _score(group: SequenceGroup, edit: Score) -> None:
+    assert edit.position == 1 + len(group.prompt_logprobs), f"{edit} does not follow what is scored"
+    group.prompt_logprobs += edit.logprobs
 
 
 def _finish(sequence: Sequence, edit: Finish) -> None:

@@ -49,14 +49,17 @@ class Draft:
         samples: list[Sample] = []
         for group, sequence, num_tokens in self.work:
             sequence_id, start, known = sequence.sequence_id, sequence.num_computed_tokens, sequence.token_ids
-            if start + num_tokens == len(known):
+            draws = start + num_tokens == len(known)
+            if draws:
                 sample = sample_of(len(rows), num_tokens, sequence, group.request)
                 if group.child_ids:
                     children = enumerate(group.children_due, start=1)
                     samples += [sample._replace(sequence_id=child, sample_index=index) for index, child in children]
                 samples.append(sample)
             token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
-            rows.append(Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id)))
+            row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
+            decodes = draws and num_tokens == 1  # as most rows do: no token of the prompt stands behind it
+            rows.append(row if decodes else _scoring(row, group))
         return StepPlan(
             step_id,
             tuple(rows),
@@ -66,6 +69,19 @@ class Draft:
             copies=tuple(self.copies),
             preempted=tuple(self.preempted),
         )
+
+
+def _scoring(row: Row, group: SequenceGroup) -> Row:
+    """The row, asking for the log probabilities of the prompt's tokens behind its own that have none yet."""
+    if not group.num_unscored:
+        return row
+    num_known = len(group.prompt_logprobs)
+    scored = group.request.prompt_token_ids[num_known + 1 : row.context_length + 1]
+    if not scored:
+        return row
+    first, num_top = num_known - row.start, group.request.params.prompt_logprobs
+    assert first >= 0 and num_top is not None, f"sequence {row.sequence_id} passes over tokens that are to be scored"
+    return row._replace(scored=scored, first_scored=first, num_logprobs=num_top)
 
 
 def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -> Sample:

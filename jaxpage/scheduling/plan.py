@@ -21,9 +21,9 @@ class Row(NamedTuple):
     start: int
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
-    scored: tuple[
-        int, ...
-    ] = ()  # the prompt's tokens behind the row's, one for each of its first: their log probabilities are wanted
+    scored: tuple[int, ...] = ()  # tokens of the prompt whose log probabilities are wanted, one behind the other
+    first_scored: int = 0  # which of the row's tokens stands before the first of them
+    num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
 
     @property
     def context_length(self) -> int:
@@ -91,4 +91,4 @@ class StepResult:
     ]  # [B] of the drawn token, 1 = likeliest; 0 where no sample of the step asked for logprobs
     top_token_ids: npt.NDArray[np.int32]  # [B, W]
     top_logprobs: npt.NDArray[np.float32]  # [B, W]
-    scored: StepResult | None = None  # the same of the tokens that rows have scored, one entry per token of the stream
+    scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored

@@ -47,8 +47,7 @@ class Roster:
         self._gave_way: set[str] = set()  # who was preempted at least once and has not finished
         self._sequences: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self._num_seats = 0  # sequences that the running groups can have
-        self._last_was_chunk = False
-        self._num_steps = self._num_arrivals = self._num_admissions = 0
+        self._num_arrivals = self._num_admissions = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -137,6 +136,8 @@ class Roster:
         if manager.sliding_window is not None:
             most = most_blocks(manager.sliding_window, self.limits.max_tokens, manager.block_size)
             return request.num_sequences * min(blocks, most)
+        if request.params.prompt_logprobs is not None:
+            return request.num_sequences * blocks  # it computes all of its prompt, whatever is pinned of it
         _, num_pinned = manager.find_pinned(request.prompt_token_ids, request.params.cache_salt)
         return request.num_sequences * blocks - num_pinned // manager.block_size
 
@@ -298,6 +299,9 @@ class Roster:
             self._check_prefix(sequence)
         for group in groups:
             assert group.unfinished, f"request {group.request.request_id!r} is finished and still scheduled"
+            if group.num_unscored:
+                num_computed = max(sequence.num_computed_tokens for sequence in group.sequences)
+                assert num_computed <= len(group.prompt_logprobs), "a token of the prompt was passed over"
             assert len(group.unfinished) <= group.request.num_sequences, "more sequences than were admitted"
             for sequence in group.unfinished:
                 assert sequence.num_known_tokens < group.request.max_total_tokens, "a sequence outgrew its request"

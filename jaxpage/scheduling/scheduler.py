@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxpage.decoding.edits import Append, Edit
+from jaxpage.decoding.edits import Append, Edit, Score
 from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling.admitting import held_until
 from jaxpage.scheduling.committing import apply_edit
@@ -28,6 +28,9 @@ class Scheduler(Roster):
     preemption all its tokens, in chunks. A request that asks for several sequences has one until its prompt is computed; the first token
     of each is drawn in the same step.
     """
+
+    _last_was_chunk = False  # where the two kinds of steps alternate: whose turn it is
+    _num_steps = 0  # that were planned
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts."""
@@ -142,7 +145,7 @@ class Scheduler(Roster):
         Rows and edits of groups that were aborted meanwhile are passed over.
 
         Returns:
-            The groups that an edit touched, in the order of their first one.
+            The groups that an edit touched, in the order of their first one. Scores alone are no news: a draw always follows.
         """
         block_size = self.block_manager.block_size
         for sequence_id, start, token_ids, *_ in plan.rows:
@@ -155,7 +158,7 @@ class Scheduler(Roster):
         touched: dict[str, SequenceGroup] = {}
         for edit in edits:
             changed = apply_edit(edit, self._sequences, self.block_manager)
-            if changed is not None:
+            if changed is not None and type(edit) is not Score:
                 touched[changed.request.request_id] = changed
                 if type(edit) is Append:
                     self._queue.served(changed, 1)

@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxpage.decoding import Append, Edit, Finish, Fork
+from jaxpage.decoding import Append, Edit, Finish, Fork, Score
 from jaxpage.memory import BlockManager
+from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling import Scheduler, StepPlan
@@ -73,6 +74,17 @@ def alone(request: Request, sample_index: int = 0, window: int | None = None) ->
         )
         if ends(request, known):
             return known[len(request.prompt_token_ids) :]
+
+
+def score(context: Iterable[int], token_id: int) -> TokenLogprobs:
+    """What a token of a prompt gets behind `context`: a number that depends on both."""
+    return TokenLogprobs(token_id, -float(draw(context, token_id, 0)), 1)
+
+
+def scores_alone(request: Request, window: int | None = None) -> list[TokenLogprobs]:
+    """What the tokens of the prompt must get, all but the first."""
+    prompt = request.prompt_token_ids
+    return [score(prompt[max(0, place - (window or place)) : place], prompt[place]) for place in range(1, len(prompt))]
 
 
 def ends(request: Request, known: list[int]) -> bool:
@@ -181,7 +193,7 @@ class Driver:
             assert self.device.read(row.block_table, row.context_length) == seen
             context = self.device.context(row.block_table, row.context_length)
             assert context == context_of(known, roots[row.sequence_id]), "computed behind another prefix"
-        edits: list[Edit] = []
+        edits = self.scores(plan)
         for sample, token_id in zip(plan.samples, token_ids, strict=True):
             parent_id = plan.rows[sample.row].sequence_id
             group, sequence = sequences[parent_id]
@@ -194,6 +206,17 @@ class Driver:
         scheduler.check()
         check_cached(scheduler.block_manager, self.device)
         return touched
+
+    def scores(self, plan: StepPlan) -> list[Edit]:
+        """Of the tokens that the plan asks for, behind what the device reads before them."""
+        edits: list[Edit] = []
+        for row in plan.rows:
+            first = row.start + row.first_scored + 1
+            scored = [score(self.device.read(row.block_table, p), t) for p, t in enumerate(row.scored, first)]
+            if scored:
+                assert first + len(scored) <= row.context_length + 1, "a score before its logits"
+                edits.append(Score(row.sequence_id, first, tuple(scored)))
+        return edits
 
     def lose_pages(self) -> None:
         self.scheduler.lose_pages()
@@ -262,7 +285,7 @@ def check_limits(plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequ
     lengths = [len(row.token_ids) for row in plan.rows]
     assert lengths and min(lengths) > 0
     num_rows = max(len(lengths), len(plan.samples))
-    if max(lengths) == 1:
+    if max(lengths) == 1 and not any(row.scored for row in plan.rows):
         assert num_rows <= limits.max_rows
     else:
         assert sum(lengths) <= limits.max_tokens and num_rows <= limits.max_chunk_rows

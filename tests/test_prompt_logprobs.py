@@ -1,0 +1,398 @@
+"""prompt_logprobs: the model's own numbers, for every token once, whatever is cached, chunked, preempted or sampled beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.engine import runner as runner_module
+from jaxpage.errors import CapacityError
+from jaxpage.outputs import Logprob
+from jaxpage.scheduling import admitting, committing
+from jaxpage.scheduling import draft as draft_module
+from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+from tests.test_demo import DEMO
+from tests.test_parallel_sampling import ENGINES, SMALL_POOL, WIDE
+
+PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=3)
+SILENT = dataclasses.replace(PARAMS, prompt_logprobs=None)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+CLOSE = 1e-4
+LENGTHS = (1, 2, 16, 17, 33, 50)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    configs = {"llama": LLAMA, "mistral": mistral}
+    return {name: random_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def llm(directories):
+    with make_llm(directories["llama"]) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(llm):
+    yield
+    invariants(llm)
+    llm.reset_prefix_cache()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(4)
+    return [rng.integers(1, 257, length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def lone(directories, prompts):
+    """By family and prompt, each request by itself, with nothing cached."""
+    found = {}
+    for family, directory in directories.items():
+        with make_llm(directory, enable_prefix_caching=False) as llm:
+            found[family] = [generate(llm, prompt, PARAMS) for prompt in prompts]
+    return found
+
+
+def generate(llm, prompt, params):
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    return output
+
+
+def content(output):
+    """All that must agree to the last bit."""
+    return output.prompt_logprobs, output.outputs
+
+
+def check_scores(prompt, scores, wanted, log_probabilities):
+    """`log_probabilities` [T, V] in float64: those of row t are of the token at t + 1. Where they are too close, the order is free."""
+    assert scores is not None and len(scores) == len(prompt) and scores[0] is None
+    for position in range(1, len(prompt)):
+        row, entries, token_id = log_probabilities[position - 1], scores[position], prompt[position]
+        assert next(iter(entries)) == token_id, "the prompt's token comes first"
+        for one, entry in entries.items():
+            assert abs(entry.logprob - row[one]) < CLOSE
+            assert np.sum(row > row[one] + CLOSE) < entry.rank <= 1 + np.sum(row > row[one] - CLOSE)
+        top = [one for one in entries if one != token_id or entries[one].rank <= wanted]
+        assert len(top) == wanted and len(entries) == wanted + (token_id not in top)
+        if wanted:
+            cut = np.sort(row)[-wanted]
+            assert all(row[one] > cut - CLOSE for one in top)
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+CHUNK = 16
+ORACLE_ENGINE = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": CHUNK,
+    "block_size": 4,
+    "num_blocks": 18,
+    "max_model_len": 60,
+}  # the shapes of tests/test_engine_models.py
+
+
+def agree_with_transformers(name, directory):
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from tests.support.hf_models import save_model
+
+    model = save_model(name, directory)
+    rng = np.random.default_rng(3)
+    vocab_size = model.config.vocab_size
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 9)]
+    prompts.append([*prompts[-1][:20], 5])  # finds a cached prefix, and must not use it
+    with torch.no_grad():
+        wanted = [log_softmax(model(torch.tensor([prompt])).logits[0].double().numpy()) for prompt in prompts]
+    with make_llm(directory, **ORACLE_ENGINE) as llm:
+        for num_top in (5, 0, 1, 20):
+            outputs = llm.generate(prompts, dataclasses.replace(GREEDY, prompt_logprobs=num_top), use_tqdm=False)
+            for prompt, output, rows in zip(prompts, outputs, wanted, strict=True):
+                check_scores(prompt, output.prompt_logprobs, num_top, rows)
+                assert output.prompt_logprobs[-1] is None or all(
+                    entry.decoded_token == f"t{token_id}" for token_id, entry in output.prompt_logprobs[-1].items()
+                )
+        invariants(llm)
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "mistral-window", "opt-350m-form", "gpt2-usual"])
+def test_the_numbers_are_those_of_transformers(name, tmp_path):
+    agree_with_transformers(name, tmp_path)
+
+
+def one_too_early(row, group):
+    row = _scoring(row, group)
+    return row._replace(scored=group.request.prompt_token_ids[row.start : row.start + len(row.scored)])
+
+
+def of_the_row_before(packed, num_rows):
+    drawn = _unpack_drawn(packed, num_rows)
+    return drawn._replace(
+        top_token_ids=np.roll(drawn.top_token_ids, 1, axis=0), top_logprobs=np.roll(drawn.top_logprobs, 1, axis=0)
+    )
+
+
+def cached_all_the_same(group, manager):
+    return _beginnings(SimpleNamespace(request=group.request, unfinished=group.unfinished, num_unscored=0), manager)
+
+
+def forgets_the_chunk_before(group, edit):
+    group.prompt_logprobs[:] = [*edit.logprobs, *group.prompt_logprobs]
+
+
+_scoring, _unpack_drawn, _beginnings = draft_module._scoring, runner_module.unpack_drawn, admitting.beginnings
+MISTAKES = {
+    "one too early": (draft_module, "_scoring", one_too_early),
+    "of the row before": (runner_module, "unpack_drawn", of_the_row_before),
+    "cached all the same": (admitting, "beginnings", cached_all_the_same),
+    "chunks in another order": (committing, "_score", forgets_the_chunk_before),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_oracle_sees_planted_mistakes(mistake, tmp_path, monkeypatch):
+    monkeypatch.setattr(*MISTAKES[mistake])
+    with pytest.raises(AssertionError):
+        agree_with_transformers("llama-grouped", tmp_path)
+
+
+def test_what_was_drawn_scores_the_same_as_a_prompt(llm, prompts):
+    """To the last bit, since the row of logits is the same."""
+    for prompt in prompts:
+        drawn = generate(llm, prompt, dataclasses.replace(PARAMS, logprobs=3, max_tokens=20))
+        (output,) = drawn.outputs
+        scored = generate(llm, drawn.prompt_token_ids + output.token_ids, PARAMS)
+        assert scored.prompt_logprobs == drawn.echoed().logprobs
+        assert output.cumulative_logprob == sum(
+            one[t].logprob for one, t in zip(output.logprobs, output.token_ids, strict=True)
+        )
+
+
+def test_perplexity_of_the_demo_model():
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    import transformers
+
+    text = "It was late in the day. The old woman went down to the river, and there she met a boy — “who are you?” " * 4
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    with LLM(max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
+        output = generate(llm, text, dataclasses.replace(GREEDY, prompt_logprobs=0))
+    ids = torch.tensor([output.prompt_token_ids])
+    with torch.no_grad():
+        wanted = math.exp(model(ids, labels=ids).loss.item())
+    scores = [one[t].logprob for one, t in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)]
+    assert len(scores) > 64 and math.exp(-sum(scores) / len(scores)) == pytest.approx(wanted, rel=1e-4)
+
+
+# ---- whatever happens around it
+
+
+class Asked:
+    """How many tokens the plans of an engine ask to be scored."""
+
+    def __init__(self, llm, monkeypatch):
+        self.num_tokens = 0
+        build = llm._engine.builder.build
+
+        def counting(plan, *masks):
+            self.num_tokens += sum(len(row.scored) for row in plan.rows)
+            return build(plan, *masks)
+
+        monkeypatch.setattr(llm._engine.builder, "build", counting)
+
+
+@pytest.mark.parametrize("engine", ["uncached", "narrow", "wide", "odd", *ENGINES])
+def test_whatever_happens_around_it(engine, directories, prompts, lone):
+    """Other chunks, blocks and neighbours, some of which are not scored, in a pool that is too small; cached or not."""
+    family = "mistral" if engine == "window" else "llama"
+    more = {
+        "wide": WIDE,  # two tiles of tokens in a step
+        "odd": {"max_num_batched_tokens": 100},  # a tile and a part of one
+        "uncached": {"enable_prefix_caching": False},
+        "narrow": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
+    }
+    strangers = [[token_id] * 100 for token_id in (3, 4, 5)]
+    stranger = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with make_llm(directories[family], **{**more, **ENGINES}[engine]) as llm:
+        for order in (range(6), range(5, -1, -1)):
+            asked = [*strangers, *(prompts[i] for i in order), *prompts]
+            params = [*[stranger] * 3, *[PARAMS] * 6, *[SILENT] * 6]
+            outputs = llm.generate(asked, params, use_tqdm=False)[3:]
+            for i, output in zip(order, outputs[:6], strict=True):
+                assert content(output) == content(lone[family][i])
+            for output, alone in zip(outputs[6:], lone[family], strict=True):
+                assert output.outputs == alone.outputs and output.prompt_logprobs is None
+        if engine in ("recompute", "swap"):
+            assert llm.stats()["num_preemptions_total"][engine] >= 2
+        invariants(llm)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "recompute and cache"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_gives_way_at_every_step(family, mode, directories, prompts, lone, monkeypatch):
+    """What is scored stays so, and is not asked for again; of a cache no more is read than that."""
+    settings = {"preemption_mode": mode.split()[0], "enable_prefix_caching": "cache" in mode}
+    with make_llm(directories[family], **settings, max_num_batched_tokens=16) as llm:
+        engine = llm._engine
+        for n, step in itertools.product((1, 2), range(1, 9)):
+            llm.reset_prefix_cache()
+            engine.add("older", None, prompts[1], dataclasses.replace(GREEDY, max_tokens=30))
+            reporter = engine.add("watched", None, prompts[5], dataclasses.replace(PARAMS, n=n))
+            with monkeypatch.context() as patch:
+                asked = Asked(llm, patch)
+                for number in itertools.count():
+                    if not engine.has_unfinished:
+                        break
+                    if number == step:
+                        give_way(engine.scheduler)
+                    engine.step()
+                    engine.scheduler.check()
+            output = reporter.whole()
+            assert output.prompt_logprobs == lone[family][5].prompt_logprobs
+            assert output.outputs[0] == lone[family][5].outputs[0] and len(output.outputs) == n
+            assert asked.num_tokens == len(prompts[5]) - 1
+        stats = llm.stats()
+        assert stats["num_preemptions_total"][mode.split()[0]] >= 8
+        assert (stats["prefix_cache_resumed_hits_total"] > 0) == ("cache" in mode)
+        invariants(llm)
+
+
+def test_a_chunk_that_begins_before_what_is_missing(directories, prompts, lone, monkeypatch):
+    """After a preemption the chunks may be cut elsewhere: a part of one is scored already."""
+    with make_llm(directories["llama"], **SMALL_POOL, enable_prefix_caching=False) as llm:
+        engine = llm._engine
+        asked = Asked(llm, monkeypatch)
+        engine.add("older", None, prompts[3], GREEDY)  # takes 17 of the 32 tokens of the first step
+        reporter = engine.add("watched", None, prompts[5], PARAMS)
+        engine.step()
+        assert asked.num_tokens == 15
+        give_way(engine.scheduler)
+        while engine.has_unfinished:
+            engine.step()
+        assert content(reporter.whole()) == content(lone["llama"][5])
+        assert asked.num_tokens == 49
+
+
+def test_scored_once_for_all_samples(llm, prompts, lone, monkeypatch):
+    asked = Asked(llm, monkeypatch)
+    for prompt, alone in zip(prompts, lone["llama"], strict=True):
+        output = generate(llm, prompt, dataclasses.replace(PARAMS, n=3, best_of=4))
+        assert output.prompt_logprobs == alone.prompt_logprobs
+    assert asked.num_tokens == sum(map(len, prompts)) - len(prompts)
+
+
+def test_cold_and_warm(llm, prompts, lone):
+    """It asks the cache for nothing, so it is no query either; what it computes is there for others."""
+    prompt, alone = prompts[5], lone["llama"][5]
+    names = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prefix_cache_resumed_hits_total")
+    before = [llm.stats()[name] for name in names]
+    for _ in range(2):
+        output = generate(llm, prompt, PARAMS)
+        assert content(output) == content(alone) and output.metrics.num_cached_tokens == 0
+    assert [llm.stats()[name] for name in names] == before
+    output = generate(llm, prompt, SILENT)
+    assert output.outputs == alone.outputs and output.metrics.num_cached_tokens == 48
+    assert [llm.stats()[name] - old for name, old in zip(names, before, strict=True)] == [50, 48, 0]
+
+
+def test_pinned_or_not(llm, prompts, lone):
+    prompt, alone = prompts[5], lone["llama"][5]
+    for length in (1, 16, 40, 50):
+        with llm.pin_prefix(prompt[:length]):
+            llm.reset_prefix_cache()
+            output = generate(llm, prompt, PARAMS)
+            assert content(output) == content(alone) and output.metrics.num_cached_tokens == 0
+
+
+def test_the_room_that_a_pin_saves_is_not_there_for_it(directories, prompts):
+    """A request that would fit because it shares a pinned prefix does not fit when it computes all of it."""
+    prompt = [*prompts[5], *prompts[4]]  # 83 tokens, 7 blocks with what is drawn
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with make_llm(directories["llama"], num_blocks=11, max_model_len=128) as llm, llm.pin_prefix(prompt[:64]):
+        generate(llm, prompt, params)
+        with pytest.raises(CapacityError, match="may need 7 KV blocks .* the pool has 10, of which 4 are pinned"):
+            llm.generate([prompt], dataclasses.replace(params, prompt_logprobs=0), use_tqdm=False)
+
+
+def test_lost_pages_and_failed_steps(llm, prompts, lone, monkeypatch):
+    prompt, engine = [*prompts[5], *prompts[4], *prompts[3]], llm._engine
+    want = content(generate(llm, prompt, PARAMS))
+    for num_steps in range(4):
+        reporter = engine.add("watched", None, prompt, PARAMS)
+        for _ in range(num_steps):
+            engine.step()
+        engine.rebuild_pages()
+        while engine.has_unfinished:
+            engine.step()
+        assert content(reporter.whole()) == want
+    run = engine.runner.run
+    for num_steps in (0, 1, 2):
+        calls = itertools.count()
+
+        def failing(batch, calls=calls, last=num_steps):
+            if next(calls) == last:
+                raise RuntimeError("planted")
+            return run(batch)
+
+        monkeypatch.setattr(engine.runner, "run", failing)
+        output = generate(llm, prompt, PARAMS)
+        assert output.outputs[0].finish_reason == "error"
+        assert output.prompt_logprobs == (want[0] if num_steps == 2 else None), "complete or not there"
+
+
+def test_an_abort_in_the_prompt(llm, prompts):
+    reporter = llm._engine.add("watched", None, prompts[5] * 2, PARAMS)
+    llm._engine.step()
+    llm._engine.abort("watched")
+    assert reporter.whole().prompt_logprobs is None and reporter.delta().prompt_logprobs is None
+
+
+# ---- how it is shown
+
+
+def test_a_stream_brings_it_once(llm, prompts, lone):
+    for prompt, alone, n in itertools.product(prompts, [None], (1, 2)):
+        alone = lone["llama"][prompts.index(prompt)]
+        chunks = list(llm.stream(prompt, dataclasses.replace(PARAMS, n=n)))
+        assert [chunk.prompt_logprobs for chunk in chunks] == [alone.prompt_logprobs] + [None] * (len(chunks) - 1)
+        assert len(chunks) == PARAMS.max_tokens and all(one.token_ids for chunk in chunks for one in chunk.outputs)
+
+
+def test_echoed(llm, prompts):
+    prompt = prompts[2]
+    output = generate(llm, prompt, dataclasses.replace(PARAMS, n=2))
+    for index, completion in enumerate(output.outputs):
+        echoed = output.echoed(index)
+        assert echoed.token_ids == prompt + completion.token_ids and echoed.index == index
+        assert echoed.logprobs == output.prompt_logprobs + completion.logprobs and echoed.logprobs[0] is None
+        assert len(echoed.logprobs) == len(echoed.token_ids)
+        assert echoed.cumulative_logprob == completion.cumulative_logprob
+        assert (echoed.finish_reason, echoed.stop_reason) == (completion.finish_reason, completion.stop_reason)
+    assert output.outputs[0].token_ids != output.echoed().token_ids, "the output itself is as it was"
+    for params in (SILENT, dataclasses.replace(PARAMS, logprobs=None)):
+        assert generate(llm, prompt, params).echoed().logprobs is None
+
+
+def test_echoed_text():
+    with LLM(max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
+        output = generate(llm, "Once upon a time", GREEDY)
+        assert output.echoed().text == "Once upon a time" + output.outputs[0].text
+        by_ids = generate(llm, output.prompt_token_ids, GREEDY)
+        assert by_ids.echoed(prompt="Once upon a time").text == output.echoed().text
+        with pytest.raises(ValueError, match="given as token ids"):
+            by_ids.echoed()
+        scored = generate(llm, "Once upon", dataclasses.replace(GREEDY, prompt_logprobs=0))
+        words = [entry.decoded_token for one in scored.prompt_logprobs[1:] for entry in one.values()]
+        assert "Once upon".endswith("".join(words)) and all(isinstance(word, str) for word in words)
+        assert all(isinstance(entry, Logprob) for one in scored.prompt_logprobs[1:] for entry in one.values())
