@@ -98,7 +98,12 @@ class LLM:
         orders = self._prepare(prompt, params)
         if len(orders) != 1:
             raise ValueError(f"stream takes one prompt, not {len(orders)}; use generate for several")
-        if (asked := orders[0].params).ranks:
+        asked = orders[0].params
+        if isinstance(asked, BeamSearchParams):
+            raise UnsupportedError(
+                f"streaming cannot show beam_width={asked.beam_width}: which hypotheses are the best is known at the end; use generate"
+            )
+        if asked.ranks:
             raise UnsupportedError(
                 f"stream cannot show best_of={asked.best_of}: which are the best n={asked.n} is known at the end; use generate"
             )
@@ -197,7 +202,6 @@ class LLM:
                 if len(normalised) > 1:
                     error.add_note(f"This is prompt {index} of {len(normalised)}.")
                 raise
-            assert isinstance(one, SamplingParams)
             orders.append(Order(prompt, token_ids, one))
         return orders
 

@@ -49,6 +49,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob] | None] | None = None  # None stands for the first token of an echoed prompt alone
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it
+    score: float | None = None  # of a beam search: cumulative_logprob / output length ** length_penalty
 
     def __getitem__(self, name: str) -> Any:
         """`output["text"]`, for scripts written for engines whose outputs are dicts."""
@@ -57,7 +58,10 @@ class CompletionOutput:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A request and what has been generated for it. `outputs` are in the order of their sample index; of `best_of`, the likeliest first."""
+    """A request and what has been generated for it.
+
+    `outputs` are in the order of their sample index; of `best_of` the likeliest first, of a beam search the best score first.
+    """
 
     request_id: str
     prompt: str | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
@@ -28,9 +29,22 @@ class Request:
         return self.beam.beam_width if self.beam else self.params.best_of or self.params.n
 
     @property
+    def num_sequence_ids(self) -> int:
+        """How many ids its sequences can have at once: of a beam search also those that have ended and may still be the result."""
+        return 2 * self.beam.beam_width if self.beam else self.num_sequences
+
+    @cached_property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Every token that ends a sequence."""
+        return self.eos_token_ids.union(self.params.stop_token_ids)
+
+    @property
     def num_logprobs(self) -> int | None:
-        """Of the likeliest candidates of each draw, how many have to leave the device; None: not even the drawn one."""
-        return self.params.num_logprobs
+        """Of the likeliest candidates of each draw, how many have to leave the device; None: not even the drawn one.
+
+        Of a beam search as many as go on, should one beam have them all, besides those that end it.
+        """
+        return self.beam.beam_width + len(self.ending_token_ids) if self.beam else self.params.num_logprobs
 
 
 @dataclass(eq=False)
@@ -89,9 +103,8 @@ class SequenceGroup:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
     child_ids: tuple[int, ...] = ()  # sequence ids of samples 1, 2, ..., which the first draw forks off sample 0
-    prompt_logprobs: list[TokenLogprobs] = field(
-        default_factory=list
-    )  # of the prompt's tokens 1, 2, ...: see `num_unscored`
+    reserved_ids: tuple[int, ...] = ()  # sequence ids that a beam search gives to its forks, each to one at a time
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens 1, 2, ...: see `num_unscored`
 
     @property
     def num_unscored(self) -> int:
@@ -107,8 +120,8 @@ class SequenceGroup:
 
     @property
     def sequence_ids(self) -> list[int]:
-        """Of all its sequences, those that are due included."""
-        return [*(sequence.sequence_id for sequence in self.sequences), *self.children_due]
+        """Of all its sequences, those that are due included, and all that are reserved for forks."""
+        return list(dict.fromkeys([*(s.sequence_id for s in self.sequences), *self.children_due, *self.reserved_ids]))
 
     @property
     def unfinished(self) -> list[Sequence]:

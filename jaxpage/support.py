@@ -13,6 +13,6 @@ _NEUTRAL = SamplingParams()
 def unsupported(params: SamplingParams | BeamSearchParams) -> list[str]:
     """The parameters of `params` that this version cannot honour, as `name=value`; empty when all of them are honoured."""
     if isinstance(params, BeamSearchParams):
-        return [f"beam_width={params.beam_width} (beam search)"]
+        return []
     asked = {name: getattr(params, name) for name in _UNSUPPORTED_FIELDS}
     return [f"{name}={shown(value)}" for name, value in asked.items() if value != getattr(_NEUTRAL, name)]

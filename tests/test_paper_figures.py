@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from jaxpage import LLM, BeamSearchParams
 from jaxpage.memory import BlockManager, BlockPool, MemorySplit
+from jaxpage.scheduling import StepPlan, StepResult
+from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import FakeDevice
+from tests.support.random_checkpoints import random_checkpoint
 
 A, B = 1, 2  # the paper's requests
 FOUR_SCORE = ["Four", "score", "and", "seven", "years", "ago", "our", "fathers", "brought", "forth"]
@@ -215,3 +221,117 @@ def test_figure_15_parallel_sampling_saves_the_prompt(num_samples: int, printed:
     split = story.usage()
     assert (split.unshared_blocks, split.saved_blocks) == (100 * num_samples, 12 * (num_samples - 1))
     assert 100 * split.saved_by_sharing == pytest.approx(printed, abs=0.5)
+
+
+CONTINUES = {20: -0.001}  # the only likely token
+SCRIPT = {  # of figure 9, by output token: what follows the beams, by the first token that they part with
+    0: {None: {10: -1.0, 11: -1.1, 12: -1.2, 13: -1.3}},
+    8: {10: {30: -0.1, 31: -0.2, 32: -0.3}, 11: {33: -0.1}, 12: {}, 13: {}},
+    12: {30: {}, 31: {40: -0.1, 41: -0.2}, 32: {40: -0.15, 41: -0.25}, 33: {}},
+}
+
+
+def scripted(num_output: int, known: list[int]) -> dict[int, float]:
+    """The likely tokens behind a beam."""
+    if num_output not in SCRIPT:
+        return CONTINUES
+    return next(likely for token, likely in SCRIPT[num_output].items() if token in (None, *known[-9:]))
+
+
+def drawn_as_scripted(engine: Any, result: StepResult) -> StepResult:
+    """Candidates as the figure wants them in place of what the model says."""
+    sequences = {s.sequence_id: s for group in engine.scheduler.running for s in group.unfinished}
+    top_ids, top_logprobs = result.top_token_ids.copy(), result.top_logprobs.copy()
+    for draw, sample in enumerate(engine.plan.samples):
+        sequence = sequences[sample.sequence_id]
+        likely = scripted(sequence.num_output_tokens, sequence.token_ids)
+        others = [token for token in range(100, 200) if token not in likely]
+        top_ids[draw] = [*likely, *others][: top_ids.shape[1]]
+        top_logprobs[draw] = [*likely.values(), *([-50.0] * len(others))][: top_ids.shape[1]]
+    return replace(result, top_token_ids=top_ids, top_logprobs=top_logprobs)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    directory = random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
+    with make_llm(directory, block_size=4, num_blocks=65, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+def stepped(llm: LLM, prompt: list[int], max_tokens: int) -> Iterator[tuple[StepPlan, dict[int, tuple[int, ...]]]]:
+    """A search of width 4: each step's plan, and behind it the block tables by the last token that tells a beam from others."""
+    engine: Any = llm._engine
+    build = engine.builder.build
+
+    def noted(plan: StepPlan, *masks: Any) -> Any:
+        engine.plan = plan
+        return build(plan, *masks)
+
+    engine.builder.build = noted
+    reporter = engine.add("figure 9", None, prompt, BeamSearchParams(4, max_tokens, ignore_eos=True))
+    (group,) = engine.scheduler.waiting
+    while engine.has_unfinished:
+        engine.step()
+        tables = {}
+        for sequence in group.unfinished:
+            names = [token for token in sequence.output_token_ids if token != 20]
+            tables[tuple(names)] = engine.scheduler.block_manager.block_table(sequence.sequence_id)
+        yield engine.plan, tables
+    assert len(reporter.whole().outputs) == 4
+    engine.scheduler.check()
+    engine.builder.build = build
+
+
+def test_figure_9_through_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sharing by a beam search that is asked for, with candidates that make it the paper's."""
+    engine, pool = llm._engine, llm._engine.scheduler.block_manager.pool
+    run = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda batch: drawn_as_scripted(engine, run(batch)))
+    steps = list(stepped(llm, [1, 2, 3, 4], 15))
+    assert all(not plan.copies for plan, _ in steps), "beams part where blocks end: nothing to copy"
+    assert pool.num_free == pool.num_usable
+
+    first = steps[0][1]
+    assert len(first) == 4 and len(set(first.values())) == 1 and len(first[10,]) == 1  # all share the prompt's block
+    before = steps[11][1]  # sixteen tokens are computed: the paper's candidates 0 to 3 hold four blocks each
+    assert list(before) == [(10, 30), (11, 33), (10, 31), (10, 32)]
+    figure = dict(
+        zip(
+            [(10, 30), (10, 31), (10, 32), (11, 33)],
+            [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]],
+            strict=True,
+        )
+    )
+    place = {ours: theirs for name, table in before.items() for ours, theirs in zip(table, figure[name], strict=True)}
+    assert len(place) == len(set(place.values())) == 9
+    after = steps[13][1]  # 0 and 3 are not extended; 1 and 2 are, twice each; each of the four has begun a new block
+    assert set(after) == {(10, 31, 40), (10, 31, 41), (10, 32, 40), (10, 32, 41)}
+    kept = {name: [place.get(block) for block in table[:4]] for name, table in after.items()}
+    assert kept == {name: figure[name[:2]] for name in after}
+    assert len({table[4] for table in after.values()}) == 4
+    held = {block for table in after.values() for block in table}
+    assert sorted(theirs for ours, theirs in place.items() if ours not in held) == [2, 4, 5, 8]  # freed
+
+
+def test_beams_copy_the_last_partial_block_and_nothing_else(llm: LLM) -> None:
+    """Of those that share it all but one, when they write to it; whole blocks are shared for good, and in the end all is free."""
+    pool = llm._engine.scheduler.block_manager.pool
+    num_copies = 0
+    shared: dict[int, list[int]] = {}  # by last block: the positions of who shares it before a step
+    for plan, tables in stepped(llm, [7, 3, 9, 2, 5, 8], 30):
+        sources = [source for source, _ in plan.copies]
+        for source in set(sources):
+            sharers = shared[source]
+            assert sources.count(source) == len(sharers) - 1 and all(position % 4 for position in sharers)
+        partly = {block for block, sharers in shared.items() if len(sharers) > 1 and sharers[0] % 4}
+        assert set(sources) == partly
+        num_copies += len(sources)
+        shared = {}
+        for row in plan.rows:
+            assert row.context_length <= 4 * len(row.block_table) < row.context_length + 4
+        for table in tables.values():
+            shared.setdefault(table[-1], []).append(plan.rows[0].context_length)
+        assert {block for table in tables.values() for block in table} == {
+            block for block in range(1, pool.num_blocks) if pool.ref_count(block)
+        }
+    assert num_copies > 10 and pool.num_free == pool.num_usable

@@ -24,8 +24,19 @@ from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Sequence, SequenceGroup
+from jaxpage.sampling_params import BeamSearchParams
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
-from tests.support.fake_device import EOS, NUM_TOKEN_IDS, Driver, alone, ends, make_group, scores_alone
+from tests.support.beams import naive_search, random_logprobs
+from tests.support.fake_device import (
+    EOS,
+    NUM_TOKEN_IDS,
+    Driver,
+    alone,
+    ends,
+    make_beam_group,
+    make_group,
+    scores_alone,
+)
 
 
 def make_driver(
@@ -245,6 +256,55 @@ class Scheduling(RuleBasedStateMachine):
         assert counts.num_hits <= counts.num_queried
 
 
+class Searching(Scheduling):
+    """Beam searches among the others: what comes out is what a naive search finds, and a search has its seats and no more."""
+
+    @rule(
+        seed=st.integers(0, 2**32),
+        num_prompt=st.integers(1, 12),
+        beam=st.builds(
+            BeamSearchParams,
+            st.integers(1, 4),
+            st.integers(1, 12),
+            st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
+            st.sampled_from([False, True, "never"]),
+            stop_token_ids=st.sampled_from([(), (1, 2, 3, 4, 5)]),
+        ),
+    )
+    def add_search(self, seed: int, num_prompt: int, beam: BeamSearchParams) -> None:
+        first_id = self.driver.new_sequence_id()
+        for _ in range(2 * beam.beam_width - 1):
+            self.driver.new_sequence_id()
+        prompt = random.Random(seed % 5).choices(range(NUM_TOKEN_IDS), k=num_prompt)
+        group = make_beam_group(str(first_id), first_id, prompt, beam)
+        try:
+            self.driver.scheduler.add(group)
+        except CapacityError:
+            return
+        self.arrived.append(group)
+        self.accepted.append(group)
+
+    def verify(self, group: SequenceGroup) -> None:
+        if (beam := group.request.beam) is None:
+            return super().verify(group)
+        self.ended.add(group.request.request_id)
+        prompt = group.request.prompt_token_ids
+
+        def logprobs_of(output: tuple[int, ...]) -> Any:
+            known = (*prompt, *output)
+            return random_logprobs(known[-self.window :] if self.window else known, NUM_TOKEN_IDS)
+
+        want = naive_search(logprobs_of, beam, group.request.ending_token_ids, beam.max_tokens or 0)
+        found = {
+            tuple(sequence.output_token_ids): sequence.cumulative_logprob
+            / sequence.num_output_tokens**beam.length_penalty
+            for sequence in group.sequences
+        }
+        assert found == {one.token_ids: pytest.approx(one.score) for one in want}
+        assert len(found) == len(group.sequences)
+        return None
+
+
 class Swapping(Scheduling):
     """Narrowed to pools that are too small and a host that is not."""
 
@@ -273,7 +333,7 @@ class Caching(Scheduling):
 STATE_MACHINE = settings(max_examples=200, stateful_step_count=25)
 
 
-@pytest.mark.parametrize("machine", [Scheduling, Swapping, Caching])
+@pytest.mark.parametrize("machine", [Scheduling, Searching, Swapping, Caching])
 def test_scheduler_agrees_with_every_request_alone(machine: type[Scheduling]) -> None:
     run_state_machine_as_test(machine, settings=STATE_MACHINE)
 
@@ -401,6 +461,24 @@ def test_the_state_machine_sees_mistakes_of_scoring(machine: type[Scheduling], m
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
 
 
+class LeavesDroppedBlocks(BlockManager):
+    """A beam that falls out keeps its blocks."""
+
+    def release(self, sequence_id):
+        if len([i for i in self.sequence_ids if i not in self.pins]) < 3:
+            super().release(sequence_id)
+
+
+class SharesNothing(BlockManager):
+    """A fork has blocks of its own, with nothing in them."""
+
+    def fork(self, parent_id, child_id):
+        if child_id < 0:
+            return super().fork(parent_id, child_id)
+        num_tokens = len(self.block_table(parent_id)) * self.block_size
+        return self.reserve(child_id, 0, num_tokens) and None
+
+
 class SwapsWhatIsNotComputed(Scheduler):
     def _swap_out(self, group, draft):
         trim, self.block_manager.trim = self.block_manager.trim, lambda *_: None
@@ -459,6 +537,8 @@ class PinsForAll(BlockManager):
         (Swapping, SwapsWhatIsNotComputed),
         (Swapping, ForgetsToSwapIn),
         (Swapping, LeaksHostBlocks),
+        (Searching, LeavesDroppedBlocks),
+        (Searching, SharesNothing),
         (Scheduling, RanksBackwards),
         (Scheduling, SlidesTooFar),
         (Scheduling, NeverSlides),

@@ -1,6 +1,7 @@
 """How a request turns draws into text: strategies that see tokens and answer with edits, and never touch a block."""
 
 from jaxpage.decoding.advance import advance
+from jaxpage.decoding.beam import BeamStrategy, hypothesis_score
 from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.decoding.sampling import SamplingStrategy
 from jaxpage.decoding.stopping import Detokenizer, Stopping
@@ -8,6 +9,7 @@ from jaxpage.decoding.strategy import Draw, Strategy
 
 __all__ = [
     "Append",
+    "BeamStrategy",
     "Detokenizer",
     "Draw",
     "Drop",
@@ -19,4 +21,5 @@ __all__ = [
     "Stopping",
     "Strategy",
     "advance",
+    "hypothesis_score",
 ]

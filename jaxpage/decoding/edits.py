@@ -40,7 +40,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Drop:
-    """The sequence is given up and leaves no output (a beam that fell out)."""
+    """The sequence is given up and leaves no output: a beam that fell out, or one that has ended and is not among the best any more."""
 
     sequence_id: int
 

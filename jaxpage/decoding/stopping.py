@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from jaxpage.decoding.stop_strings import StopStrings
 from jaxpage.request import Request
@@ -18,6 +19,10 @@ class Detokenizer(Protocol):
 
     def flush(self) -> str:
         """The rest, incomplete characters included, when no more tokens come."""
+        ...
+
+    def fork(self) -> Self:
+        """Another one with the same past, which goes on by itself."""
         ...
 
 
@@ -66,6 +71,12 @@ class Stopping:
         if self._num_tokens >= self._max_tokens:
             return self._end(text, "length", None)
         return Verdict(text)
+
+    def fork(self) -> Self:
+        """Of a sequence that begins as this one."""
+        other = copy.copy(self)
+        other._detokenizer, other._strings = self._detokenizer.fork(), copy.copy(self._strings)
+        return other
 
     def _end(self, text: str, reason: str, stop_reason: int | None) -> Verdict:
         """The sequence ends here; what comes out of the detokenizer now may still complete a stop string."""

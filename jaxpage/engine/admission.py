@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from jaxpage.device.sampler import NUM_CANDIDATES
 from jaxpage.device.step_inputs import MAX_BIASES
 from jaxpage.errors import UnsupportedError
 from jaxpage.request import Request
@@ -43,7 +45,9 @@ class Admission:
         """Raises ValueError or UnsupportedError; returns if the request can be admitted."""
         if refused := unsupported(params):
             raise UnsupportedError(f"This version does not support {', '.join(refused)}")
-        assert isinstance(params, SamplingParams)
+        if isinstance(params, BeamSearchParams):
+            self._check_beams(len(prompt_token_ids), params)
+            params = _neutral(params)
         if params.priority and not self._has_priorities:
             raise UnsupportedError(f"priority={params.priority} needs scheduling_policy='priority'")
         if not prompt_token_ids:
@@ -67,17 +71,33 @@ class Admission:
         self._check_adjustments(params)
         self._check_choice(params, self._words(params))
 
+    def _check_beams(self, num_prompt_tokens: int, beam: BeamSearchParams) -> None:
+        num_ends = len(self._eos(beam).union(beam.stop_token_ids))
+        if min(beam.beam_width + num_ends, self._vocab_size) > NUM_CANDIDATES:
+            raise UnsupportedError(
+                f"beam_width={beam.beam_width} with {num_ends} end-of-sequence and stop ids takes {beam.beam_width + num_ends}"
+                f" candidates of each draw; {NUM_CANDIDATES} leave the device"
+            )
+        longest = min(beam.max_tokens or self._max_model_len, self._max_model_len - num_prompt_tokens)
+        try:
+            math.pow(max(longest, 1), abs(beam.length_penalty))
+        except OverflowError:
+            raise ValueError(
+                f"length_penalty={beam.length_penalty}: a length of {longest} to this power is no number"
+            ) from None
+
     def admit(
         self,
         request_id: str,
         prompt: str | None,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        asked: SamplingParams | BeamSearchParams,
         bad_word_token_ids: Words = (),
     ) -> Request:
-        """bad_word_token_ids: beside those of `params.bad_words`."""
-        self.check(prompt_token_ids, params)
+        """bad_word_token_ids: beside those of `bad_words`."""
+        self.check(prompt_token_ids, asked)
         self._check_words(bad_word_token_ids)
+        params, beam = (_neutral(asked), asked) if isinstance(asked, BeamSearchParams) else (asked, None)
         self._num_admitted += 1
         longest = self._max_model_len
         if params.max_tokens is not None:
@@ -91,6 +111,7 @@ class Admission:
             eos_token_ids=self._eos(params),
             max_total_tokens=longest,
             bad_word_token_ids=(*self._words(params), *bad_word_token_ids),
+            beam=beam,
         )
 
     def _check_adjustments(self, params: SamplingParams) -> None:
@@ -136,7 +157,7 @@ class Admission:
         if forbidden and forbidden.issuperset(allowed):
             raise ValueError(f"nothing could be drawn: {why[0]} {' or '.join(why[1:])}")
 
-    def _eos(self, params: SamplingParams) -> frozenset[int]:
+    def _eos(self, params: SamplingParams | BeamSearchParams) -> frozenset[int]:
         return frozenset() if params.ignore_eos else self._eos_token_ids
 
     def _drawn_seed(self) -> int:
@@ -149,3 +170,14 @@ class Admission:
                 raise TypeError(f"{name} must hold integers, but has {token_id!r}")
             if not 0 <= token_id < self._vocab_size:
                 raise ValueError(f"{name} has {token_id}, but the model's token ids are 0 to {self._vocab_size - 1}")
+
+
+def _neutral(beam: BeamSearchParams) -> SamplingParams:
+    """What a beam search has in common with sampling: its lengths and its ends. It draws nothing at random."""
+    return SamplingParams(
+        temperature=0.0,
+        seed=0,
+        max_tokens=beam.max_tokens,
+        ignore_eos=beam.ignore_eos,
+        stop_token_ids=beam.stop_token_ids,
+    )

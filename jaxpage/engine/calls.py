@@ -14,7 +14,7 @@ from jaxpage.interrupts import Interrupts, held_interrupts
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 
 class Order(NamedTuple):
@@ -22,7 +22,7 @@ class Order(NamedTuple):
 
     prompt: Prompt
     token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
 
 
 class Calls:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.decoding import Edit, Finish, Fork, SamplingStrategy, Strategy, advance
+from jaxpage.decoding import BeamStrategy, Edit, Finish, Fork, SamplingStrategy, Strategy, advance
 from jaxpage.engine.admission import Admission, Words
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.events import Events
@@ -73,7 +73,7 @@ class Engine:
         request_id: str,
         prompt: str | None,
         prompt_token_ids: TokenIds[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         bad_word_token_ids: Words = (),
     ) -> Reporter:
         """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool.
@@ -81,17 +81,21 @@ class Engine:
         bad_word_token_ids: beside those of `params.bad_words`.
         """
         request = self.admission.admit(request_id, prompt, prompt_token_ids, params, bad_word_token_ids)
-        first_id, *child_ids = range(self._num_sequences, self._num_sequences + request.num_sequences)
+        first_id, *other_ids = range(self._num_sequences, self._num_sequences + request.num_sequence_ids)
         sequence = Sequence(
             sequence_id=first_id,
             sample_index=0,
             num_prompt_tokens=len(request.prompt_token_ids),
             token_ids=list(request.prompt_token_ids),
         )
-        group = SequenceGroup(request, [sequence], child_ids=tuple(child_ids))
+        group = SequenceGroup(request, [sequence])
+        if request.beam:
+            group.reserved_ids = (first_id, *other_ids)
+        else:
+            group.child_ids = tuple(other_ids)
         self.scheduler.add(group)
-        self._num_sequences += request.num_sequences
-        strategy = SamplingStrategy(request, lambda: self._new_detokenizer(request))
+        self._num_sequences += request.num_sequence_ids
+        strategy = self._new_strategy(group)
         for sequence_id in group.sequence_ids:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
@@ -207,6 +211,12 @@ class Engine:
         for sequence_id in group.sequence_ids:
             self._strategies.pop(sequence_id, None)
             self._groups.pop(sequence_id, None)
+
+    def _new_strategy(self, group: SequenceGroup) -> Strategy:
+        request = group.request
+        if request.beam:
+            return BeamStrategy(request, group.reserved_ids, lambda: self._new_detokenizer(request))
+        return SamplingStrategy(request, lambda: self._new_detokenizer(request))
 
     def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
         if self.tokenizer is None:

@@ -15,12 +15,13 @@ import numpy as np
 
 from jaxpage.decoding import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.request import SequenceGroup
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduling.plan import StepPlan, StepResult
 
 Record = dict[str, Any]
 
 _NEUTRAL = SamplingParams()
+_NEUTRAL_BEAM = BeamSearchParams(1)
 
 
 class Events:
@@ -72,7 +73,7 @@ class Recorder(Events):
             request_id=request.request_id,
             sequences=group.sequence_ids,
             prompt_token_ids=list(request.prompt_token_ids),
-            params=_given(request.params),
+            **({"beam": _given_beam(request.beam)} if request.beam else {"params": _given(request.params)}),
             seed=request.seed,
             eos_token_ids=sorted(request.eos_token_ids),
             max_total_tokens=request.max_total_tokens,
@@ -162,6 +163,13 @@ def _given(params: SamplingParams) -> Record:
     """The parameters that are not at their default. The seed stands beside them, resolved."""
     fields = (field.name for field in dataclasses.fields(params) if field.name != "seed")
     return {name: getattr(params, name) for name in fields if getattr(params, name) != getattr(_NEUTRAL, name)}
+
+
+def _given_beam(beam: BeamSearchParams) -> Record:
+    """The width, and what is not at its default."""
+    fields = (field.name for field in dataclasses.fields(beam))
+    given = {name: getattr(beam, name) for name in fields if getattr(beam, name) != getattr(_NEUTRAL_BEAM, name)}
+    return {"beam_width": beam.beam_width, **given}
 
 
 def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:

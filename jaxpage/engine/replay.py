@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from jaxpage.argument_checks import shown
-from jaxpage.decoding import Edit, Finish, SamplingStrategy
+from jaxpage.decoding import BeamStrategy, Draw, Edit, Finish, SamplingStrategy, Strategy
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import LogReader, encoded
@@ -26,8 +26,8 @@ from jaxpage.engine.log_header import compare_engines, header, logged_config, re
 from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.request import Request
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.request import SequenceGroup
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 _LEGENDS = {  # what the entries of a list are, for whoever reads a difference
     "rows": "[sequence, first position, tokens]",
@@ -138,16 +138,17 @@ class Replay:
 
     def _add(self, record: Record) -> None:
         try:
-            params = _without_text(record)["params"]
-            given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
-            sampling = SamplingParams(**given, seed=record["seed"])
             words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
-            self._engine.add(record["request_id"], None, record["prompt_token_ids"], sampling, words)
+            self._engine.add(record["request_id"], None, record["prompt_token_ids"], _params(record), words)
         except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
             self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
+        strategy: Strategy | None = None
         for sequence_id in record["sequences"]:
-            request = self._engine._groups[sequence_id].request
-            self._engine._strategies[sequence_id] = _LoggedEnds(request, self._ends)
+            strategy = strategy or self._without_text(self._engine._groups[sequence_id])
+            self._engine._strategies[sequence_id] = strategy
+
+    def _without_text(self, group: SequenceGroup) -> Strategy:
+        return (_LoggedBeams if group.request.beam else _LoggedEnds)(group, self._ends)
 
     def _pin(self, record: Record) -> None:
         try:
@@ -230,13 +231,32 @@ class _Differs(_Leave):
 class _LoggedEnds(SamplingStrategy):
     """A replay has no text. What text decided (a stop string, an error on the way to text) is therefore taken from the log."""
 
-    def __init__(self, request: Request, ends: Mapping[int, Finish]) -> None:
-        super().__init__(request, NoText)
+    def __init__(self, group: SequenceGroup, ends: Mapping[int, Finish]) -> None:
+        super().__init__(group.request, NoText)
         self._ends = ends
 
     def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:
         end = self._ends.get(sequence_id)
         return super()._advance(sequence_id, token_id, logprobs) if end is None else [end]
+
+
+class _LoggedBeams(BeamStrategy):
+    """The same of a beam search, all of whose beams end with such an error."""
+
+    def __init__(self, group: SequenceGroup, ends: Mapping[int, Finish]) -> None:
+        super().__init__(group.request, group.reserved_ids, NoText)
+        self._ends = ends
+
+    def advance(self, draws: Sequence[Draw]) -> list[Edit]:
+        ends = [self._ends[draw.sequence_id] for draw in draws if draw.sequence_id in self._ends]
+        return list(ends) if ends and all(draw.token_id >= 0 for draw in draws) else super().advance(draws)
+
+
+def _params(record: Record) -> SamplingParams | BeamSearchParams:
+    """What an arrival asked for. Raises LookupError, TypeError or ValueError if it makes no sense."""
+    fields = _without_text(record)["beam" if "beam" in record else "params"]
+    given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return BeamSearchParams(**given) if "beam" in record else SamplingParams(**given, seed=record["seed"])
 
 
 def _ends_by_text(result: Record) -> dict[int, Finish]:

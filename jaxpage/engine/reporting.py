@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from jaxpage.decoding import hypothesis_score
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from jaxpage.request import Sequence, SequenceGroup
+from jaxpage.sampling_params import BeamSearchParams
 
 
 class Reporter:
@@ -29,6 +31,8 @@ class Reporter:
         return sum(sequence.num_output_tokens for sequence in self._group.sequences)
 
     def whole(self) -> RequestOutput:
+        if beam := self._group.request.beam:
+            return self._output(self._hypotheses(beam), self._prompt_logprobs())
         completions = [self._completion(sequence, 0, 0) for sequence in self._group.sequences]
         best = self._best(completions) if self._group.request.params.ranks else completions
         return self._output(best, self._prompt_logprobs())
@@ -54,8 +58,19 @@ class Reporter:
             assert completion.cumulative_logprob is not None
             return completion.finish_reason == "error", -completion.cumulative_logprob
 
-        best = sorted(completions, key=rank)[: self._group.request.params.n]
-        return [replace(completion, index=index) for index, completion in enumerate(best)]
+        return _numbered(sorted(completions, key=rank)[: self._group.request.params.n])
+
+    def _hypotheses(self, beam: BeamSearchParams) -> list[CompletionOutput]:
+        """The result of a beam search, the best first. One that was cut short has none: then the beams that were."""
+        sequences = self._group.sequences
+        cut_short = [sequence for sequence in sequences if sequence.finish_reason in ("abort", "error")]
+        completions = []
+        for sequence in cut_short or sequences:
+            num_tokens = sequence.num_output_tokens
+            score = hypothesis_score(sequence.cumulative_logprob, max(num_tokens, 1), beam.length_penalty)
+            completions.append(replace(self._completion(sequence, 0, 0), score=score if num_tokens else None))
+        ranked = sorted(completions, key=lambda completion: -(completion.score or 0.0))
+        return _numbered(ranked[: beam.n or beam.beam_width])
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """None unless they are wanted and complete. Nothing stands before the first token: it has none."""
@@ -85,7 +100,7 @@ class Reporter:
             index=sequence.sample_index,
             text=sequence.text[characters:],
             token_ids=sequence.token_ids[sequence.num_prompt_tokens + tokens :],
-            cumulative_logprob=None if params.num_logprobs is None else sequence.cumulative_logprob,
+            cumulative_logprob=None if self._group.request.num_logprobs is None else sequence.cumulative_logprob,
             logprobs=None if wanted is None else [self._logprobs(one, wanted) for one in sequence.logprobs[tokens:]],
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
@@ -102,3 +117,7 @@ class Reporter:
 
     def _decoded(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token_id])
+
+
+def _numbered(completions: list[CompletionOutput]) -> list[CompletionOutput]:
+    return [replace(completion, index=index) for index, completion in enumerate(completions)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import AutoTokenizer
 
@@ -74,6 +75,11 @@ class StreamDetokenizer:
         """What is held back, with the replacement character for bytes that never became one."""
         return self._take(self._decode(self._window))
 
+    def fork(self) -> Self:
+        other = copy.copy(self)
+        other._window = self._window.copy()
+        return other
+
     def _take(self, text: str) -> str:
         """What `text` has beyond what is known; the window moves on to the tokens that brought it."""
         if new := text[_num_common(self._known, text) :]:
@@ -100,3 +106,6 @@ class NoText:
 
     def flush(self) -> str:
         return ""
+
+    def fork(self) -> Self:
+        return self

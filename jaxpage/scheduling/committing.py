@@ -17,7 +17,7 @@ def apply_edit(edit: Edit, sequences: Sequences, block_manager: BlockManager) ->
     if sequence_id not in sequences:
         return None
     group, sequence = sequences[sequence_id]
-    assert sequence.finish_reason is None, f"{edit} comes after the end of its sequence"
+    assert sequence.finish_reason is None or type(edit) is Drop, f"{edit} comes after the end of its sequence"
     match edit:
         case Append():
             _append(sequence, edit)
@@ -29,7 +29,8 @@ def apply_edit(edit: Edit, sequences: Sequences, block_manager: BlockManager) ->
             sequences[child.sequence_id] = (group, child)
             block_manager.fork(edit.parent_id, edit.child_id)
         case Drop():
-            block_manager.release(sequence_id)
+            if not sequence.finished:  # who has ended owns no block any more
+                block_manager.release(sequence_id)
             group.sequences.remove(sequence)
             del sequences[sequence_id]
         case Finish():

@@ -110,7 +110,7 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
 
 def suppressed_token_ids(request: Request) -> tuple[int, ...]:
     """What may not be drawn below min_tokens: every token that would end the sequence."""
-    return tuple(sorted(request.eos_token_ids | set(request.params.stop_token_ids)))
+    return tuple(sorted(request.ending_token_ids))
 
 
 def ends_of_bad_words(words: Items[tuple[int, ...]], known: list[int], num_prompt_tokens: int) -> set[int]:

@@ -11,13 +11,15 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxpage.decoding import Append, Edit, Finish, Fork, Score
+from jaxpage.decoding import Append, BeamStrategy, Draw, Edit, Finish, Fork, Score
+from jaxpage.engine.text import NoText
 from jaxpage.memory import BlockManager
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduling import Scheduler, StepPlan
 from jaxpage.scheduling.queues import ByPriority, FirstCome
+from tests.support.beams import likeliest, random_logprobs
 
 EOS = 7
 NUM_TOKEN_IDS = 40
@@ -57,6 +59,24 @@ def make_group(
         max_total_tokens=len(token_ids) + max_tokens,
     )
     return SequenceGroup(request, [Sequence(sequence_id, 0, len(token_ids), list(token_ids))])
+
+
+def make_beam_group(request_id: str, first_id: int, prompt: Iterable[int], beam: BeamSearchParams) -> SequenceGroup:
+    """Its forks take the ids that follow the first."""
+    token_ids = tuple(prompt)
+    assert beam.max_tokens is not None
+    request = Request(
+        request_id=request_id,
+        prompt=None,
+        prompt_token_ids=token_ids,
+        params=SamplingParams(temperature=0.0, max_tokens=beam.max_tokens, stop_token_ids=beam.stop_token_ids),
+        seed=0,
+        eos_token_ids=frozenset({EOS}),
+        max_total_tokens=len(token_ids) + beam.max_tokens,
+        beam=beam,
+    )
+    reserved = tuple(range(first_id, first_id + request.num_sequence_ids))
+    return SequenceGroup(request, [Sequence(first_id, 0, len(token_ids), list(token_ids))], reserved_ids=reserved)
 
 
 def alone(request: Request, sample_index: int = 0, window: int | None = None) -> list[int]:
@@ -171,6 +191,7 @@ class Driver:
         self.device = FakeDevice(manager.pool.num_blocks, manager.block_size, manager.sliding_window)
         self.new_sequence_id = itertools.count(1_000_000).__next__
         self.plans: list[StepPlan] = []
+        self.searches: dict[str, BeamStrategy] = {}  # by request id, once they have drawn
         self._steps_missed = (None, 0)  # in a row, by the running group of the lowest rank
 
     def step(self, change: EditsOf | None = None) -> list[SequenceGroup]:
@@ -194,14 +215,23 @@ class Driver:
             context = self.device.context(row.block_table, row.context_length)
             assert context == context_of(known, roots[row.sequence_id]), "computed behind another prefix"
         edits = self.scores(plan)
+        draws: dict[str, list[Draw]] = {}
         for sample, token_id in zip(plan.samples, token_ids, strict=True):
             parent_id = plan.rows[sample.row].sequence_id
             group, sequence = sequences[parent_id]
-            if sample.sequence_id != parent_id:
+            if request := group.request.beam and group.request:
+                context = self.device.read(plan.rows[sample.row].block_table, sample.position)
+                candidates = likeliest(random_logprobs(tuple(context), NUM_TOKEN_IDS), request.num_logprobs or 0)
+                draws.setdefault(request.request_id, []).append(Draw(parent_id, candidates.token_id, candidates))
+                if request.request_id not in self.searches:
+                    self.searches[request.request_id] = BeamStrategy(request, group.reserved_ids, NoText)
+            elif sample.sequence_id != parent_id:
                 edits.append(Fork(parent_id, sample.sequence_id, sample.sample_index))
                 edits += self.appended(group.request, sequence.token_ids, sample.sequence_id, token_id)
             else:
                 edits += (change or self.edits_of)(group, sequence, token_id)
+        for request_id, drawn in draws.items():
+            edits += self.searches[request_id].advance(drawn)
         touched = scheduler.commit(plan, edits)
         scheduler.check()
         check_cached(scheduler.block_manager, self.device)

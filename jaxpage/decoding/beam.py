@@ -1,0 +1,171 @@
+"""Beam search: of all continuations of all beams the likeliest go on, and what ended competes by its score.
+
+The tokens and scores are those of Hugging Face's `generate(num_beams=...)`; its `_beam_search` is the definition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork
+from jaxpage.decoding.stopping import Detokenizer, Stopping
+from jaxpage.decoding.strategy import Draw, refusal
+from jaxpage.outputs import TokenLogprobs
+from jaxpage.request import Request
+
+
+def hypothesis_score(cumulative_logprob: float, num_tokens: int, length_penalty: float) -> float:
+    """What hypotheses of several lengths are compared by. `num_tokens` are those of the output, the one that ended it included."""
+    return cumulative_logprob / math.pow(num_tokens, length_penalty)
+
+
+class _Beam(NamedTuple):
+    """A sequence that goes on."""
+
+    sequence_id: int
+    cumulative_logprob: float
+    stopping: Stopping
+
+
+class _Candidate(NamedTuple):
+    """A beam and one more token."""
+
+    parent: _Beam
+    token: TokenLogprobs  # without the candidates beside it
+    cumulative_logprob: float
+
+
+class _Hypothesis(NamedTuple):
+    """What has ended: a sequence, or a candidate that becomes one if it is kept."""
+
+    score: float
+    ended: int | _Candidate
+
+
+class BeamStrategy:
+    """Beam search of one request.
+
+    Every beam is a sequence, and so is every hypothesis that has ended and is among the best so far. A hypothesis ends with one of the
+    best `beam_width` candidates of a step or not at all; the others beyond them only make sure that as many beams go on. Where there are
+    fewer continuations than beams, fewer go on, and fewer hypotheses than asked for may come out. A single beam is greedy decoding.
+    """
+
+    def __init__(
+        self, request: Request, sequence_ids: Sequence[int], new_detokenizer: Callable[[], Detokenizer]
+    ) -> None:
+        """sequence_ids: that of the first sequence, then those that its forks may have: as many as `Request.num_sequence_ids`."""
+        assert request.beam is not None and len(sequence_ids) == request.num_sequence_ids
+        self._beam = request.beam
+        self._ending_token_ids = request.ending_token_ids
+        self._most_tokens = request.max_total_tokens - len(request.prompt_token_ids)
+        self._sequence_ids = tuple(sequence_ids)
+        self._num_tokens = 0  # of the output of each beam
+        self._beams = [_Beam(sequence_ids[0], 0.0, Stopping(request, new_detokenizer()))]  # the likeliest first
+        self._best: list[_Hypothesis] = []  # the best that have ended, the best of them first
+
+    def advance(self, draws: Sequence[Draw]) -> list[Edit]:
+        """One more token for every beam. The order of the draws makes no difference."""
+        bad = next((draw for draw in draws if draw.token_id < 0), None)
+        if bad is not None:
+            return self._fail(refusal(bad))
+        self._num_tokens += 1
+        is_last = self._num_tokens >= self._most_tokens
+        ranked = self._ranked(draws)
+        ended = [c for c in ranked[: self._beam.beam_width] if is_last or self._is_end(c)]
+        going = [] if is_last else [c for c in ranked if not self._is_end(c)][: self._beam.beam_width]
+        best = self._merged(ended)
+        if not going or self._is_over(going[0], best):
+            going, best = [], best[: self._beam.n or self._beam.beam_width]
+        return self._edits(going, best)
+
+    def _ranked(self, draws: Sequence[Draw]) -> list[_Candidate]:
+        """The candidates of all beams, the likeliest first; of equals that of the likelier beam."""
+        drawn = {draw.sequence_id: draw.logprobs for draw in draws}
+        assert drawn.keys() == {beam.sequence_id for beam in self._beams}, "beams draw together"
+        candidates = [c for beam in self._beams for c in _candidates(beam, drawn[beam.sequence_id])]
+        return sorted(candidates, key=lambda candidate: -candidate.cumulative_logprob)
+
+    def _is_end(self, candidate: _Candidate) -> bool:
+        return candidate.token.token_id in self._ending_token_ids
+
+    def _merged(self, ended: Iterable[_Candidate]) -> list[_Hypothesis]:
+        """The best of what had ended and of what ends now."""
+        new = [
+            _Hypothesis(self._score(candidate.cumulative_logprob, self._num_tokens), candidate) for candidate in ended
+        ]
+        return sorted([*self._best, *new], key=lambda hypothesis: -hypothesis.score)[: self._beam.beam_width]
+
+    def _is_over(self, likeliest: _Candidate, best: list[_Hypothesis]) -> bool:
+        """Whether nothing is expected of the beams any more; `likeliest` is the first of those that could go on."""
+        width, early = self._beam.beam_width, self._beam.early_stopping
+        if len(best) < width:
+            return False
+        if early is True or width == 1:
+            return True
+        longest = early == "never" and self._beam.length_penalty > 0.0  # then length can only help
+        num_tokens = self._most_tokens if longest else self._num_tokens
+        return self._score(likeliest.cumulative_logprob, num_tokens) <= best[-1].score
+
+    def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
+        return hypothesis_score(cumulative_logprob, num_tokens, self._beam.length_penalty)
+
+    def _edits(self, going: list[_Candidate], best: list[_Hypothesis]) -> list[Edit]:
+        """Who is not continued is dropped, then sequences are forked, then all grow: a fork is its parent as it was before."""
+        continued = [*going, *(hypothesis.ended for hypothesis in best if isinstance(hypothesis.ended, _Candidate))]
+        kept = {candidate.parent.sequence_id for candidate in continued} | _sequences(best)
+        had = [*(beam.sequence_id for beam in self._beams), *sorted(_sequences(self._best))]
+        edits: list[Edit] = [Drop(sequence_id) for sequence_id in had if sequence_id not in kept]
+        sequence_ids, forks = self._placed(continued, kept)
+        edits += forks
+        self._beams = []
+        for sequence_id, candidate in zip(sequence_ids, continued, strict=True):
+            edits += self._grown(sequence_id, candidate)
+        new_ids = iter(sequence_ids[len(going) :])
+        self._best = [h if isinstance(h.ended, int) else h._replace(ended=next(new_ids)) for h in best]
+        return edits
+
+    def _placed(self, continued: list[_Candidate], kept: set[int]) -> tuple[list[int], list[Edit]]:
+        """The sequence of each candidate, and the forks for it: the first continuation of a beam keeps the beam's own.
+
+        Drops come before, so that twice as many ids as beams are enough.
+        """
+        free_ids = iter([sequence_id for sequence_id in self._sequence_ids if sequence_id not in kept])
+        sequence_ids: list[int] = []
+        forks: list[Edit] = []
+        for parent_id in (candidate.parent.sequence_id for candidate in continued):
+            if parent_id in sequence_ids:
+                sequence_ids.append(next(free_ids))
+                forks.append(Fork(parent_id, sequence_ids[-1], 0))
+            else:
+                sequence_ids.append(parent_id)
+        return sequence_ids, forks
+
+    def _grown(self, sequence_id: int, candidate: _Candidate) -> list[Edit]:
+        """The candidate's token becomes its sequence's. Whether that ends it, and what text it has, is as in sampling."""
+        stopping = candidate.parent.stopping.fork()
+        verdict = stopping.push(candidate.token.token_id)
+        append = Append(sequence_id, candidate.token.token_id, verdict.text, candidate.token)
+        if verdict.reason is None:
+            self._beams.append(_Beam(sequence_id, candidate.cumulative_logprob, stopping))
+            return [append]
+        return [append, Finish(sequence_id, verdict.reason, verdict.stop_reason, verdict.last_text)]
+
+    def _fail(self, reason: Finish) -> list[Edit]:
+        """No search goes on beside a beam that cannot: all of them end so, and nothing else comes out."""
+        ends = [Finish(beam.sequence_id, reason.reason, reason.stop_reason) for beam in self._beams]
+        return [*(Drop(sequence_id) for sequence_id in sorted(_sequences(self._best))), *ends]
+
+
+def _candidates(beam: _Beam, logprobs: TokenLogprobs | None) -> Iterator[_Candidate]:
+    """The likeliest tokens behind a beam, but for those that cannot come."""
+    assert logprobs is not None
+    for rank, (token_id, logprob) in enumerate(zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True), 1):
+        if logprob > -math.inf:
+            yield _Candidate(beam, TokenLogprobs(token_id, logprob, rank), beam.cumulative_logprob + logprob)
+
+
+def _sequences(hypotheses: Iterable[_Hypothesis]) -> set[int]:
+    """The hypotheses among these that are sequences already."""
+    return {hypothesis.ended for hypothesis in hypotheses if isinstance(hypothesis.ended, int)}

@@ -1,0 +1,551 @@
+"""Beam search: the strategy against a naive one and all hypotheses there are; the same through engines whatever happens around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import jaxpage.decoding.beam as beam_module
+from jaxpage import BeamSearchParams, SamplingParams
+from jaxpage.decoding import Append, BeamStrategy, Draw, Drop, Edit, Finish, Fork
+from jaxpage.engine.text import NoText, StreamDetokenizer
+from jaxpage.errors import CapacityError, UnsupportedError
+from jaxpage.outputs import TokenLogprobs
+from jaxpage.request import Request
+from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
+from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+PROMPT = (5, 6, 7)
+
+
+def request_of(beam: BeamSearchParams, eos: Sequence[int] = (), most_tokens: int = 6) -> Request:
+    return Request(
+        request_id="beams",
+        prompt=None,
+        prompt_token_ids=PROMPT,
+        params=SamplingParams(
+            temperature=0.0, max_tokens=most_tokens, ignore_eos=beam.ignore_eos, stop_token_ids=beam.stop_token_ids
+        ),
+        seed=0,
+        eos_token_ids=frozenset(eos),
+        max_total_tokens=len(PROMPT) + most_tokens,
+        beam=beam,
+    )
+
+
+@dataclasses.dataclass
+class Text:
+    """A sequence as an executor of edits sees it."""
+
+    token_ids: tuple[int, ...] = ()
+    total: float = 0.0
+    text: str = ""
+    end: Finish | None = None
+
+
+class World:
+    """Runs a strategy on log probabilities that depend on the text alone, and is strict about every edit."""
+
+    def __init__(self, strategy: BeamStrategy, request: Request, key: object, num_token_ids: int) -> None:
+        self.strategy, self.request, self.key, self.num_token_ids = strategy, request, key, num_token_ids
+        self.texts = {0: Text()}
+        self.num_forks = 0
+
+    def logprobs_of(self, token_ids: tuple[int, ...]) -> np.ndarray:
+        return random_logprobs((self.key, token_ids), self.num_token_ids)
+
+    def run(self) -> list[Found]:
+        beam = self.request.beam
+        assert beam is not None
+        while live := [i for i, text in self.texts.items() if text.end is None]:
+            assert len(live) <= beam.beam_width and len(self.texts) - len(live) <= beam.beam_width
+            assert len({len(self.texts[i].token_ids) for i in live}) == 1, "in lock step"
+            random.Random(len(self.texts)).shuffle(live)
+            draws = []
+            for i in live:
+                top = likeliest(self.logprobs_of(self.texts[i].token_ids), self.request.num_logprobs or 0)
+                draws.append(Draw(i, top.token_id, top))
+            for edit in self.strategy.advance(draws):
+                self.apply(edit)
+        assert all(text.end is not None for text in self.texts.values())
+        best = [
+            Found(text.token_ids, beam_module.hypothesis_score(text.total, len(text.token_ids), beam.length_penalty))
+            for text in self.texts.values()
+        ]
+        return sorted(best, key=lambda found: -found.score)
+
+    def apply(self, edit: Edit) -> None:
+        match edit:
+            case Drop(sequence_id):
+                del self.texts[sequence_id]
+            case Fork(parent_id, child_id):
+                assert child_id not in self.texts and child_id in range(self.request.num_sequence_ids)
+                assert self.texts[parent_id].end is None
+                self.texts[child_id] = dataclasses.replace(self.texts[parent_id])
+                self.num_forks += 1
+            case Append(sequence_id, token_id, text, logprobs):
+                grown = self.texts[sequence_id]
+                assert grown.end is None and logprobs is not None and logprobs.token_id == token_id
+                assert logprobs.logprob == self.logprobs_of(grown.token_ids)[token_id]
+                assert not logprobs.top_token_ids
+                grown.token_ids, grown.text = (*grown.token_ids, token_id), grown.text + text
+                grown.total += logprobs.logprob
+            case Finish(sequence_id, _, _, text):
+                assert self.texts[sequence_id].end is None
+                self.texts[sequence_id].end, self.texts[sequence_id].text = edit, self.texts[sequence_id].text + text
+
+
+BEAMS = st.builds(
+    BeamSearchParams,
+    beam_width=st.integers(1, 6),
+    length_penalty=st.sampled_from([-1.5, -0.5, 0.0, 0.5, 1.0, 1.0, 2.0]),
+    early_stopping=st.sampled_from([False, False, True, "never"]),
+    stop_token_ids=st.sampled_from([(), (), (1,), (1, 2, 3)]),
+)
+CASES = {
+    "beam": BEAMS,
+    "n": st.integers(1, 6),
+    "eos": st.sampled_from([(), (0,), (0,), (0, 2)]),
+    "most_tokens": st.integers(1, 12),
+    "num_token_ids": st.integers(4, 9),
+    "key": st.integers(0, 10_000),
+}
+
+
+def check_search(
+    beam: BeamSearchParams, n: int, eos: tuple[int, ...], most_tokens: int, num_token_ids: int, key: int
+) -> None:
+    """Tokens, scores, reasons of the strategy are those of the naive search."""
+    beam = dataclasses.replace(beam, n=min(n, beam.beam_width))
+    request = request_of(beam, eos, most_tokens)
+    ends = {*eos, *beam.stop_token_ids}
+    strategy = BeamStrategy(request, range(request.num_sequence_ids), NoText)
+    world = World(strategy, request, key, num_token_ids)
+    found = world.run()
+    want = naive_search(world.logprobs_of, beam, ends, most_tokens)
+    assert [one.token_ids for one in found] == [one.token_ids for one in want]
+    assert [one.score for one in found] == pytest.approx([one.score for one in want], rel=1e-12)
+    for text in world.texts.values():
+        assert text.end is not None
+        last = text.token_ids[-1]
+        stop_id = last if last in beam.stop_token_ids and last not in eos else None
+        assert (text.end.reason, text.end.stop_reason) == (("stop", stop_id) if last in ends else ("length", None))
+        assert not ends.intersection(text.token_ids[:-1])
+
+
+@settings(max_examples=400)
+@given(**CASES)
+def test_the_strategy_is_the_naive_search(**case: Any) -> None:
+    check_search(**case)
+
+
+class WrongSign(BeamStrategy):
+    def _score(self, cumulative_logprob, num_tokens):
+        return cumulative_logprob * math.pow(num_tokens, self._beam.length_penalty)
+
+
+class NeverStopsEarly(BeamStrategy):
+    def _is_over(self, likeliest, best):
+        return False
+
+
+class StopsWhenFull(BeamStrategy):
+    def _is_over(self, likeliest, best):
+        return len(best) == self._beam.beam_width
+
+
+class HopesForNoLength(BeamStrategy):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        if self._beam.early_stopping == "never":
+            self._beam = dataclasses.replace(self._beam, early_stopping=False)
+
+
+class EndsAnywhere(BeamStrategy):
+    """A candidate beyond the first W ends, too."""
+
+    def _ranked(self, draws):
+        ranked = super()._ranked(draws)
+        return sorted(ranked, key=lambda c: not self._is_end(c))
+
+
+class OnlyTheFirstOfABeam(BeamStrategy):
+    """Too few candidates of each beam."""
+
+    def _ranked(self, draws):
+        return [c for c in super()._ranked(draws) if c.token.rank <= self._beam.beam_width]
+
+
+class ForksAfterAppends(BeamStrategy):
+    def _edits(self, going, best):
+        return sorted(super()._edits(going, best), key=lambda edit: isinstance(edit, Fork))
+
+
+class DropsTooLate(BeamStrategy):
+    def _edits(self, going, best):
+        return sorted(super()._edits(going, best), key=lambda edit: isinstance(edit, Drop))
+
+
+class DropsNoHypothesis(BeamStrategy):
+    def _edits(self, going, best):
+        ended = beam_module._sequences(self._best)
+        edits = super()._edits(going, best)
+        return [edit for edit in edits if not (isinstance(edit, Drop) and edit.sequence_id in ended)]
+
+
+class SharesItsText(BeamStrategy):
+    """A fork's end of text is its parent's."""
+
+    def _grown(self, sequence_id, candidate):
+        candidate.parent.stopping.fork = lambda: candidate.parent.stopping
+        return super()._grown(sequence_id, candidate)
+
+
+class ForgetsTheSum(BeamStrategy):
+    def _ranked(self, draws):
+        return sorted(super()._ranked(draws), key=lambda c: -c.token.logprob)
+
+
+class EndIsNotCounted(BeamStrategy):
+    def _merged(self, ended):
+        self._num_tokens -= 1
+        try:
+            return super()._merged(ended)
+        finally:
+            self._num_tokens += 1
+
+    def _score(self, cumulative_logprob, num_tokens):
+        return super()._score(cumulative_logprob, max(num_tokens, 1))
+
+
+@pytest.mark.parametrize(
+    "mistaken",
+    [
+        WrongSign,
+        NeverStopsEarly,
+        StopsWhenFull,
+        HopesForNoLength,
+        EndsAnywhere,
+        OnlyTheFirstOfABeam,
+        ForksAfterAppends,
+        DropsTooLate,
+        DropsNoHypothesis,
+        SharesItsText,
+        ForgetsTheSum,
+        EndIsNotCounted,
+    ],
+)
+def test_planted_mistakes_are_seen(mistaken: type[BeamStrategy], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.BeamStrategy", mistaken)
+
+    @settings(max_examples=2500, phases=[Phase.generate])
+    @given(**CASES)
+    def check(**case: Any) -> None:
+        check_search(**case)
+
+    with pytest.raises((AssertionError, KeyError, StopIteration, RuntimeError, BaseExceptionGroup)):
+        check()
+
+
+@settings(max_examples=60)
+@given(
+    num_token_ids=st.integers(2, 3),
+    most_tokens=st.integers(1, 4),
+    length_penalty=st.sampled_from([-1.0, 0.0, 0.7, 2.0]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    ends=st.sampled_from([(), (0,), (0, 1)]),
+    key=st.integers(0, 1000),
+)
+def test_a_width_that_holds_every_hypothesis_finds_the_best(
+    num_token_ids: int, most_tokens: int, length_penalty: float, early_stopping: Any, ends: tuple[int, ...], key: int
+) -> None:
+    width = num_token_ids**most_tokens
+    beam = BeamSearchParams(width, length_penalty=length_penalty, early_stopping=early_stopping, stop_token_ids=ends)
+    request = request_of(beam, (), most_tokens)
+    world = World(BeamStrategy(request, range(2 * width), NoText), request, key, num_token_ids)
+    want = all_hypotheses(world.logprobs_of, length_penalty, ends, most_tokens)
+    found = world.run()
+    assert [one.token_ids for one in found] == [one.token_ids for one in want]
+    assert [one.score for one in found] == pytest.approx([one.score for one in want])
+
+
+class Bytes:
+    """A tokenizer whose token ids are parts of characters."""
+
+    parts = (b"a", b"\xc3", b"\xa9", b" ", b"\xe2", b"\x82", b"\xac", b".")
+
+    @property
+    def backend_tokenizer(self) -> Bytes:
+        return self
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self.parts[token_id] for token_id in token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("key", range(20))
+def test_the_text_of_a_hypothesis_is_that_of_its_tokens(key: int) -> None:
+    """Where beams part within a character, too. What ends a hypothesis brings no text."""
+
+    def new() -> StreamDetokenizer:
+        return StreamDetokenizer(Bytes(), PROMPT, skip_special_tokens=True)
+
+    beam = BeamSearchParams(4, stop_token_ids=[7], early_stopping="never", length_penalty=2.0)
+    request = request_of(beam, (), 9)
+    world = World(BeamStrategy(request, range(8), new), request, key, 8)
+    world.run()
+    assert world.num_forks > 5
+    for text in world.texts.values():
+        detokenizer = new()
+        shown = [detokenizer.push(token_id) for token_id in text.token_ids if token_id != 7]
+        assert text.text == "".join(shown) + detokenizer.flush()
+
+
+def test_a_draw_that_is_none_ends_the_whole_search() -> None:
+    likely = int(random_logprobs((3, ()), 4).argmax())
+    request = request_of(BeamSearchParams(3, stop_token_ids=[likely]))
+    world = World(BeamStrategy(request, range(6), NoText), request, 3, 4)
+    for edit in world.strategy.advance([Draw(0, 1, likeliest(world.logprobs_of(()), 4))]):
+        world.apply(edit)
+    live = [i for i, text in world.texts.items() if text.end is None]
+    assert len(live) == 3 and len(world.texts) == 4
+    for edit in world.strategy.advance([Draw(i, -1 if i == live[1] else 0) for i in live]):
+        world.apply(edit)
+    ends = [text.end for text in world.texts.values()]
+    assert [end and (end.reason, end.stop_reason) for end in ends] == [
+        ("error", "the model's logits are not finite")
+    ] * 3
+
+
+def test_beams_draw_together() -> None:
+    request = request_of(BeamSearchParams(2))
+    with pytest.raises(AssertionError, match="together"):
+        BeamStrategy(request, range(4), NoText).advance([Draw(1, 0, TokenLogprobs(0, -1.0, 1, (0,), (-1.0,)))])
+
+
+# ---- through engines
+
+WIDE = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
+SMALL_POOL = {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32}
+ENGINES = {  # in shapes that tests/test_parallel_sampling.py has compiled
+    "recompute": SMALL_POOL,
+    "swap": {**SMALL_POOL, "preemption_mode": "swap", "enable_prefix_caching": False},
+    "fair and mixed": {
+        **SMALL_POOL,
+        "preemption_mode": "auto",
+        "scheduling_policy": "fair",
+        "enable_mixed_steps": True,
+    },
+    "blocks of 8": {"block_size": 8, "num_blocks": 257, "enable_prefix_caching": False},
+    "window": {**SMALL_POOL, "preemption_mode": "swap"},
+}
+LENGTHS = (1, 5, 16, 33, 50)
+STOPS = tuple(range(100, 130))
+PARAMS = [  # by prompt
+    BeamSearchParams(4, max_tokens=14, stop_token_ids=STOPS),
+    BeamSearchParams(2, max_tokens=20, length_penalty=-0.5, stop_token_ids=STOPS),
+    BeamSearchParams(3, max_tokens=14, ignore_eos=True),
+    BeamSearchParams(4, 18, length_penalty=2.0, early_stopping="never", n=2, stop_token_ids=STOPS),
+    BeamSearchParams(1, max_tokens=14),
+]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    configs = {"llama": LLAMA, "mistral": mistral}
+    return {name: random_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def llm(directories):
+    with make_llm(directories["llama"], **WIDE) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request):
+    yield
+    if "llm" in request.fixturenames:
+        invariants(request.getfixturevalue("llm"))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(4)
+    return [rng.integers(1, 257, length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def lone(directories, prompts):
+    """By family and prompt, one request at a time."""
+    found = {}
+    for family, directory in directories.items():
+        with make_llm(directory, enable_prefix_caching=False) as llm:
+            asked = zip(prompts, PARAMS, strict=True)
+            found[family] = [llm.generate(*one, use_tqdm=False)[0].outputs for one in asked]
+            invariants(llm)
+    return found
+
+
+def test_there_is_something_to_compare(lone):
+    outputs = [one for outputs in lone["llama"] for one in outputs]
+    assert {one.finish_reason for one in outputs} == {"stop", "length"}
+    assert [len(outputs) for outputs in lone["llama"]] == [4, 2, 3, 2, 1]
+    for outputs, params in zip(lone["llama"], PARAMS, strict=True):
+        assert [one.index for one in outputs] == list(range(len(outputs)))
+        assert [one.score for one in outputs] == sorted((one.score for one in outputs), reverse=True)
+        for one in outputs:
+            assert one.score == one.cumulative_logprob / len(one.token_ids) ** params.length_penalty
+            assert one.logprobs is None and one.text == ""
+            assert (one.stop_reason in STOPS) == (one.finish_reason == "stop" and one.token_ids[-1] != 0)
+
+
+def test_one_beam_is_greedy(llm, prompts):
+    for prompt in prompts:
+        beam = BeamSearchParams(1, max_tokens=40, stop_token_ids=STOPS, length_penalty=2.0, early_stopping="never")
+        greedy = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=STOPS, logprobs=0)
+        (found, want) = (llm.generate(prompt, one, use_tqdm=False)[0].outputs[0] for one in (beam, greedy))
+        assert dataclasses.replace(found, score=None) == dataclasses.replace(want, logprobs=None)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_whatever_happens_around_them(engine, directories, prompts, lone):
+    """Beams of several widths, samplers and greedy strangers together, in a pool that is too small for all of them."""
+    family = "mistral" if engine == "window" else "llama"
+    others = [
+        SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True),
+    ]
+    strangers = [[7] * 150, [8] * 140]
+    with make_llm(directories[family], **ENGINES[engine]) as llm:
+        alone = [llm.generate(*one, use_tqdm=False)[0].outputs for one in zip(strangers, others, strict=True)]
+        num_preemptions = 0
+        for order in (range(5), range(4, -1, -1)):
+            asked = [*strangers, *(prompts[i] for i in order)], [*others, *(PARAMS[i] for i in order)]
+            outputs = llm.generate(*asked, use_tqdm=False)
+            assert [output.outputs for output in outputs] == [*alone, *(lone[family][i] for i in order)]
+            num_preemptions += sum(output.metrics.num_preemptions for output in outputs[2:])
+        if engine in ("recompute", "swap"):
+            assert num_preemptions >= 2 and llm.stats()["num_preemptions_total"][engine] >= 2
+        assert "blocks" in str(llm.memory_report())
+        invariants(llm)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
+    """In its prompt, before and after it forks, when some have ended: it comes back as it was."""
+    with make_llm(
+        directories[family], preemption_mode=mode, max_num_seqs=6, num_blocks=25, max_num_batched_tokens=32
+    ) as llm:
+        engine = llm._engine
+        for step in range(1, 16):
+            llm.reset_prefix_cache()
+            engine.add("older", None, prompts[1], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+            reporter = engine.add("watched", None, prompts[3], PARAMS[3])
+            for number in itertools.count():
+                if not engine.has_unfinished:
+                    break
+                if number == step:
+                    give_way(engine.scheduler)
+                engine.step()
+                engine.scheduler.check()
+            assert reporter.whole().outputs == lone[family][3]
+        assert llm.stats()["num_preemptions_total"][mode] >= 8
+        invariants(llm)
+
+
+def test_behind_a_pin_and_behind_a_cache(llm, prompts, lone):
+    llm.reset_prefix_cache()
+    for length in (15, 16, 33):
+        with llm.pin_prefix(prompts[3][:length]):
+            (output,) = llm.generate(prompts[3], PARAMS[3], use_tqdm=False)
+            assert output.outputs == lone["llama"][3]
+    (output,) = llm.generate(prompts[3], PARAMS[3], use_tqdm=False)
+    assert output.outputs == lone["llama"][3] and output.metrics.num_cached_tokens == 32
+
+
+def test_a_prompt_that_leaves_room_for_little(llm):
+    """Up to the model's length: one token, or two."""
+    rng = np.random.default_rng(8)
+    for room in (1, 2):
+        prompt = rng.integers(1, 257, 256 - room).tolist()
+        (output,) = llm.generate(prompt, BeamSearchParams(5, max_tokens=None), use_tqdm=False)
+        (greedy,) = llm.generate(
+            prompt, SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, ignore_eos=True), use_tqdm=False
+        )
+        assert len(output.outputs) == 5 and {len(one.token_ids) for one in output.outputs} <= set(range(1, room + 1))
+        if room == 1:
+            top = greedy.outputs[0].logprobs[0]
+            assert {one.token_ids[0]: one.cumulative_logprob for one in output.outputs} == {
+                token: logprob.logprob for token, logprob in list(top.items())[:5]
+            }
+    with pytest.raises(ValueError, match="256 tokens, which leaves no room"):
+        llm.generate([1] * 256, BeamSearchParams(2), use_tqdm=False)
+
+
+def test_what_cannot_be_honoured_is_refused(llm, prompts):
+    with pytest.raises(UnsupportedError, match="streaming cannot show beam_width=2"):
+        llm.stream(prompts[0], BeamSearchParams(2))
+    with pytest.raises(UnsupportedError, match="beam_width=62 with 3 end-of-sequence and stop ids takes 65 candidates"):
+        llm.generate(prompts[0], BeamSearchParams(62, stop_token_ids=[4, 5]), use_tqdm=False)
+    with pytest.raises(CapacityError, match="17 sequences at once; max_num_seqs is 16"):
+        llm.generate(prompts[0], BeamSearchParams(17), use_tqdm=False)
+    for penalty in (400.0, -400.0):
+        with pytest.raises(ValueError, match=f"length_penalty={penalty}: a length of 16"):
+            llm.generate(prompts[0], BeamSearchParams(2, length_penalty=penalty), use_tqdm=False)
+    (one,) = llm.generate(prompts[0], BeamSearchParams(2, 1, length_penalty=400.0), use_tqdm=False)
+    assert len(one.outputs) == 2
+    with pytest.raises(ValueError, match="stop_token_ids has 257"):
+        llm.generate(prompts[0], BeamSearchParams(2, stop_token_ids=[257]), use_tqdm=False)
+
+
+def test_an_abort_at_any_step_leaves_nothing(llm, prompts):
+    engine = llm._engine
+    for num_steps in range(8):
+        reporter = engine.add("watched", None, prompts[3], PARAMS[3])
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort("watched")
+        assert {one.finish_reason for one in reporter.whole().outputs} == {"abort"}
+        invariants(llm)
+
+
+def test_a_failed_step_and_a_failed_strategy_end_the_search(llm, prompts, monkeypatch):
+    def failing_after(real, number):
+        calls = itertools.count()
+
+        def failing(*arguments):
+            if next(calls) == number:
+                raise RuntimeError("planted")
+            return real(*arguments)
+
+        return failing
+
+    for number in (0, 1, 5):
+        for place, name in ((llm._engine.runner, "run"), (BeamStrategy, "_merged")):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, failing_after(getattr(place, name), number))
+                (output,) = llm.generate(prompts[3], PARAMS[3], use_tqdm=False)
+            assert {one.finish_reason for one in output.outputs} == {"error"} and output.finished
+            assert len(output.outputs) == (1 if number == 0 else 2)
+            invariants(llm)
+
+
+def test_every_search_counts_what_it_returns(llm, prompts):
+    before = llm.stats()["request_success_total"]
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    after = llm.stats()["request_success_total"]
+    for reason in ("stop", "length"):
+        num_ended = sum(one.finish_reason == reason for output in outputs for one in output.outputs)
+        assert after[reason] - before.get(reason, 0) == num_ended
