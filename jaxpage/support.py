@@ -14,7 +14,6 @@ _UNSUPPORTED_FIELDS = (
     "allowed_token_ids",
     "bad_words",
     "prompt_logprobs",
-    "structured_outputs",
 )
 _NEUTRAL = SamplingParams()
 

@@ -58,6 +58,9 @@ class Admission:
             raise ValueError(
                 f"stop={list(params.stop)!r} needs text, but the model has no tokenizer; use stop_token_ids"
             )
+        if params.structured_outputs and not self._has_text:
+            kind, _ = params.structured_outputs
+            raise ValueError(f"structured_outputs of {kind!r} needs text, but the model has no tokenizer")
         suppressed = self._eos(params).union(params.stop_token_ids)
         if params.min_tokens and len(suppressed) >= self._vocab_size:
             raise ValueError(f"min_tokens={params.min_tokens}: every token of the vocabulary is a stop token")

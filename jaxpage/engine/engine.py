@@ -7,10 +7,11 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.decoding import Edit, Finish, Fork, SamplingStrategy, Strategy, advance
+from jaxpage.decoding import Edit, Finish, Fork, Grammar, SamplingStrategy, Strategy, advance, masks_of
 from jaxpage.engine.admission import Admission
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.events import Events
+from jaxpage.engine.grammar_compiler import GrammarCompiler
 from jaxpage.engine.metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
@@ -53,6 +54,7 @@ class Engine:
             has_priorities=scheduler.has_priorities,
             seed=seed,
         )
+        self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
         self._strategies: dict[int, Strategy] = {}  # by sequence id
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
@@ -67,11 +69,28 @@ class Engine:
         """Raises what `add` would raise for this request, and changes nothing."""
         self.admission.check(prompt_token_ids, params)
 
+    def compiled(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+        """The grammar of a request that was checked, if it asks for one. It may take seconds, and may be asked by any thread.
+
+        Raises ValueError with what is wrong with it; TimeoutError if the grammars of others take too long.
+        """
+        asked = getattr(params, "structured_outputs", None)
+        return None if asked is None else self.grammars.compiled(asked)
+
     def add(
-        self, request_id: str, prompt: str | None, prompt_token_ids: TokenIds[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: TokenIds[int],
+        params: SamplingParams,
+        grammar: Grammar | None = None,
     ) -> Reporter:
-        """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool."""
+        """Admits a request. `grammar`: what `compiled` gave for it; without one it is compiled here.
+
+        Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool.
+        """
         request = self.admission.admit(request_id, prompt, prompt_token_ids, params)
+        grammar = grammar or self.compiled(params)
         first_id, *child_ids = range(self._num_sequences, self._num_sequences + request.num_sequences)
         sequence = Sequence(
             sequence_id=first_id,
@@ -82,7 +101,7 @@ class Engine:
         group = SequenceGroup(request, [sequence], child_ids=tuple(child_ids))
         self.scheduler.add(group)
         self._num_sequences += request.num_sequences
-        strategy = SamplingStrategy(request, lambda: self._new_detokenizer(request))
+        strategy = SamplingStrategy(request, lambda: self._new_detokenizer(request), grammar)
         for sequence_id in group.sequence_ids:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
@@ -105,7 +124,7 @@ class Engine:
         self.metrics.scheduled(plan, self._groups, self.scheduler)
         try:
             self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
-            result = self.runner.run(self.builder.build(plan))
+            result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies)))
         except Exception as error:
             return self._fail(plan, error)
         self._blocks_may_be_missing = False

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from jaxpage.argument_checks import shown
-from jaxpage.decoding import Edit, Finish, SamplingStrategy
+from jaxpage.decoding import Edit, Finish, Grammar, SamplingStrategy
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import LogReader, encoded
@@ -77,6 +77,7 @@ def replay(
                 return Replay(built.engine, log, bar).run()
         finally:
             built.engine.runner.close()
+            built.engine.grammars.close()
 
 
 class Replay:
@@ -144,8 +145,9 @@ class Replay:
         except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
             self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
         for sequence_id in record["sequences"]:
-            request = self._engine._groups[sequence_id].request
-            self._engine._strategies[sequence_id] = _LoggedEnds(request, self._ends)
+            request, strategy = self._engine._groups[sequence_id].request, self._engine._strategies[sequence_id]
+            grammar = strategy.grammar if isinstance(strategy, SamplingStrategy) else None
+            self._engine._strategies[sequence_id] = _LoggedEnds(request, self._ends, grammar)
 
     def _pin(self, record: Record) -> None:
         try:
@@ -228,8 +230,8 @@ class _Differs(_Leave):
 class _LoggedEnds(SamplingStrategy):
     """A replay has no text. What text decided (a stop string, an error on the way to text) is therefore taken from the log."""
 
-    def __init__(self, request: Request, ends: Mapping[int, Finish]) -> None:
-        super().__init__(request, NoText)
+    def __init__(self, request: Request, ends: Mapping[int, Finish], grammar: Grammar | None) -> None:
+        super().__init__(request, NoText, grammar)
         self._ends = ends
 
     def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:

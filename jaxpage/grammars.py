@@ -1,0 +1,71 @@
+"""Structured outputs in llguidance's terms: the text of a grammar, a tokenizer with an end of its own, and matchers within limits.
+
+Imported by the engine and by the process that tries grammars (`jaxpage.grammar_worker`), which must find the same.
+"""
+
+from __future__ import annotations
+
+import json
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+# Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A schema's "x-guidance" wins over it.
+JSON_DEFAULTS = {"whitespace_flexible": True, "whitespace_pattern": " "}
+# What bounds one mask, which is computed between two steps: about a quarter of a second for the worst regexes found. llguidance's
+# own limits allow ten times that. No limit bounds what building a matcher takes: the process that tries it does.
+LIMITS = {"initial_lexer_fuel": 200_000, "max_lexer_states": 50_000}
+_END = "<|the end of the grammar|>"
+_MAX_MESSAGE = 400  # characters
+
+
+def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
+    """A tokenizer and the id of one more token, which a mask holds where the grammar may end: no model has it.
+
+    Which tokens end a text is a matter of the request, not of the tokenizer.
+    """
+    description = json.loads(tokenizer_json)
+    added = description.setdefault("added_tokens", [])
+    end_id = 1 + max(LLTokenizer(tokenizer_json, eos_token=0).vocab_size - 1, *(token["id"] for token in added), 0)
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added.append({"id": end_id, "content": _END, "special": True, **plain})
+    return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
+
+
+def source_of(kind: str, value: str) -> str:
+    """What llguidance compiles. The value is JSON, as `SamplingParams` keeps it. Raises ValueError if it is no grammar."""
+    if kind == "json":
+        return LLMatcher.grammar_from_json_schema(value, JSON_DEFAULTS)
+    if kind == "json_object":
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', JSON_DEFAULTS)
+    given = json.loads(value)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(given)
+    if kind == "choice":  # a terminal: thousands of alternatives of a rule would be as many places to be in
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, given)))
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(given))
+    except Exception as error:  # the converter of GBNF raises its own, and whatever its recursion leads to
+        raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
+
+
+def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """Never raises for a grammar: see `problem_of`."""
+    return LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+
+
+def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
+    """What keeps a new matcher from being used. Computes its first mask, which may take longer than building it."""
+    words = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error():
+        return error_of(matcher)
+    if warnings := matcher.get_grammar_warnings():
+        return "; ".join(warnings)[:_MAX_MESSAGE]
+    if int.from_bytes(words, "little") & ~(1 << end_id):
+        return None
+    return "it admits only an empty text" if matcher.is_accepting() else "no text satisfies it"
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """llguidance's message, short, in one line."""
+    return " ".join(matcher.get_error().split("<state>")[0].split())[:_MAX_MESSAGE]
