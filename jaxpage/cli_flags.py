@@ -116,6 +116,12 @@ SAMPLING_FLAGS = (
     Flag("presence_penalty", float, "not supported by this version"),
     Flag("frequency_penalty", float, "not supported by this version"),
     Flag("repetition_penalty", float, "not supported by this version"),
+    Flag(
+        "structured_outputs",
+        json_object,
+        'what the text must be: {"regex": ...}, {"json": ...}, {"choice": ...}',
+        "JSON",
+    ),
     Flag("ignore_eos", None, "go on past the end-of-sequence token"),
     Flag("include_stop_str_in_output", None, "keep the stop string in the text"),
     Flag("skip_special_tokens", None, "leave special tokens out of the text; default: yes"),

@@ -54,6 +54,7 @@ def _try(tokenizer: Any, kind: str, value: str, num_bytes: int, writer: int) -> 
     """In the child: never returns."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what native code says before it aborts
+        problem_of(matcher_of(tokenizer[0], source_of("regex", '"a"')), tokenizer[1])  # what any grammar takes
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (before * _RSS_UNIT + num_bytes, hard))

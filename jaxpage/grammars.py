@@ -11,10 +11,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 # Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A schema's "x-guidance" wins over it.
-JSON_DEFAULTS = {"whitespace_flexible": True, "whitespace_pattern": " "}
+WHITESPACE = " "
 # What bounds one mask, which is computed between two steps: about a quarter of a second for the worst regexes found. llguidance's
 # own limits allow ten times that. No limit bounds what building a matcher takes: the process that tries it does.
-LIMITS = {"initial_lexer_fuel": 200_000, "max_lexer_states": 50_000}
+LEXER_FUEL = 200_000
+MAX_LEXER_STATES = 50_000
 _END = "<|the end of the grammar|>"
 _MAX_MESSAGE = 400  # characters
 
@@ -25,8 +26,9 @@ def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
     Which tokens end a text is a matter of the request, not of the tokenizer.
     """
     description = json.loads(tokenizer_json)
-    added = description.setdefault("added_tokens", [])
-    end_id = 1 + max(LLTokenizer(tokenizer_json, eos_token=0).vocab_size - 1, *(token["id"] for token in added), 0)
+    vocabulary, added = description["model"]["vocab"], description.setdefault("added_tokens", [])
+    token_ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    end_id = 1 + max(*token_ids, *(token["id"] for token in added))
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added.append({"id": end_id, "content": _END, "special": True, **plain})
     return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
@@ -35,9 +37,9 @@ def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
 def source_of(kind: str, value: str) -> str:
     """What llguidance compiles. The value is JSON, as `SamplingParams` keeps it. Raises ValueError if it is no grammar."""
     if kind == "json":
-        return LLMatcher.grammar_from_json_schema(value, JSON_DEFAULTS)
+        return _source_of_schema(value)
     if kind == "json_object":
-        return LLMatcher.grammar_from_json_schema('{"type": "object"}', JSON_DEFAULTS)
+        return _source_of_schema('{"type": "object"}')
     given = json.loads(value)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(given)
@@ -49,9 +51,14 @@ def source_of(kind: str, value: str) -> str:
         raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
 
 
+def _source_of_schema(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE})
+
+
 def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
     """Never raises for a grammar: see `problem_of`."""
-    return LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+    limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    return LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
 
 def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
@@ -68,4 +75,4 @@ def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
 
 def error_of(matcher: LLMatcher) -> str:
     """llguidance's message, short, in one line."""
-    return " ".join(matcher.get_error().split("<state>")[0].split())[:_MAX_MESSAGE]
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:_MAX_MESSAGE]

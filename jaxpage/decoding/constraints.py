@@ -36,14 +36,16 @@ class Grammar:
     def at_start(self) -> LLMatcher:
         return self._start.deep_copy()
 
-    def again(self, token_ids: Iterable[int]) -> LLMatcher:
-        """Behind these tokens, without what others made of the grammar: the states that they found count to its limits.
+    def alone(self, token_ids: Iterable[int]) -> LLMatcher:
+        """Behind these tokens as if nobody else had used the grammar: the states that others find count to its limits.
 
-        Who comes later starts anew as well.
+        Who comes later begins anew as well.
         """
+        self._start = self._compiled()
         matcher = self._compiled()
-        self._start = matcher.deep_copy()
-        matcher.consume_tokens(list(token_ids))
+        for token_id in token_ids:
+            matcher.compute_bitmask()
+            matcher.consume_token(token_id)
         return matcher
 
     def admitted(self, matcher: LLMatcher) -> Words:
@@ -84,6 +86,7 @@ class Constraint:
         self._min_tokens = params.min_tokens
         self._token_ids: list[int] = []
         self._matcher = grammar.at_start()
+        self._is_alone = False  # with its states of the grammar
         self._look()
 
     def fork(self) -> Constraint:
@@ -105,8 +108,8 @@ class Constraint:
     def _look(self) -> None:
         """What comes next: computed once, when a token is known."""
         admitted = self._admitted()
-        if self._matcher.is_error():
-            self._matcher = self._grammar.again(self._token_ids)
+        if self._matcher.is_error() and not self._is_alone:
+            self._matcher, self._is_alone = self._grammar.alone(self._token_ids), True
             admitted = self._admitted()
         self._failure = error_of(self._matcher) if self._matcher.is_error() else None
         self._may_end = self._failure is None and self._matcher.is_accepting()

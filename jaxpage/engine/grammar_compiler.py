@@ -39,31 +39,26 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self._hf_tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+        self._caching = threading.Lock()  # never held for long
         self._cache: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # the last used last; with bytes
         self._worker: _Worker | None = None
         self._tokenizer: tuple[LLTokenizer, int] | None = None
 
     def compiled(self, asked: tuple[str, str]) -> Grammar:
         """Raises ValueError with what is wrong with the grammar; TimeoutError if others keep the compiler busy for too long."""
-        found = self._cache.get(asked)
-        if found is not None:
-            return found[0]
-        if not self._lock.acquire(timeout=WAIT_SECONDS):
+        if (found := self._found(asked)) is not None:
+            return found
+        if not self._compiling.acquire(timeout=WAIT_SECONDS):
             raise TimeoutError(f"structured_outputs: the grammars of others were compiled for {WAIT_SECONDS:g} s")
         try:
-            if asked not in self._cache:
-                self._keep(asked, *self._compile(*asked))
-            self._cache.move_to_end(asked)
-            grammar, _ = self._cache[asked]
-            self._evict()
-            return grammar
+            return self._found(asked) or self._kept(asked, *self._compile(*asked))
         finally:
-            self._lock.release()
+            self._compiling.release()
 
     def close(self) -> None:
         """Ends the worker. It starts again when it is needed."""
-        with self._lock:
+        with self._compiling:
             if self._worker is not None:
                 self._worker.close()
                 self._worker = None
@@ -83,13 +78,20 @@ class GrammarCompiler:
             raise ValueError(f"structured_outputs={shown({kind: json.loads(value)})} is refused: {problem}")
         return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
 
-    def _keep(self, asked: tuple[str, str], grammar: Grammar, num_bytes: int) -> None:
-        self._cache[asked] = grammar, max(num_bytes, _LEAST_BYTES)
+    def _found(self, asked: tuple[str, str]) -> Grammar | None:
+        with self._caching:
+            if asked not in self._cache:
+                return None
+            self._cache.move_to_end(asked)
+            return self._cache[asked][0]
 
-    def _evict(self) -> None:
-        """Requests that use a grammar keep it."""
-        while len(self._cache) > CACHED_GRAMMARS or sum(size for _, size in self._cache.values()) > CACHED_BYTES:
-            self._cache.popitem(last=False)
+    def _kept(self, asked: tuple[str, str], grammar: Grammar, num_bytes: int) -> Grammar:
+        """The grammar, cached. What was not used for the longest time leaves; requests that use it keep it."""
+        with self._caching:
+            self._cache[asked] = grammar, max(num_bytes, _LEAST_BYTES)
+            while len(self._cache) > CACHED_GRAMMARS or sum(size for _, size in self._cache.values()) > CACHED_BYTES:
+                self._cache.popitem(last=False)
+        return grammar
 
 
 class _Worker:

@@ -65,10 +65,10 @@ def replay(
         EventLogError: the log is damaged, or the engine that can be had is not that of the log.
         ModelNotFoundError, CheckpointError, CapacityError: as when any engine is built.
     """
-    num_plans = _num_plans(path)
+    num_plans, is_constrained = _survey(path)
     with LogReader(path) as log:
         logged = read_header(log)
-        config = logged_config(log, logged, model)
+        config = logged_config(log, logged, model, keeps_tokenizer=is_constrained)
         built = build_engine(config, progress=progress)
         try:
             compare_engines(logged, header(config, built.engine, built.memory), force=force)
@@ -267,12 +267,16 @@ def _contrast(place: str, logged: Any, came: Any) -> str:
     return f"{place}\n  logged:    {logged}\n  came out:  {came}"
 
 
-def _num_plans(path: str | os.PathLike[str]) -> int:
-    """Reads all of the log, so that a damaged line is found before anything is loaded."""
-    num_plans = 0
+def _survey(path: str | os.PathLike[str]) -> tuple[int, bool]:
+    """How many plans there are, and whether any request has a grammar, for which a replay needs the tokenizer.
+
+    Reads all of the log, so that a damaged line is found before anything is loaded.
+    """
+    num_plans, is_constrained = 0, False
     with LogReader(path) as log:
         log.take()
         while log.next is not None:
             num_plans += log.next["event"] == "plan"
+            is_constrained |= "structured_outputs" in (log.next.get("params") or ())
             log.take()
-    return num_plans
+    return num_plans, is_constrained
