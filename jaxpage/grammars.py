@@ -16,6 +16,7 @@ WHITESPACE = " "
 # own limits allow ten times that. No limit bounds what building a matcher takes: the process that tries it does.
 LEXER_FUEL = 200_000
 MAX_LEXER_STATES = 50_000
+DEAD_END = "no token of the model goes on in the grammar"
 _END = "<|the end of the grammar|>"
 _MAX_MESSAGE = 400  # characters
 
@@ -70,9 +71,11 @@ def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
         return "; ".join(warnings)[:_MAX_MESSAGE]
     if int.from_bytes(words, "little") & ~(1 << end_id):
         return None
-    return "it admits only an empty text" if matcher.is_accepting() else "no text satisfies it"
+    return "it admits only an empty text" if matcher.is_accepting() else DEAD_END
 
 
 def error_of(matcher: LLMatcher) -> str:
     """llguidance's message, short, in one line."""
+    if matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):
+        return DEAD_END
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:_MAX_MESSAGE]

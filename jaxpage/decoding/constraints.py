@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from jaxpage.grammars import error_of, matcher_of
+from jaxpage.grammars import DEAD_END, error_of, matcher_of
 from jaxpage.request import Request
 from jaxpage.shapes import MASK_BITS
 
@@ -98,7 +98,7 @@ class Constraint:
 
     def advance(self, token_id: int) -> End | None:
         """The sequence gains a token that the mask admitted. Returns why it cannot go on behind it, if it cannot."""
-        if not self._text[token_id // MASK_BITS] >> np.uint32(token_id % MASK_BITS) & 1:
+        if _has(self._ends_V, token_id) and not _has(self._text, token_id):
             return None  # an end
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
@@ -128,8 +128,12 @@ class Constraint:
         if self._text.any():
             return None
         if not self._may_end:
-            return End("error", "structured_outputs: no token of the model goes on in the grammar")
+            return End("error", f"structured_outputs: {DEAD_END}")
         if num_tokens < self._min_tokens:
             why = f"is complete after {num_tokens} tokens, below min_tokens={self._min_tokens}"
             return End("error", f"structured_outputs: the grammar {why}")
         return None if self._ends_V.any() else End("stop", None)
+
+
+def _has(words: Words, token_id: int) -> bool:
+    return bool(words[token_id // MASK_BITS] >> np.uint32(token_id % MASK_BITS) & 1)
