@@ -116,6 +116,12 @@ SAMPLING_FLAGS = (
     Flag("presence_penalty", float, "taken off the logit of every token that was generated already; -2 to 2"),
     Flag("frequency_penalty", float, "the same once for each time that the token was generated; -2 to 2"),
     Flag("repetition_penalty", float, "above 1 makes tokens of the prompt and the output less likely; 1: off"),
+    Flag(
+        "structured_outputs",
+        json_object,
+        'what the text must be: {"regex": ...}, {"json": ...}, {"choice": ...}',
+        "JSON",
+    ),
     Flag("ignore_eos", None, "go on past the end-of-sequence token"),
     Flag("include_stop_str_in_output", None, "keep the stop string in the text"),
     Flag("skip_special_tokens", None, "leave special tokens out of the text; default: yes"),

@@ -198,11 +198,12 @@ class LLM:
             token_ids = self._encode(prompt)
             try:
                 self._engine.check(token_ids, one)
+                grammar = self._engine.compiled(one)
             except Exception as error:
                 if len(normalised) > 1:
                     error.add_note(f"This is prompt {index} of {len(normalised)}.")
                 raise
-            orders.append(Order(prompt, token_ids, one))
+            orders.append(Order(prompt, token_ids, one, grammar))
         return orders
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:

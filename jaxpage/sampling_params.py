@@ -6,7 +6,6 @@ width of the logits, and lengths against the model, when a request is admitted.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from jaxpage.argument_checks import (
     check_token_id,
     refuse,
 )
+from jaxpage.structured_outputs import check_structured_outputs
 
 MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
 MAX_LOGPROBS = 20  # candidates that may be asked for per position
 GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the likeliest token
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_USER_CHARACTERS = 256
-STRUCTURED_OUTPUT_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True, init=False)
@@ -122,7 +121,7 @@ class SamplingParams:
             prompt_logprobs=_optional_int("prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS),
             include_stop_str_in_output=check_bool("include_stop_str_in_output", include_stop_str_in_output),
             skip_special_tokens=check_bool("skip_special_tokens", skip_special_tokens),
-            structured_outputs=_structured_outputs(structured_outputs),
+            structured_outputs=check_structured_outputs(structured_outputs),
             priority=check_int("priority", priority, -(2**31)),
             cache_salt=_cache_salt(cache_salt),
             user=None if user is None else check_text("user", user, MAX_USER_CHARACTERS),
@@ -251,27 +250,6 @@ def _min_tokens(value: Any, max_tokens: int | None) -> int:
     if max_tokens is not None and min_tokens > max_tokens:
         refuse("min_tokens", value, f"at most max_tokens ({max_tokens})")
     return min_tokens
-
-
-def _structured_outputs(value: Any) -> tuple[str, str] | None:
-    """(kind, value as JSON). The grammar itself is compiled, and refused if it is wrong, when the request is admitted."""
-    if value is None:
-        return None
-    if (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and value[0] in STRUCTURED_OUTPUT_KINDS
-        and isinstance(value[1], str)
-    ):
-        return value  # already in the stored form: dataclasses.replace
-    given = {name: item for name, item in value.items() if item is not None} if isinstance(value, Mapping) else {}
-    if len(given) != 1 or not set(given) <= set(STRUCTURED_OUTPUT_KINDS):
-        refuse("structured_outputs", value, f"a mapping with exactly one of {', '.join(STRUCTURED_OUTPUT_KINDS)}")
-    ((kind, item),) = given.items()
-    try:
-        return kind, json.dumps(item, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        refuse("structured_outputs", value, f"something that JSON can express under {kind!r}")
 
 
 def _cache_salt(value: Any) -> str | None:

@@ -6,7 +6,7 @@ from jaxpage.argument_checks import shown
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 # These change nothing at their default; any other value asks for something that no part of this version does.
-_UNSUPPORTED_FIELDS = ("structured_outputs",)
+_UNSUPPORTED_FIELDS: tuple[str, ...] = ()
 _NEUTRAL = SamplingParams()
 
 

@@ -6,12 +6,24 @@ import logging
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+from jaxpage.decoding.constraints import Words
 from jaxpage.decoding.edits import Edit, Finish, Fork, Score
 from jaxpage.decoding.strategy import Draw, Strategy
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling.plan import Sample, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+
+
+def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Words]:
+    """By place among the plan's samples: what the grammars of their requests admit. Requests without one are not asked."""
+    masks = {}
+    for index, sample in enumerate(plan.samples):
+        if sample.params.structured_outputs is not None:
+            mask = strategies[sample.sequence_id].mask(sample.sequence_id)
+            if mask is not None:
+                masks[index] = mask
+    return masks
 
 
 def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strategy]) -> list[Edit]:

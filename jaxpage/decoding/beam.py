@@ -80,6 +80,9 @@ class BeamStrategy:
             going, best = [], best[: self._beam.n or self._beam.beam_width]
         return self._edits(going, best)
 
+    def mask(self, sequence_id: int) -> None:
+        """No grammar goes with beams."""
+
     def _ranked(self, draws: Sequence[Draw]) -> list[_Candidate]:
         """The candidates of all beams, the likeliest first; of equals that of the likelier beam."""
         drawn = {draw.sequence_id: draw.logprobs for draw in draws}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jaxpage.decoding.constraints import Constraint, Grammar, Words
 from jaxpage.decoding.edits import Append, Edit, Finish
 from jaxpage.decoding.stopping import Detokenizer, Stopping
 from jaxpage.decoding.strategy import Draw, refusal
@@ -12,24 +13,41 @@ from jaxpage.request import Request
 
 
 class SamplingStrategy:
-    """Greedy decoding and sampling of one request. Keeps, for each of its sequences, how far its text has come."""
+    """Greedy decoding and sampling of one request. Keeps, for each of its sequences, how far its text has come, and its place in
+    the request's grammar if there is one."""
 
-    def __init__(self, request: Request, new_detokenizer: Callable[[], Detokenizer]) -> None:
+    def __init__(
+        self, request: Request, new_detokenizer: Callable[[], Detokenizer], grammar: Grammar | None = None
+    ) -> None:
         self._request = request
         self._new_detokenizer = new_detokenizer
         self._stopping_of: dict[int, Stopping] = {}  # by sequence id
+        self.grammar = grammar
+        self._constraint_of: dict[int, Constraint] = {}  # by sequence id
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
         return [edit for draw in draws for edit in (self._advance(*draw) if draw.token_id >= 0 else [refusal(draw)])]
+
+    def mask(self, sequence_id: int) -> Words | None:
+        constraint = self._constraint(sequence_id)
+        return None if constraint is None else constraint.mask
+
+    def _constraint(self, sequence_id: int) -> Constraint | None:
+        """A sequence begins at the start of the grammar, also one that is forked off a prompt."""
+        if self.grammar is not None and sequence_id not in self._constraint_of:
+            self._constraint_of[sequence_id] = Constraint(self.grammar, self._request)
+        return self._constraint_of.get(sequence_id)
 
     def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:
         """The edits that one drawn token leads to: it is appended, and may end the sequence."""
         stopping = self._stopping_of.get(sequence_id)
         if stopping is None:
             stopping = self._stopping_of[sequence_id] = Stopping(self._request, self._new_detokenizer())
-        verdict = stopping.push(token_id)
+        constraint = self._constraint(sequence_id)
+        verdict = stopping.push(token_id, constraint.advance(token_id) if constraint else None)
         append = Append(sequence_id, token_id, verdict.text, logprobs)
         if verdict.reason is None:
             return [append]
         del self._stopping_of[sequence_id]
+        self._constraint_of.pop(sequence_id, None)
         return [append, Finish(sequence_id, verdict.reason, verdict.stop_reason, verdict.last_text)]

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from jaxpage.decoding.constraints import End
 from jaxpage.decoding.stop_strings import StopStrings
 from jaxpage.request import Request
 
@@ -44,7 +45,7 @@ class Stopping:
 
     An end-of-sequence or stop id stays a token of the output and brings no text. Up to `min_tokens` output tokens nothing
     but the length ends a sequence; a stop string must be complete after them. A stop string wins over an id or a length
-    that ends the sequence at the same token.
+    that ends the sequence at the same token, and the end of a grammar over a length.
     """
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
@@ -57,8 +58,8 @@ class Stopping:
         self._min_tokens = params.min_tokens
         self._max_tokens = request.max_total_tokens - len(request.prompt_token_ids)
 
-    def push(self, token_id: int) -> Verdict:
-        """The verdict on the next output token."""
+    def push(self, token_id: int, end: End | None = None) -> Verdict:
+        """The verdict on the next output token. `end`: why the sequence cannot go on behind it, whatever it may be."""
         self._num_tokens += 1
         may_stop = self._num_tokens > self._min_tokens
         if may_stop and token_id in self._eos_token_ids:
@@ -68,6 +69,8 @@ class Stopping:
         text, stop = self._strings.push(self._detokenizer.push(token_id), may_stop=may_stop)
         if stop is not None:
             return Verdict(text, "stop", stop)
+        if end is not None:
+            return self._end(text, *end)
         if self._num_tokens >= self._max_tokens:
             return self._end(text, "length", None)
         return Verdict(text)
@@ -78,7 +81,7 @@ class Stopping:
         other._detokenizer, other._strings = self._detokenizer.fork(), copy.copy(self._strings)
         return other
 
-    def _end(self, text: str, reason: str, stop_reason: int | None) -> Verdict:
+    def _end(self, text: str, reason: str, stop_reason: int | str | None) -> Verdict:
         """The sequence ends here; what comes out of the detokenizer now may still complete a stop string."""
         last_text, stop = self._strings.push(self._detokenizer.flush(), may_stop=self._num_tokens > self._min_tokens)
         if stop is not None:

@@ -68,6 +68,9 @@ class Admission:
             raise ValueError(
                 f"stop={list(params.stop)!r} needs text, but the model has no tokenizer; use stop_token_ids"
             )
+        if params.structured_outputs and self._spell is None:
+            kind, _ = params.structured_outputs
+            raise ValueError(f"structured_outputs of {kind!r} needs text, but the model has no tokenizer")
         self._check_adjustments(params)
         self._check_choice(params, self._words(params))
 

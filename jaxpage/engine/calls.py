@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from jaxpage.decoding import Grammar
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
 from jaxpage.interrupts import Interrupts, held_interrupts
@@ -23,6 +24,7 @@ class Order(NamedTuple):
     prompt: Prompt
     token_ids: tuple[int, ...]
     params: SamplingParams | BeamSearchParams
+    grammar: Grammar | None = None  # compiled, where the parameters ask for one
 
 
 class Calls:
@@ -43,9 +45,9 @@ class Calls:
         """Adds all requests; `reporters` has those that are in, also when one of them is refused. The caller ends them."""
         with self._lock:
             self.check_open()
-            for prompt, token_ids, params in orders:
+            for prompt, token_ids, params, grammar in orders:
                 request_id = next(self._request_ids)
-                reporters[request_id] = self._engine.add(request_id, prompt.text, token_ids, params)
+                reporters[request_id] = self._engine.add(request_id, prompt.text, token_ids, params, grammar=grammar)
 
     def news(self, request_ids: set[str], interrupts: Interrupts) -> set[str]:
         """Steps the engine, for everybody, until there is news of one of these requests, or an interrupt.
@@ -117,6 +119,7 @@ class Calls:
                 self._engine.abort_all()
                 self._engine.events.closed()
                 self._engine.runner.close()
+                self._engine.grammars.close()
 
 
 class PinnedPrefix:

@@ -8,10 +8,11 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.decoding import BeamStrategy, Edit, Finish, Fork, SamplingStrategy, Strategy, advance
+from jaxpage.decoding import BeamStrategy, Edit, Finish, Fork, Grammar, SamplingStrategy, Strategy, advance, masks_of
 from jaxpage.engine.admission import Admission, Words
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.events import Events
+from jaxpage.engine.grammar_compiler import GrammarCompiler
 from jaxpage.engine.metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
@@ -54,6 +55,8 @@ class Engine:
             has_priorities=scheduler.has_priorities,
             seed=seed,
         )
+        self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
+        self.new_strategy = self._new_strategy  # a replay has its own
         self._strategies: dict[int, Strategy] = {}  # by sequence id
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
@@ -68,19 +71,32 @@ class Engine:
         """Raises what `add` would raise for this request, and changes nothing."""
         self.admission.check(prompt_token_ids, params)
 
+    def compiled(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+        """The grammar of a request that was checked, if it asks for one. It may take seconds, and may be asked by any thread.
+
+        Raises ValueError with what is wrong with it; TimeoutError if the grammars of others take too long.
+        """
+        asked = getattr(params, "structured_outputs", None)
+        return None if asked is None else self.grammars.compiled(asked)
+
     def add(
         self,
         request_id: str,
         prompt: str | None,
         prompt_token_ids: TokenIds[int],
         params: SamplingParams | BeamSearchParams,
+        *,
+        grammar: Grammar | None = None,
         bad_word_token_ids: Words = (),
     ) -> Reporter:
         """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool.
 
-        bad_word_token_ids: beside those of `params.bad_words`.
+        Args:
+            grammar: what `compiled` gave for it; without one it is compiled here.
+            bad_word_token_ids: beside those of `params.bad_words`.
         """
         request = self.admission.admit(request_id, prompt, prompt_token_ids, params, bad_word_token_ids)
+        grammar = grammar or self.compiled(params)
         first_id, *other_ids = range(self._num_sequences, self._num_sequences + request.num_sequence_ids)
         sequence = Sequence(
             sequence_id=first_id,
@@ -95,7 +111,7 @@ class Engine:
             group.child_ids = tuple(other_ids)
         self.scheduler.add(group)
         self._num_sequences += request.num_sequence_ids
-        strategy = self._new_strategy(group)
+        strategy = self.new_strategy(group, grammar)
         for sequence_id in group.sequence_ids:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
@@ -118,7 +134,7 @@ class Engine:
         self.metrics.scheduled(plan, self._groups, self.scheduler)
         try:
             self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
-            result = self.runner.run(self.builder.build(plan))
+            result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies)))
         except Exception as error:
             return self._fail(plan, error)
         self._blocks_may_be_missing = False
@@ -212,11 +228,11 @@ class Engine:
             self._strategies.pop(sequence_id, None)
             self._groups.pop(sequence_id, None)
 
-    def _new_strategy(self, group: SequenceGroup) -> Strategy:
+    def _new_strategy(self, group: SequenceGroup, grammar: Grammar | None) -> Strategy:
         request = group.request
         if request.beam:
             return BeamStrategy(request, group.reserved_ids, lambda: self._new_detokenizer(request))
-        return SamplingStrategy(request, lambda: self._new_detokenizer(request))
+        return SamplingStrategy(request, lambda: self._new_detokenizer(request), grammar)
 
     def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
         if self.tokenizer is None:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 _HASHED_AT_ONCE = 4  # arrays, each of which may be copied to the host
-_PACKAGES = ("jaxpage", "jax", "jaxlib")
+_PACKAGES = ("jaxpage", "jax", "jaxlib", "llguidance")
 _FIELDS = {"versions": dict, "device": str, "config": dict, "config_hash": str, "weights_hash": str, "engine": dict}
 
 
@@ -67,12 +67,17 @@ def read_header(log: LogReader) -> Record:
     return logged
 
 
-def logged_config(log: LogReader, logged: Record, model: str | None) -> EngineConfig:
-    """The settings of the log, with what they left to the machine as it was resolved there."""
+def logged_config(log: LogReader, logged: Record, model: str | None, *, keeps_tokenizer: bool) -> EngineConfig:
+    """The settings of the log, with what they left to the machine as it was resolved there.
+
+    keeps_tokenizer: the log's own is needed; otherwise the model's, or none, will do.
+    """
     resolved = {
         name: logged["engine"].get(name) for name in ("dtype", "max_model_len", "num_blocks", "swap_space_blocks")
     }
-    settings = {**logged["config"], **resolved, "kv_cache_memory_bytes": None, "tokenizer": None, "event_log": None}
+    settings = {**logged["config"], **resolved, "kv_cache_memory_bytes": None, "event_log": None}
+    if not keeps_tokenizer:
+        settings["tokenizer"] = None
     if model is not None:
         settings |= {"model": model, "revision": None, "load_format": "auto"}
     try:

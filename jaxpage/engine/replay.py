@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from jaxpage.argument_checks import shown
-from jaxpage.decoding import BeamStrategy, Draw, Edit, Finish, SamplingStrategy, Strategy
+from jaxpage.decoding import BeamStrategy, Draw, Edit, Finish, Grammar, SamplingStrategy, Strategy
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import LogReader, encoded
@@ -66,10 +66,10 @@ def replay(
         EventLogError: the log is damaged, or the engine that can be had is not that of the log.
         ModelNotFoundError, CheckpointError, CapacityError: as when any engine is built.
     """
-    num_plans = _num_plans(path)
+    num_plans, is_constrained = _survey(path)
     with LogReader(path) as log:
         logged = read_header(log)
-        config = logged_config(log, logged, model)
+        config = logged_config(log, logged, model, keeps_tokenizer=is_constrained)
         built = build_engine(config, progress=progress)
         try:
             compare_engines(logged, header(config, built.engine, built.memory), force=force)
@@ -78,6 +78,7 @@ def replay(
                 return Replay(built.engine, log, bar).run()
         finally:
             built.engine.runner.close()
+            built.engine.grammars.close()
 
 
 class Replay:
@@ -85,6 +86,7 @@ class Replay:
 
     def __init__(self, engine: Engine, log: LogReader, bar: tqdm[Any] | None = None) -> None:
         engine.events = Recorder(self._compare)
+        engine.new_strategy = self._strategy
         self._engine = engine
         self._log = log
         self._bar = bar
@@ -139,16 +141,15 @@ class Replay:
     def _add(self, record: Record) -> None:
         try:
             words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
-            self._engine.add(record["request_id"], None, record["prompt_token_ids"], _params(record), words)
+            prompt = record["prompt_token_ids"]
+            self._engine.add(record["request_id"], None, prompt, _params(record), bad_word_token_ids=words)
         except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
             self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
-        strategy: Strategy | None = None
-        for sequence_id in record["sequences"]:
-            strategy = strategy or self._without_text(self._engine._groups[sequence_id])
-            self._engine._strategies[sequence_id] = strategy
 
-    def _without_text(self, group: SequenceGroup) -> Strategy:
-        return (_LoggedBeams if group.request.beam else _LoggedEnds)(group, self._ends)
+    def _strategy(self, group: SequenceGroup, grammar: Grammar | None) -> Strategy:
+        if group.request.beam:
+            return _LoggedBeams(group, self._ends)
+        return _LoggedEnds(group, grammar, self._ends)
 
     def _pin(self, record: Record) -> None:
         try:
@@ -231,8 +232,8 @@ class _Differs(_Leave):
 class _LoggedEnds(SamplingStrategy):
     """A replay has no text. What text decided (a stop string, an error on the way to text) is therefore taken from the log."""
 
-    def __init__(self, group: SequenceGroup, ends: Mapping[int, Finish]) -> None:
-        super().__init__(group.request, NoText)
+    def __init__(self, group: SequenceGroup, grammar: Grammar | None, ends: Mapping[int, Finish]) -> None:
+        super().__init__(group.request, NoText, grammar)
         self._ends = ends
 
     def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:
@@ -287,12 +288,16 @@ def _contrast(place: str, logged: Any, came: Any) -> str:
     return f"{place}\n  logged:    {logged}\n  came out:  {came}"
 
 
-def _num_plans(path: str | os.PathLike[str]) -> int:
-    """Reads all of the log, so that a damaged line is found before anything is loaded."""
-    num_plans = 0
+def _survey(path: str | os.PathLike[str]) -> tuple[int, bool]:
+    """How many plans there are, and whether any request has a grammar, for which a replay needs the tokenizer.
+
+    Reads all of the log, so that a damaged line is found before anything is loaded.
+    """
+    num_plans, is_constrained = 0, False
     with LogReader(path) as log:
         log.take()
         while log.next is not None:
             num_plans += log.next["event"] == "plan"
+            is_constrained |= "structured_outputs" in (log.next.get("params") or ())
             log.take()
-    return num_plans
+    return num_plans, is_constrained

@@ -1,0 +1,139 @@
+"""Where a sequence stands in a grammar: which tokens may come next, and when there is an end to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+from jaxpage.grammars import DEAD_END, error_of, matcher_of
+from jaxpage.request import Request
+from jaxpage.shapes import MASK_BITS
+
+Words = npt.NDArray[np.uint32]  # [U], a bit per token id: see MASK_BITS
+
+
+class End(NamedTuple):
+    """Why a sequence ends that no stop ended."""
+
+    reason: str
+    stop_reason: str | None
+
+
+class Grammar:
+    """A compiled grammar over a model's V token ids. Sequences share it, and what it has learned of its own states."""
+
+    def __init__(self, tokenizer: LLTokenizer, end_id: int, vocab_size: int, source: str) -> None:
+        self._tokenizer = tokenizer
+        self._end_id = end_id
+        self._vocab_size = vocab_size
+        self._source = source
+        self._start = self._compiled()
+
+    def at_start(self) -> LLMatcher:
+        return self._start.deep_copy()
+
+    def alone(self, token_ids: Iterable[int]) -> LLMatcher:
+        """Behind these tokens as if nobody else had used the grammar: the states that others find count to its limits.
+
+        Who comes later begins anew as well.
+        """
+        self._start = self._compiled()
+        matcher = self._compiled()
+        for token_id in token_ids:
+            matcher.compute_bitmask()
+            matcher.consume_token(token_id)
+        return matcher
+
+    def admitted(self, matcher: LLMatcher) -> Words:
+        """Without an end: the tokens that go on. Ids that the tokenizer lacks are never among them."""
+        words = self.words(())
+        given = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: len(words)]
+        words[: len(given)] = given
+        for beyond in {*range(self._vocab_size, len(words) * MASK_BITS), self._end_id}:
+            if beyond < len(words) * MASK_BITS:
+                words[beyond // MASK_BITS] &= ~(np.uint32(1) << np.uint32(beyond % MASK_BITS))
+        return words
+
+    def words(self, token_ids: Iterable[int]) -> Words:
+        words = np.zeros(-(-self._vocab_size // MASK_BITS), np.uint32)
+        for token_id in token_ids:
+            words[token_id // MASK_BITS] |= np.uint32(1) << np.uint32(token_id % MASK_BITS)
+        return words
+
+    def _compiled(self) -> LLMatcher:
+        return matcher_of(self._tokenizer, self._source)
+
+
+class Constraint:
+    """One sequence of a request, in its grammar. `mask` is what may be drawn next.
+
+    Where the grammar may end, the request's end-of-sequence and stop ids are admitted; elsewhere no end-of-sequence id is, and a stop id
+    only as the text that it is. If there is none of them to draw, the sequence ends when the grammar can go no further.
+    """
+
+    def __init__(self, grammar: Grammar, request: Request) -> None:
+        params = request.params
+        ends = request.eos_token_ids.union(params.stop_token_ids)
+        if params.allowed_token_ids is not None:
+            ends = ends.intersection(params.allowed_token_ids)
+        self._grammar = grammar
+        self._eos_V = grammar.words(request.eos_token_ids)
+        self._ends_V = grammar.words(ends)
+        self._min_tokens = params.min_tokens
+        self._token_ids: list[int] = []
+        self._matcher = grammar.at_start()
+        self._is_alone = False  # with its states of the grammar
+        self._look()
+
+    def fork(self) -> Constraint:
+        """A twin that goes on by itself."""
+        twin = object.__new__(Constraint)
+        twin.__dict__ |= self.__dict__
+        twin._token_ids, twin._matcher = list(self._token_ids), self._matcher.deep_copy()
+        return twin
+
+    def advance(self, token_id: int) -> End | None:
+        """The sequence gains a token that the mask admitted. Returns why it cannot go on behind it, if it cannot."""
+        if _has(self._ends_V, token_id) and not _has(self._text, token_id):
+            return None  # an end
+        self._token_ids.append(token_id)
+        self._matcher.consume_token(token_id)
+        self._look()
+        return self._end()
+
+    def _look(self) -> None:
+        """What comes next: computed once, when a token is known."""
+        admitted = self._admitted()
+        if self._matcher.is_error() and not self._is_alone:
+            self._matcher, self._is_alone = self._grammar.alone(self._token_ids), True
+            admitted = self._admitted()
+        self._failure = error_of(self._matcher) if self._matcher.is_error() else None
+        self._may_end = self._failure is None and self._matcher.is_accepting()
+        self._text = self._grammar.words(()) if self._failure else admitted & ~self._eos_V
+        self.mask = self._text | self._ends_V if self._may_end else self._text
+
+    def _admitted(self) -> Words:
+        if self._matcher.is_error():
+            return self._grammar.words(())
+        return self._grammar.admitted(self._matcher)
+
+    def _end(self) -> End | None:
+        num_tokens = len(self._token_ids)
+        if self._failure is not None:
+            return End("error", f"structured_outputs: {self._failure}")
+        if self._text.any():
+            return None
+        if not self._may_end:
+            return End("error", f"structured_outputs: {DEAD_END}")
+        if num_tokens < self._min_tokens:
+            why = f"is complete after {num_tokens} tokens, below min_tokens={self._min_tokens}"
+            return End("error", f"structured_outputs: the grammar {why}")
+        return None if self._ends_V.any() else End("stop", None)
+
+
+def _has(words: Words, token_id: int) -> bool:
+    return bool(words[token_id // MASK_BITS] >> np.uint32(token_id % MASK_BITS) & 1)

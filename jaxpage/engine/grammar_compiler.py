@@ -1,0 +1,143 @@
+"""Compiles the grammars of requests, within a time and a memory, on the caller's thread: never while the engine is held."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLTokenizer
+
+import jaxpage
+from jaxpage.argument_checks import shown
+from jaxpage.decoding import Grammar
+from jaxpage.grammars import source_of, tokenizer_of
+
+COMPILE_SECONDS = 2.0  # for one grammar
+COMPILE_BYTES = 256 << 20
+WAIT_SECONDS = 10.0  # for the grammars of others before it
+CACHED_BYTES = 128 << 20  # of the grammars that are kept for the next who asks, by what their compilation took
+CACHED_GRAMMARS = 64
+_LEAST_BYTES = 1 << 18  # what a grammar counts at least
+_GRACE_SECONDS = 30.0  # beyond its own deadlines the worker is taken for dead: its start reads the tokenizer
+
+
+class GrammarCompiler:
+    """Grammars by the parameter that asks for them. A grammar is first tried by a process of its own, then compiled here.
+
+    For several threads at once. llguidance lets other threads run while it compiles and while it computes masks.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
+        self._hf_tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compiling = threading.Lock()
+        self._caching = threading.Lock()  # never held for long
+        self._cache: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # the last used last; with bytes
+        self._worker: _Worker | None = None
+        self._tokenizer: tuple[LLTokenizer, int] | None = None
+
+    def compiled(self, asked: tuple[str, str]) -> Grammar:
+        """Raises ValueError with what is wrong with the grammar; TimeoutError if others keep the compiler busy for too long."""
+        if (found := self._found(asked)) is not None:
+            return found
+        if not self._compiling.acquire(timeout=WAIT_SECONDS):
+            raise TimeoutError(f"structured_outputs: the grammars of others were compiled for {WAIT_SECONDS:g} s")
+        try:
+            return self._found(asked) or self._kept(asked, *self._compile(*asked))
+        finally:
+            self._compiling.release()
+
+    def close(self) -> None:
+        """Ends the worker. It starts again when it is needed."""
+        with self._compiling:
+            if self._worker is not None:
+                self._worker.close()
+                self._worker = None
+
+    def _compile(self, kind: str, value: str) -> tuple[Grammar, int]:
+        if self._worker is None or self._tokenizer is None:
+            description = _description(self._hf_tokenizer)
+            self._tokenizer = self._tokenizer or tokenizer_of(description)
+            self._worker = _Worker(description)
+        try:
+            problem, num_bytes = self._worker.tried(kind, value)
+        except BaseException:  # an interrupt as well: its answer would be taken for the next one's
+            self._worker.close()
+            self._worker = None
+            raise
+        if problem is not None:
+            raise ValueError(f"structured_outputs={shown({kind: json.loads(value)})} is refused: {problem}")
+        return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
+
+    def _found(self, asked: tuple[str, str]) -> Grammar | None:
+        with self._caching:
+            if asked not in self._cache:
+                return None
+            self._cache.move_to_end(asked)
+            return self._cache[asked][0]
+
+    def _kept(self, asked: tuple[str, str], grammar: Grammar, num_bytes: int) -> Grammar:
+        """The grammar, cached. What was not used for the longest time leaves; requests that use it keep it."""
+        with self._caching:
+            self._cache[asked] = grammar, max(num_bytes, _LEAST_BYTES)
+            while len(self._cache) > CACHED_GRAMMARS or sum(size for _, size in self._cache.values()) > CACHED_BYTES:
+                self._cache.popitem(last=False)
+        return grammar
+
+
+class _Worker:
+    """The process in which grammars are tried: see jaxpage/grammar_worker.py."""
+
+    def __init__(self, tokenizer_description: str) -> None:
+        path = [str(Path(jaxpage.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "jaxpage.grammar_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            start_new_session=True,  # Ctrl-C is not meant for it
+        )
+        self.close = weakref.finalize(self, _end, self._process)
+        self._say(tokenizer_description)
+
+    def tried(self, kind: str, value: str) -> tuple[str | None, int]:
+        """What is wrong with a grammar, if anything, and the bytes that it took. Raises RuntimeError if the process is gone."""
+        self._say(json.dumps([kind, value, COMPILE_SECONDS, COMPILE_BYTES]))
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], COMPILE_SECONDS + _GRACE_SECONDS)
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            raise RuntimeError("structured_outputs: the process that tries grammars does not answer")
+        problem, num_bytes = json.loads(line)
+        return problem, num_bytes
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise RuntimeError("structured_outputs: the process that tries grammars has ended") from error
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _description(tokenizer: Any) -> str:
+    """tokenizer.json, in one line, with the tokens that other files added."""
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return json.dumps(json.loads(backend.to_str()))

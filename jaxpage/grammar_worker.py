@@ -1,0 +1,73 @@
+"""A process that tries grammars before the engine compiles them: `python -m jaxpage.grammar_worker`, started by the engine.
+
+llguidance's limits bound a mask, not the time and the memory that building a matcher takes ({"multipleOf": 1234567} took half a minute
+and 700 MB), and a thread in native code cannot be ended. Here each grammar is tried by a child that is killed at its deadline.
+
+Lines of JSON: first the tokenizer comes in; then for each [kind, value, seconds, bytes] that comes in [problem or null, bytes] goes out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from typing import Any, NoReturn
+
+from jaxpage.grammars import matcher_of, problem_of, source_of, tokenizer_of
+
+_MAX_REPORT = 1 << 16
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
+
+
+def main() -> None:
+    tokenizer = tokenizer_of(sys.stdin.readline())
+    for line in sys.stdin:
+        kind, value, seconds, num_bytes = json.loads(line)
+        print(json.dumps(_tried(tokenizer, kind, value, seconds, num_bytes)), flush=True)
+
+
+def _tried(tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int) -> tuple[str | None, int]:
+    """What is wrong with a grammar, if anything, and how much memory it took."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _try(tokenizer, kind, value, num_bytes, writer)
+    os.close(writer)
+    ready, _, _ = select.select([reader], [], [], seconds)
+    report = os.read(reader, _MAX_REPORT) if ready else b""
+    os.close(reader)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if report:
+        problem, used = json.loads(report)
+        return problem, used
+    if ready:
+        return f"compiling it takes more than {num_bytes >> 20} MiB, or crashes", 0
+    return f"compiling it takes longer than {seconds:g} s", 0
+
+
+def _try(tokenizer: Any, kind: str, value: str, num_bytes: int, writer: int) -> NoReturn:
+    """In the child: never returns."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what native code says before it aborts
+        problem_of(matcher_of(tokenizer[0], source_of("regex", '"a"')), tokenizer[1])  # what any grammar takes
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (before * _RSS_UNIT + num_bytes, hard))
+        try:
+            matcher = matcher_of(tokenizer[0], source_of(kind, value))
+            problem = problem_of(matcher, tokenizer[1])
+        except ValueError as error:
+            problem = str(error)
+        used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * _RSS_UNIT
+        os.write(writer, json.dumps((problem, used)).encode())
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

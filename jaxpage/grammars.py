@@ -1,0 +1,81 @@
+"""Structured outputs in llguidance's terms: the text of a grammar, a tokenizer with an end of its own, and matchers within limits.
+
+Imported by the engine and by the process that tries grammars (`jaxpage.grammar_worker`), which must find the same.
+"""
+
+from __future__ import annotations
+
+import json
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+# Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A schema's "x-guidance" wins over it.
+WHITESPACE = " "
+# What bounds one mask, which is computed between two steps: about a quarter of a second for the worst regexes found. llguidance's
+# own limits allow ten times that. No limit bounds what building a matcher takes: the process that tries it does.
+LEXER_FUEL = 200_000
+MAX_LEXER_STATES = 50_000
+DEAD_END = "no token of the model goes on in the grammar"
+_END = "<|the end of the grammar|>"
+_MAX_MESSAGE = 400  # characters
+
+
+def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
+    """A tokenizer and the id of one more token, which a mask holds where the grammar may end: no model has it.
+
+    Which tokens end a text is a matter of the request, not of the tokenizer.
+    """
+    description = json.loads(tokenizer_json)
+    vocabulary, added = description["model"]["vocab"], description.setdefault("added_tokens", [])
+    token_ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    end_id = 1 + max(*token_ids, *(token["id"] for token in added))
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added.append({"id": end_id, "content": _END, "special": True, **plain})
+    return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
+
+
+def source_of(kind: str, value: str) -> str:
+    """What llguidance compiles. The value is JSON, as `SamplingParams` keeps it. Raises ValueError if it is no grammar."""
+    if kind == "json":
+        return _source_of_schema(value)
+    if kind == "json_object":
+        return _source_of_schema('{"type": "object"}')
+    given = json.loads(value)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(given)
+    if kind == "choice":  # a terminal: thousands of alternatives of a rule would be as many places to be in
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, given)))
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(given))
+    except Exception as error:  # the converter of GBNF raises its own, and whatever its recursion leads to
+        raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
+
+
+def _source_of_schema(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE})
+
+
+def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """Never raises for a grammar: see `problem_of`."""
+    limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    return LLMatcher(tokenizer, source, log_level=0, limits=limits)
+
+
+def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
+    """What keeps a new matcher from being used. Computes its first mask, which may take longer than building it."""
+    words = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error():
+        return error_of(matcher)
+    if warnings := matcher.get_grammar_warnings():
+        return "; ".join(warnings)[:_MAX_MESSAGE]
+    if int.from_bytes(words, "little") & ~(1 << end_id):
+        return None
+    return "it admits only an empty text" if matcher.is_accepting() else DEAD_END
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """llguidance's message, short, in one line."""
+    if matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):
+        return DEAD_END
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:_MAX_MESSAGE]

@@ -1,0 +1,55 @@
+"""What may stand in `SamplingParams.structured_outputs`, checked as far as it goes without a model: vLLM's field, one kind at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jaxpage.argument_checks import check_items, check_text, refuse
+
+STRUCTURED_OUTPUT_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_CHARACTERS = 65536  # of a value as JSON
+
+
+def check_structured_outputs(value: Any) -> tuple[str, str] | None:
+    """(kind, value as JSON). What it means is found out, and refused if it is wrong, when the request is admitted."""
+    if value is None:
+        return None
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
+        value = {value[0]: _parsed(value[0], value[1])}  # already in the stored form: dataclasses.replace, an event log
+    given = {name: item for name, item in value.items() if item is not None} if isinstance(value, Mapping) else {}
+    if len(given) != 1 or not set(given) <= set(STRUCTURED_OUTPUT_KINDS):
+        refuse("structured_outputs", value, f"a mapping with exactly one of {', '.join(STRUCTURED_OUTPUT_KINDS)}")
+    ((kind, item),) = given.items()
+    name = f"structured_outputs[{kind!r}]"
+    try:
+        text = json.dumps(_checked(name, kind, item), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, ValueError) and name in str(error):
+            raise
+        refuse(name, item, "something that JSON can express")
+    if len(text) > MAX_CHARACTERS:
+        refuse(name, item, f"at most {MAX_CHARACTERS} characters as JSON ({len(text)} are given)")
+    return kind, text
+
+
+def _checked(name: str, kind: str, item: Any) -> Any:
+    if kind == "json":
+        schema = _parsed(name, item) if isinstance(item, str) else item
+        return schema if isinstance(schema, dict) else refuse(name, item, "a JSON schema: an object, or its text")
+    if kind == "choice":
+        return check_items(name, item, check_text) or refuse(name, item, "a list that is not empty")
+    if kind == "json_object":
+        return True if item is True else refuse(name, item, "True")
+    return check_text(name, item)
+
+
+def _parsed(name: str, text: str) -> Any:
+    def no_number(constant: str) -> NoReturn:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(text, parse_constant=no_number)
+    except (ValueError, RecursionError):
+        refuse(name, text, "valid JSON")

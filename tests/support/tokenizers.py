@@ -1,0 +1,47 @@
+"""A small tokenizer for the small models: byte-level BPE without every byte, and with tokens of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+BYTES = sorted(
+    {*range(32, 127), 9, 10, 0xC3, 0xA9, 0xA4, 0xF0, 0x9F, 0x98, 0x80}
+)  # ASCII, and pieces of longer characters
+PIECES = (*('{"', '":', '", ', "true", "null", "dog", "cat", "ab", "ba", "aa", "bb", "abc", "10", "00", "é", "ä"),)
+END = 0  # the token that ends a text
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """Into a model's directory, which is returned. Fewer tokens than LLAMA of `tests.support.engines` has ids."""
+    backend = Tokenizer(_bpe())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>").save_pretrained(directory)
+    return directory
+
+
+def _bpe() -> models.BPE:
+    letters = _letters()
+    vocabulary, merges = {"<|end|>": END}, []
+    for byte in BYTES:
+        vocabulary[letters[byte]] = len(vocabulary)
+    for piece in PIECES:
+        left, *rest = (letters[byte] for byte in piece.encode())
+        for right in rest:
+            if left + right not in vocabulary:
+                vocabulary[left + right] = len(vocabulary)
+                merges.append((left, right))
+            left += right
+    return models.BPE(vocab=vocabulary, merges=merges)
+
+
+def _letters() -> dict[int, str]:
+    """The character that stands for each byte: printable ones for themselves, the others counted up from 256."""
+    alphabet = set(ByteLevel.alphabet())
+    others = iter(range(256, 512))
+    return {byte: chr(byte) if chr(byte) in alphabet else chr(next(others)) for byte in range(256)}

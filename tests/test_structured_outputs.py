@@ -1,0 +1,685 @@
+"""Structured outputs: whatever a random model would rather say, what comes out is what was asked for, or a beginning of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import string
+import threading
+from types import SimpleNamespace
+
+import jsonschema
+import numpy as np
+import pytest
+
+import jaxpage.engine.grammar_compiler as compiling
+import jaxpage.grammars as rules
+from jaxpage import SamplingParams
+from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
+from jaxpage.engine.replay import replay
+from jaxpage.engine.text import load_tokenizer
+from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+from tests.support.tokenizers import END, write_tokenizer
+
+SMALL_POOL = {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32}  # shapes of test_path_independence.py
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": -20, "maximum": 300},
+        "tags": {"type": "array", "items": {"enum": ["é", 'a"b', None, 1.5]}, "maxItems": 3},
+        "inner": {"$ref": "#/$defs/pair"},
+    },
+    "required": ["name", "size", "inner"],
+    "additionalProperties": False,
+    "$defs": {
+        "pair": {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}], "items": False, "minItems": 2}
+    },
+}
+CHOICES = ["yes", "no", 'say "no"', "ab|c.*", "née 😀", "a\\b\n", "abcab"]
+REGEX = r"(ab|ba){1,3}( [0-9]{2,4})?(dog|cat)s?"
+BALANCED = 'start: "(" start ")" start | "a"\n'
+GBNF = 'root ::= pair ("," pair)*\npair ::= [a-c]+ "=" ("10" | "0")\n'
+
+
+def balanced(text):
+    """A parser of BALANCED that is not llguidance's: start: "(" start ")" start | "a"."""
+    wanted = 1  # how many `start` and, as -1 on the stack, closing parentheses are due
+    stack = [wanted]
+    for letter in text:
+        if not stack:
+            return False
+        due = stack.pop()
+        if due == 1 and letter == "(":
+            stack += [1, -1, 1]
+        elif (due == 1 and letter != "a") or (due == -1 and letter != ")"):
+            return False
+    return not stack
+
+
+def valid_json(schema):
+    def check(text):
+        try:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+        except (ValueError, jsonschema.ValidationError):
+            return False
+        return True
+
+    return check
+
+
+KINDS = {
+    "json": ({"json": SCHEMA}, valid_json(SCHEMA)),
+    "text of a schema": ({"json": json.dumps({"enum": [1, "ab", [True]]})}, valid_json({"enum": [1, "ab", [True]]})),
+    "regex": ({"regex": REGEX}, re.compile(REGEX).fullmatch),
+    "choice": ({"choice": CHOICES}, CHOICES.__contains__),
+    "lark": ({"grammar": BALANCED}, balanced),
+    "gbnf": ({"grammar": GBNF}, re.compile("[abc]+=(10|0)(,[abc]+=(10|0))*").fullmatch),
+    "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA))
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with make_llm(directory) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(llm):
+    yield
+    invariants(llm)
+
+
+def params(kind="json", **changes):
+    asked = KINDS[kind][0] if isinstance(kind, str) else kind
+    return SamplingParams(**{"temperature": 1.5, "seed": 5, "max_tokens": 100, "structured_outputs": asked, **changes})
+
+
+def run(llm, prompts, each):
+    return [output.outputs for output in llm.generate(prompts, each, use_tqdm=False)]
+
+
+def bad_outputs(llm, kind, num_seeds, **changes):
+    """Of so many seeds, the texts that are neither valid nor, when cut, what a valid one begins with."""
+    is_valid = KINDS[kind][1]
+    longer = {"max_tokens": 200, **changes}
+    outputs = run(llm, ["a"] * num_seeds, [params(kind, seed=seed, **longer) for seed in range(num_seeds)])
+    bad = [one for (one,) in outputs if one.finish_reason != "length" and not is_valid(one.text)]
+    bad += [one for (one,) in outputs if one.finish_reason not in ("stop", "length")]
+    cut = run(
+        llm, ["a"] * num_seeds, [params(kind, seed=seed, **{**changes, "max_tokens": 5}) for seed in range(num_seeds)]
+    )
+    bad += [
+        one
+        for (one,), (whole,) in zip(cut, outputs, strict=True)
+        if not whole.text.startswith(one.text.rstrip("\ufffd"))
+    ]
+    return bad, outputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_random_model_says_is_what_was_asked_for(kind, llm):
+    bad, outputs = bad_outputs(llm, kind, 12)
+    assert not bad
+    finished = [one for (one,) in outputs if one.finish_reason == "stop"]
+    assert len(finished) >= 4 and all(one.token_ids[-1] == END and one.stop_reason is None for one in finished)
+    assert len({one.text for one in finished}) >= 3
+
+
+def test_without_a_grammar_it_says_something_else(llm):
+    """Otherwise the tests above would show nothing."""
+    outputs = run(llm, ["a"] * 12, [params(seed=seed, structured_outputs=None) for seed in range(12)])
+    for _, is_valid in (KINDS[kind] for kind in ("json", "regex", "choice", "lark", "gbnf")):
+        assert not any(is_valid(one.text) for (one,) in outputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.0},
+        {"top_k": 1},
+        {"top_p": 0.01},
+        {"min_p": 0.9},
+        {"logit_bias": {200: 100.0, END: 50.0}},
+        {"repetition_penalty": 3.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
+    ],
+)
+def test_beside_what_else_shapes_a_draw(changes, llm, monkeypatch):
+    monkeypatch.setattr("jaxpage.engine.admission.unsupported", lambda _: [])
+    bad, outputs = bad_outputs(llm, "regex", 2, **changes)
+    assert [one.finish_reason for (one,) in outputs] == ["stop"] * 2
+    assert not bad
+
+
+def shifted(mask):
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return np.packbits(np.roll(bits, 1), bitorder="little").view(np.uint32)
+
+
+def plant(monkeypatch, mistake):
+    if mistake == "off by one token":
+        mask = SamplingStrategy.mask
+        monkeypatch.setattr(SamplingStrategy, "mask", lambda self, sequence_id: shifted(mask(self, sequence_id)))
+    if mistake == "of the step before":
+        look, first = Constraint._look, Constraint.__init__
+
+        def late(self):
+            before = self.__dict__.get("mask")
+            look(self)
+            self.mask = self.mask if before is None else before
+
+        monkeypatch.setattr(Constraint, "_look", late)
+        monkeypatch.setattr(Constraint, "__init__", first)
+    if mistake == "one state for all":
+        monkeypatch.setattr(Grammar, "at_start", lambda self: self._start)
+    if mistake == "ends anywhere":
+        look = Constraint._look
+
+        def lenient(self):
+            look(self)
+            self.mask = self.mask | self._ends_V
+
+        monkeypatch.setattr(Constraint, "_look", lenient)
+    if mistake == "one place for the samples":
+        monkeypatch.setattr(SamplingStrategy, "_constraint", lambda self, _: one_place(self))
+
+
+def one_place(strategy):
+    if strategy.grammar is not None and not strategy._constraint_of:
+        strategy._constraint_of[0] = Constraint(strategy.grammar, strategy._request)
+    return strategy._constraint_of.get(0)
+
+
+@pytest.mark.parametrize("mistake", ["off by one token", "of the step before", "one state for all", "ends anywhere"])
+def test_a_planted_mistake_is_found(mistake, llm, monkeypatch):
+    plant(monkeypatch, mistake)
+    llm._engine.grammars._cache.clear()
+    bad, _ = bad_outputs(llm, "regex", 6)
+    llm._engine.grammars._cache.clear()
+    assert bad
+
+
+# Samples, neighbours, and what happens to a request
+
+
+FOURTH = ("json", "regex", "choice", "lark")
+
+
+def lone_sample(llm, one, index):
+    """What a request of its own draws with the noise of this sample."""
+    engine = llm._engine
+    reporter = engine.add("lone", None, [7, 8, 9], dataclasses.replace(one, n=1))
+    (group,) = engine.scheduler.waiting
+    group.sequences[0].sample_index = index
+    while engine.has_unfinished:
+        engine.step()
+    (output,) = reporter.whole().outputs
+    return output
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+@pytest.mark.parametrize("kind", ["json", "regex"])
+def test_each_sample_is_the_lone_request_with_its_key(kind, mistaken, llm, monkeypatch):
+    one = params(kind, max_tokens=40, logprobs=2)
+    lone = [lone_sample(llm, one, index) for index in range(4)]
+    assert len({sample.text for sample in lone}) >= 3
+    assert all(KINDS[kind][1](sample.text) for sample in lone if sample.finish_reason == "stop")
+    if mistaken:
+        plant(monkeypatch, "one place for the samples")
+    ((*samples,),) = run(llm, [[7, 8, 9]], dataclasses.replace(one, n=4))
+    assert (samples == lone) != mistaken
+
+
+def test_log_probabilities_are_the_models_own(llm, directory):
+    """Before the mask, as everywhere: the chosen token may be far from the likeliest."""
+    ((one,),) = run(llm, ["a"], params("json", temperature=0.0, logprobs=2, max_tokens=12))
+    ((plain,),) = run(llm, ["a"], params(None, temperature=0.0, logprobs=2, max_tokens=1))
+    first = one.logprobs[0]
+    assert first[one.token_ids[0]].rank > 1
+    likeliest = plain.token_ids[0]
+    assert first[likeliest] == plain.logprobs[0][likeliest] and likeliest != one.token_ids[0]
+
+
+@pytest.fixture(scope="module")
+def requests():
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(1, 257, length).tolist() for length in (5, 40, 16, 33, 50, 9, 21)]
+    kinds = ["json", None, "regex", "choice", None, "gbnf", "json_object"]
+    each = [
+        params(kind, seed=index, max_tokens=60, logprobs=1, n=2 if index in (0, 4) else 1)
+        for index, kind in enumerate(kinds)
+    ]
+    return prompts, each
+
+
+@pytest.fixture(scope="module")
+def lone(directory, requests):
+    with make_llm(directory, enable_prefix_caching=False) as llm:
+        return [run(llm, [prompt], one)[0] for prompt, one in zip(*requests, strict=True)]
+
+
+ENGINES = {
+    "recompute": SMALL_POOL,
+    "swap": {**SMALL_POOL, "preemption_mode": "swap"},
+    "fair and mixed": {
+        **SMALL_POOL,
+        "preemption_mode": "auto",
+        "scheduling_policy": "fair",
+        "enable_mixed_steps": True,
+    },
+    "narrow chunks": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_together_as_alone(engine, directory, requests, lone):
+    """Those with and those without a grammar, in pools that are too small for all, there and back: tokens and bits."""
+    prompts, each = requests
+    with make_llm(directory, **ENGINES[engine]) as llm:
+        strangers = [[token_id] * 100 for token_id in (3, 4, 5)]
+        stranger = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        for _ in range(2):  # the second time with prefixes to find
+            assert run(llm, [*strangers, *prompts], [*[stranger] * 3, *each])[3:] == lone
+        assert run(llm, prompts[::-1], each[::-1])[::-1] == lone
+        if engine in ("recompute", "swap"):
+            assert llm.stats()["num_preemptions_total"][engine] >= 2
+        invariants(llm)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_gives_way_at_every_step(mode, directory, requests, lone):
+    prompts, each = requests
+    with make_llm(directory, preemption_mode=mode) as llm:
+        engine = llm._engine
+        for step in range(1, 10):
+            llm.reset_prefix_cache()
+            engine.add("older", None, prompts[1], dataclasses.replace(each[1], max_tokens=40, ignore_eos=True))
+            reporter = engine.add("watched", None, prompts[0], each[0])
+            for number in itertools.count():
+                if not engine.has_unfinished:
+                    break
+                if number == step:
+                    give_way(engine.scheduler)
+                engine.step()
+            assert reporter.whole().outputs == lone[0]
+        assert llm.stats()["num_preemptions_total"][mode] >= 8
+        invariants(llm)
+
+
+def test_streams(llm):
+    one = params("json", n=2)
+    ((*whole,),) = run(llm, ["a"], one)
+    texts = ["", ""]
+    for chunk in llm.stream("a", one):
+        for output in chunk.outputs:
+            texts[output.index] += output.text
+    assert texts == [output.text for output in whole]
+
+
+def test_stop_strings_cut_it_short(llm):
+    ((whole,),) = run(llm, ["a"], params("json"))
+    ((cut,),) = run(llm, ["a"], params("json", stop=['"size"']))
+    assert cut.finish_reason == "stop" and cut.stop_reason == '"size"'
+    assert cut.text == whole.text[: whole.text.index('"size"')]
+
+
+# The masks
+
+
+def language():
+    """All texts of REGEX with fewer digits: what a mask is worked out from without llguidance."""
+    heads = ["".join(parts) for count in (1, 2, 3) for parts in itertools.product(("ab", "ba"), repeat=count)]
+    return {
+        head + number + animal
+        for head in heads
+        for number in ("", " 10", " 00")
+        for animal in ("dog", "cat", "dogs", "cats")
+    }
+
+
+@pytest.fixture(scope="module")
+def grammar_of(directory):
+    compiler = compiling.GrammarCompiler(load_tokenizer(directory), LLAMA["vocab_size"])
+    yield lambda **asked: compiler.compiled(SamplingParams(structured_outputs=asked).structured_outputs)
+    compiler.close()
+
+
+def request(eos=(END,), **changes):
+    return SimpleNamespace(eos_token_ids=frozenset(eos), params=SamplingParams(**changes))
+
+
+def admitted(constraint):
+    bits = np.unpackbits(constraint.mask.view(np.uint8), bitorder="little")
+    assert len(bits) == 288 and not bits[257:].any()  # of 9 words; the model has 257 ids
+    return set(np.flatnonzero(bits))
+
+
+def test_masks_are_those_of_brute_force(grammar_of, directory):
+    """In every place that can be reached, for every token. Where the grammar leaves one text, only the tokenizer's own way to say it."""
+    texts = language()
+    constraint = Constraint(grammar_of(regex="((ab|ba){1,3})( (10|00))?(dog|cat)s?"), request())
+    pieces = [load_tokenizer(directory).decode([token_id]) for token_id in range(128)]
+    todo, seen, num_forced = [("", constraint)], {""}, 0
+    while todo:
+        text, place = todo.pop()
+        want = {
+            token_id
+            for token_id, piece in enumerate(pieces)
+            if token_id != END and any(whole.startswith(text + piece) for whole in texts)
+        }
+        may_end = text in texts
+        nexts = {whole[len(text) : len(text) + 1] for whole in texts if whole.startswith(text)}
+        got = admitted(place)
+        assert (END in got) == may_end
+        if len(nexts) == 1:
+            num_forced += 1
+            assert got - {END} <= want and (not want or got - {END})
+        else:
+            assert got - {END} == want, text
+        for token_id in got - {END}:
+            if (longer := text + pieces[token_id]) not in seen:
+                seen.add(longer)
+                twin = place.fork()
+                assert twin.advance(token_id) is None
+                todo.append((longer, twin))
+    assert len(seen) > 300 and 0 < num_forced < len(seen)
+    assert admitted(constraint) == {
+        i for i, piece in enumerate(pieces) if i != END and piece in ("a", "b", "ab", "ba", "abc")
+    }
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_twins_go_their_own_ways(mistaken, grammar_of, directory, monkeypatch):
+    if mistaken:
+        monkeypatch.setattr(Constraint, "fork", lambda self: self)
+    first, second, third = (load_tokenizer(directory)(letter)["input_ids"][0] for letter in "abc")
+    elder = Constraint(grammar_of(regex="[ab]{3}c"), request())
+    elder.advance(first)
+    twin = elder.fork()
+    for token_id in (second, first):
+        twin.advance(token_id)
+    assert (admitted(twin) == {third}) and (third not in admitted(elder)) != mistaken
+
+
+@pytest.mark.parametrize(("size", "limit", "fails"), [(12, 1500, False), (30, 300, True)])
+def test_a_grammar_that_others_filled_is_as_good_as_new(size, limit, fails, directory, monkeypatch):
+    """llguidance counts the states that anybody found to the limit of all."""
+    monkeypatch.setattr(rules, "MAX_LEXER_STATES", limit)
+    letters = [load_tokenizer(directory)(letter)["input_ids"][0] for letter in "ab"]
+    tokenizer = rules.tokenizer_of(load_tokenizer(directory).backend_tokenizer.to_str())
+    source = rules.source_of("regex", json.dumps(f"[ab]*a[ab]{{{size}}}c"))
+
+    def outcome(grammar, seed):
+        rng, constraint = np.random.default_rng(seed), Constraint(grammar, request())
+        for number in range(250):
+            if (end := constraint.advance(int(rng.choice(letters)))) is not None:
+                return number, end
+        return admitted(constraint)
+
+    def fresh():
+        return Grammar(*tokenizer, 257, source)
+
+    shared, alone = fresh(), []
+    again = Grammar.alone
+    monkeypatch.setattr(Grammar, "alone", lambda self, ids: alone.append(len(ids)) or again(self, ids))
+    outcomes = [outcome(shared, seed) for seed in range(8)]
+    assert alone and outcomes == [outcome(fresh(), seed) for seed in range(8)]
+    assert all(isinstance(one, tuple) for one in outcomes) == fails
+
+
+# How it ends
+
+
+def only(llm, asked, prompt="a", **changes):
+    ((one,),) = run(llm, [prompt], params(asked, **changes))
+    return one
+
+
+def test_without_an_end_to_draw_it_ends_where_the_grammar_does(llm, monkeypatch):
+    monkeypatch.setattr("jaxpage.engine.admission.unsupported", lambda _: [])
+    for changes in ({"ignore_eos": True}, {"allowed_token_ids": range(1, 257)}):
+        one = only(llm, "choice", **changes)
+        assert (
+            (one.finish_reason, one.stop_reason) == ("stop", None) and one.text in CHOICES and END not in one.token_ids
+        )
+    open_ended = only(llm, {"regex": "[a-z]+"}, ignore_eos=True, max_tokens=30)
+    assert open_ended.finish_reason == "length" and re.fullmatch("[a-z]{30,}", open_ended.text)
+    exact = only(llm, {"regex": "[a-z]{3}"}, ignore_eos=True, max_tokens=3)
+    assert exact.finish_reason == "stop" and len(exact.text) == 3  # rather than "length"
+
+
+def test_stop_ids_are_ends_where_the_grammar_may_end(llm):
+    (letter,) = llm.tokenizer("z")["input_ids"]
+    one = only(llm, {"regex": "[ab]{2,9}"}, ignore_eos=True, stop_token_ids=[letter], temperature=0.0)
+    assert re.fullmatch("[ab]{2,9}", one.text) and one.finish_reason == "stop" and one.stop_reason == letter
+
+
+def test_an_end_that_is_a_letter_is_none_inside(directory, tmp_path):
+    """A model whose end-of-sequence id is text to its tokenizer."""
+    (letter,) = load_tokenizer(directory)("b")["input_ids"]
+    model = write_tokenizer(random_checkpoint(tmp_path / "other", {**LLAMA, "eos_token_id": letter}))
+    with make_llm(model) as llm:
+        for seed in range(6):
+            one = only(llm, {"regex": "[ab]{4}"}, seed=seed)
+            assert one.token_ids.index(letter) == len(one.token_ids) - 1 and one.finish_reason == "stop"
+            assert re.fullmatch("[ab]{4}", one.text)
+
+
+def test_min_tokens_beyond_the_grammar_is_an_error(llm):
+    one = only(llm, {"choice": ["dog", "cat"]}, min_tokens=9)
+    assert one.text in ("dog", "cat") and one.finish_reason == "error"
+    assert re.search("complete after [1-3] tokens, below min_tokens=9", one.stop_reason)
+    longer = only(llm, {"regex": "[ab]{1,40}"}, min_tokens=9)
+    assert longer.finish_reason == "stop" and len(longer.token_ids) >= 10
+
+
+def test_a_dead_end_ends_that_request_only(llm):
+    """Behind "ab" comes what the tokenizer cannot say; a neighbour is as it is alone, to the last bit."""
+    neighbour = params(None, max_tokens=20, logprobs=2)
+    alone = run(llm, [[3, 4]], neighbour)
+    for asked in ({"regex": "[ab]{2}(\\x01|\u20ac)"}, {"choice": ["aba\u0001", "bab\u0001"]}):
+        dead, beside = run(llm, ["a", [3, 4]], [params(asked, n=2), neighbour])
+        assert [beside] == alone
+        for one in dead:
+            assert one.finish_reason == "error" and "no token of the model goes on in the grammar" in one.stop_reason
+            assert re.fullmatch("[ab]{2,3}", one.text)
+
+
+def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm):
+    neighbour = params(None, max_tokens=20, logprobs=2)
+    alone = run(llm, [[3, 4]], neighbour)
+    (one,), beside = run(llm, ["a", [3, 4]], [params({"regex": "b{2}((a{1000}){1000}){1000}"}), neighbour])
+    assert [beside] == alone
+    assert one.finish_reason == "error" and one.stop_reason.startswith("structured_outputs: lexer error")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"regex": ""}, "structured_outputs\\['regex'\\] must be a string that is not empty, got ''"),
+        ({"regex": 3}, "got 3"),
+        ({"choice": []}, "must be a list that is not empty, got \\[\\]"),
+        ({"choice": "yes"}, "must be a list, got 'yes'"),
+        ({"choice": ["a", ""]}, "structured_outputs\\['choice'\\]\\[1\\] must be a string that is not empty"),
+        ({"choice": ["\ud800"]}, "lone surrogate"),
+        ({"json": "{"}, "must be valid JSON, got '{'"),
+        ({"json": '{"const": NaN}'}, "must be valid JSON"),
+        ({"json": {"const": float("nan")}}, "something that JSON can express"),
+        ({"json": [1]}, "must be a JSON schema: an object, or its text, got \\[1\\]"),
+        ({"json": True}, "a JSON schema"),
+        ({"json": {"a": object()}}, "something that JSON can express"),
+        ({"json_object": False}, "must be True, got False"),
+        ({"grammar": {}}, "string that is not empty"),
+        ({"regex": "a" * 70000}, "at most 65536 characters as JSON \\(70002 are given\\)"),
+        ({"json": {"enum": list(range(20000))}}, "at most 65536 characters"),
+        ({"regex": "a", "choice": ["a"]}, "exactly one of json, regex, choice"),
+        ({}, "exactly one of"),
+        ({"banana": 1}, "exactly one of"),
+    ],
+)
+def test_refused_at_construction(value, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(structured_outputs=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(?=x)"}, "look-around"),
+        ({"regex": "(?P<n>a)(?P=n)"}, "invalid regex"),
+        ({"regex": "a{0}"}, "it admits only an empty text"),
+        ({"regex": "[^\\s\\S]"}, "no token of the model goes on"),
+        ({"regex": "\\x01"}, "no token of the model goes on"),
+        ({"regex": "(" * 30000 + "a" + ")" * 30000}, "is refused: "),
+        ({"grammar": "start: " + "(" * 30000 + '"a"' + ")" * 30000}, "too deeply nested"),
+        ({"grammar": "root ::= " + "(" * 30000 + '"a"' + ")" * 30000}, "neither Lark nor GBNF"),
+        ({"grammar": "start: missing"}, "unknown name"),
+        ({"json": {"type": "banana"}}, "Invalid type: banana"),
+        ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: \\["not"\\]'),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"type": "string", "format": "banana"}}, "Unknown format: banana"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable"),
+        ({"json": {"$ref": "http://somewhere/else"}}, "does not fetch"),
+        ({"json": {"$ref": "file:///etc/passwd"}}, "does not fetch"),
+        ({"json": {"type": "string", "pattern": "("}}, "unclosed group"),
+    ],
+)
+def test_refused_at_admission(value, message, llm):
+    """With the parameter, the beginning of its value and llguidance's own words; before anything runs."""
+    asked = re.escape(f"structured_outputs={{'{next(iter(value))}': ")
+    with pytest.raises(ValueError, match=f"^{asked}.* is refused: .*{message.removeprefix('is refused: ')}") as refused:
+        llm.generate(["a", "b"], [params(None), params(value)], use_tqdm=False)
+    assert len(str(refused.value)) < 700 and refused.value.__notes__ == ["This is prompt 1 of 2."]
+
+
+def test_without_a_tokenizer(tmp_path):
+    with (
+        make_llm(random_checkpoint(tmp_path, LLAMA)) as bare,
+        pytest.raises(ValueError, match="'regex' needs text, but the model has"),
+    ):
+        bare.generate([1, 2], params("regex"))
+
+
+def deep(depth):
+    schema = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return {"json": schema}
+
+
+def test_nesting_ends_nothing_but_the_request(llm):
+    assert only(llm, deep(20)).finish_reason == "stop"
+    with pytest.raises(ValueError, match="structured_outputs"):
+        only(llm, deep(700))
+    with pytest.raises(ValueError, match="structured_outputs"):
+        only(llm, {"json": '{"items":' * 6000 + "{}" + "}" * 6000})
+
+
+# Compiling
+
+
+SLOW = {"json": {"type": "integer", "multipleOf": 1234567}}  # half a minute and 700 MB, whatever llguidance's limits
+
+
+def test_others_go_on_while_a_grammar_compiles(llm, monkeypatch):
+    """It is compiled on the thread that asks, without the engine; what takes too long is refused, and leaves no process behind."""
+    monkeypatch.setattr(compiling, "COMPILE_SECONDS", 0.5)
+    num_chunks, refusals = [0], []
+
+    def ask():
+        try:
+            llm.generate("a", params(SLOW), use_tqdm=False)
+        except ValueError as error:
+            refusals.append(str(error))
+
+    asking = threading.Thread(target=ask)
+    want = run(llm, ["a"], params(None, max_tokens=200, ignore_eos=True))
+    asking.start()
+    while asking.is_alive():
+        stream = llm.stream("a", params(None, max_tokens=200, ignore_eos=True))
+        text = "".join(chunk.outputs[0].text for chunk in stream if not num_chunks.append(1))
+        assert text == want[0][0].text
+    asking.join()
+    assert len(num_chunks) > 100 and "compiling it takes longer than 0.5 s" in refusals[0]
+    assert only(llm, "choice").finish_reason == "stop"
+
+
+def test_memory_is_bounded(llm, monkeypatch):
+    monkeypatch.setattr(compiling, "COMPILE_SECONDS", 60)
+    monkeypatch.setattr(compiling, "COMPILE_BYTES", 32 << 20)
+    with pytest.raises(ValueError, match="takes more than 32 MiB, or crashes"):
+        only(llm, SLOW)
+
+
+def test_who_waits_too_long_is_told(llm, monkeypatch):
+    monkeypatch.setattr(compiling, "WAIT_SECONDS", 0.01)
+    compiler = llm._engine.grammars
+    compiler._cache.clear()
+    assert only(llm, "choice").finish_reason == "stop"
+    with compiler._compiling:
+        assert only(llm, "choice").finish_reason == "stop"  # it is there already
+        with pytest.raises(TimeoutError, match="structured_outputs: the grammars of others were compiled for 0.01 s"):
+            only(llm, {"regex": "xyz"})
+
+
+def test_the_process_that_tries_grammars_may_die(llm):
+    only(llm, {"regex": "alive"})
+    llm._engine.grammars._worker._process.kill()
+    with pytest.raises(RuntimeError, match="the process that tries grammars"):
+        only(llm, {"regex": "dead"})
+    assert only(llm, {"regex": "alive again"}).text == "alive again"
+
+
+def test_grammars_are_kept_within_bounds(llm, monkeypatch):
+    """The last used stay; an equal grammar is compiled once."""
+    monkeypatch.setattr(compiling, "CACHED_GRAMMARS", 3)
+    compiler = llm._engine.grammars
+    tried = []
+    real = compiling._Worker.tried
+    monkeypatch.setattr(compiling._Worker, "tried", lambda self, *asked: tried.append(asked[1]) or real(self, *asked))
+    for letter in "pqrpstp":
+        only(llm, {"regex": f"{letter}{{2}}"}, max_tokens=4)
+    assert tried == [f'"{letter}{{2}}"' for letter in "pqrst"] and len(compiler._cache) == 3
+    monkeypatch.setattr(compiling, "CACHED_BYTES", 0)
+    assert only(llm, {"regex": "unkept"}).text == "unkept" and not compiler._cache
+
+
+# Logs and the command line
+
+
+def test_a_log_is_replayed_with_its_masks(directory, tmp_path, requests, lone, monkeypatch):
+    path = tmp_path / "log"
+    prompts, each = requests
+    dead = params({"regex": "[ab]{2}\\x01"}, n=2)
+    with make_llm(directory, event_log=str(path)) as llm:
+        assert run(llm, [*prompts, "a"], [*each, dead])[:-1] == lone
+        only(llm, "choice", ignore_eos=True)
+    report = replay(path, progress=False)
+    assert report.difference is None and report.ending is None and report.num_tokens > 100
+    plant(monkeypatch, "off by one token")
+    assert "tokens" in replay(path, progress=False).difference
+
+
+def test_grammars_of_every_printable_character(grammar_of, directory):
+    """Choices are taken literally."""
+    tokenizer = load_tokenizer(directory)
+    for character in string.printable[:-3]:
+        choice = [f"a{character}", f"b{character}{character}"]
+        constraint = Constraint(grammar_of(choice=choice), request())
+        for token_id in tokenizer.backend_tokenizer.encode(choice[1]).ids:
+            if tokenizer.decode([token_id]) and not {"\r"} & set(character):
+                assert token_id in admitted(constraint), character
+                constraint.advance(token_id)
