@@ -16,7 +16,6 @@ from jaxpage.config_sources import BUILT_IN, ResolvedConfig, resolve_config
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import RequestOutput
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.support import unsupported
 
 if TYPE_CHECKING:
     from jaxpage.llm import LLM
@@ -151,7 +150,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given sampling parameters, refused before a model is loaded if they are wrong or not honoured."""
+    """The given sampling parameters, refused before a model is loaded if they are wrong."""
     given = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_settings(arguments)}
     if given.get("min_tokens", 0) > DEFAULT_MAX_TOKENS and "max_tokens" not in vars(arguments):
         given["max_tokens"] = given["min_tokens"]
@@ -161,8 +160,6 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(str(error)) from None
     if params.n > 1:
         raise UnsupportedError(f"the command line prints one text as it comes, not n={params.n}: use LLM.generate")
-    if refused := unsupported(params):
-        raise UnsupportedError(f"this version does not support {', '.join(refused)}")
     return given
 
 

@@ -1,18 +1,14 @@
-"""What this version understands but does not honour yet, so that the engine refuses it instead of ignoring it."""
+"""What works with what, parameter by parameter: the table that the tests make (docs/support-matrix.md)."""
 
 from __future__ import annotations
 
-from jaxpage.argument_checks import shown
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-
-# These change nothing at their default; any other value asks for something that no part of this version does.
-_UNSUPPORTED_FIELDS: tuple[str, ...] = ()
-_NEUTRAL = SamplingParams()
+import functools
+import json
+from importlib.resources import files
 
 
-def unsupported(params: SamplingParams | BeamSearchParams) -> list[str]:
-    """The parameters of `params` that this version cannot honour, as `name=value`; empty when all of them are honoured."""
-    if isinstance(params, BeamSearchParams):
-        return []
-    asked = {name: getattr(params, name) for name in _UNSUPPORTED_FIELDS}
-    return [f"{name}={shown(value)}" for name, value in asked.items() if value != getattr(_NEUTRAL, name)]
+@functools.cache
+def support_matrix() -> dict[str, dict[str, str]]:
+    """By parameter and feature: "yes", "refused" (an UnsupportedError that names both), or "no such field"."""
+    matrix: dict[str, dict[str, str]] = json.loads(files("jaxpage").joinpath("support_matrix.json").read_text("utf-8"))
+    return matrix

@@ -40,3 +40,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "determini
 # The shapes in signatures are checked while jax traces, so it costs nothing per step. Only here: users pay nothing.
 # Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
 jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-support-matrix",
+        action="store_true",
+        help="write docs/support-matrix.md and jaxpage/support_matrix.json anew",
+    )

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.support import unsupported
 
 NAN, INF = math.nan, math.inf
 
@@ -208,30 +207,3 @@ def test_the_module_needs_no_jax() -> None:
     program = "import sys, jaxpage.sampling_params, jaxpage.support; print(sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-HONOURED = SamplingParams(
-    temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=1, stop="a", stop_token_ids=[1], ignore_eos=True, max_tokens=None,
-    n=2, min_tokens=2, logprobs=3, include_stop_str_in_output=True, skip_special_tokens=False, best_of=3, cache_salt="s",
-    presence_penalty=0.1, frequency_penalty=-0.1, repetition_penalty=1.1, logit_bias={1: 1.0}, allowed_token_ids=[1],
-    bad_words=["a"], prompt_logprobs=0,
-)  # fmt: skip
-
-
-def test_what_is_honoured_is_not_refused() -> None:
-    assert unsupported(SamplingParams()) == [] and unsupported(HONOURED) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("structured_outputs", {"regex": "a"}),
-    ],
-)  # fmt: skip
-def test_what_is_not_honoured_is_named(name: str, value: object) -> None:
-    (refusal,) = unsupported(dataclasses.replace(SamplingParams(temperature=0.5, seed=3), **{name: value}))
-    assert refusal.startswith(f"{name}=")
-
-
-def test_beam_search_is_honoured() -> None:
-    assert unsupported(BeamSearchParams(3)) == []

@@ -153,8 +153,7 @@ def test_without_a_grammar_it_says_something_else(llm):
         {"repetition_penalty": 3.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
     ],
 )
-def test_beside_what_else_shapes_a_draw(changes, llm, monkeypatch):
-    monkeypatch.setattr("jaxpage.engine.admission.unsupported", lambda _: [])
+def test_beside_what_else_shapes_a_draw(changes, llm):
     bad, outputs = bad_outputs(llm, "regex", 2, **changes)
     assert [one.finish_reason for (one,) in outputs] == ["stop"] * 2
     assert not bad
@@ -444,8 +443,7 @@ def only(llm, asked, prompt="a", **changes):
     return one
 
 
-def test_without_an_end_to_draw_it_ends_where_the_grammar_does(llm, monkeypatch):
-    monkeypatch.setattr("jaxpage.engine.admission.unsupported", lambda _: [])
+def test_without_an_end_to_draw_it_ends_where_the_grammar_does(llm):
     for changes in ({"ignore_eos": True}, {"allowed_token_ids": range(1, 257)}):
         one = only(llm, "choice", **changes)
         assert (

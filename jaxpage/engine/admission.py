@@ -12,7 +12,6 @@ from jaxpage.device.step_inputs import MAX_BIASES
 from jaxpage.errors import UnsupportedError
 from jaxpage.request import Request
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.support import unsupported
 
 Words = tuple[tuple[int, ...], ...]  # each as its tokens
 
@@ -43,8 +42,6 @@ class Admission:
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams) -> None:
         """Raises ValueError or UnsupportedError; returns if the request can be admitted."""
-        if refused := unsupported(params):
-            raise UnsupportedError(f"This version does not support {', '.join(refused)}")
         if isinstance(params, BeamSearchParams):
             self._check_beams(len(prompt_token_ids), params)
             params = _neutral(params)
