@@ -229,7 +229,7 @@ def sampling_cases(llm: LLM) -> dict[str, Case]:
         "repetition_penalty": Case(_changes, 1.9, {"max_tokens": 60}),
         "logit_bias": Case(_all(lambda o: set(o.token_ids) == {ids[" and"]}), {ids[" and"]: 100.0}),
         "allowed_token_ids": Case(_all(lambda o: set(o.token_ids) <= set(ids.values())), list(ids.values())),
-        "bad_words": Case(_no_bad_word, lambda plain: [plain.outputs[0].text.split()[1]]),
+        "bad_words": Case(_no_bad_word, lambda plain: [max(plain.outputs[0].text.split()[:6], key=len).strip(",.")]),
         "seed": Case(_only_if_random, 6),
         "stop": Case(_stops_at_string, lambda plain: [_middle(plain)]),
         "stop_token_ids": Case(_stops_at_token, lambda plain: [plain.outputs[0].token_ids[3]]),
@@ -260,10 +260,10 @@ def beam_cases(llm: LLM) -> dict[str, Case]:
     """One for every field of `BeamSearchParams`."""
     return {
         "n": Case(lambda s: len(s.outputs) == 2, 2),
-        "stop_token_ids": Case(_a_beam_stops, lambda plain: [plain.outputs[0].token_ids[3]]),
+        "stop_token_ids": Case(_a_beam_stops, lambda plain: [plain.outputs[0].token_ids[3]], {"length_penalty": -2.0}),
         "ignore_eos": Case(_nothing, True),  # no beam of this prompt meets the end of a text
         "max_tokens": Case(_all(lambda o: len(o.token_ids) == 5), 5),
-        "beam_width": Case(lambda s: len(s.outputs) == 4, 4),
+        "beam_width": Case(lambda s: len(s.outputs) == 2, 2),
         "length_penalty": Case(_scores_follow, 2.0),
         "early_stopping": Case(_nothing, "never"),
     }
@@ -319,7 +319,8 @@ def _cell(engines: Engines, name: str, feature: str, case: Case, kind: Any, base
         if way := WAYS.get(feature):
             assert way(engines, params).outputs == output.outputs, f"{feature} changes what {name} does"
     except UnsupportedError as error:
-        assert name in str(error) and (feature not in WAYS or feature[:6] in str(error)), f"names not both: {error}"
+        named = name if kind is SamplingParams else "beam_width"
+        assert named in str(error) and feature[:6] in str(error), f"names not both: {error}"
         return REFUSED
     situation = Situation(output, engines.plain(kind(**{**base, **beside})), plain, params, engines.plain)
     check = case.under_grammar if feature == "structured" and case.under_grammar else case.check
