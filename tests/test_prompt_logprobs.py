@@ -218,7 +218,7 @@ def test_whatever_happens_around_it(engine, directories, prompts, lone):
     family = "mistral" if engine == "window" else "llama"
     more = {
         "wide": WIDE,  # two tiles of tokens in a step
-        "odd": {"max_num_batched_tokens": 100},  # a tile and a part of one
+        "odd": {**WIDE, "max_num_batched_tokens": 100},  # a tile and a part of one
         "uncached": {"enable_prefix_caching": False},
         "narrow": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
     }

@@ -78,7 +78,8 @@ class Moves:
         return self._copy(pages, pairs[:, 0], pairs[:, 1])
 
     def step(self, bucket):
-        return lambda parameters, pages, packed: (np.zeros((bucket.num_rows, 5), np.int32), pages)
+        nothing = np.zeros((bucket.num_rows, 5), np.int32)
+        return lambda parameters, pages, packed, adjustments: (nothing, nothing, pages)
 
 
 def make_runner(kind="float32", runner=Runner, seed=0):
@@ -332,7 +333,8 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
     prompt, stranger = np.random.default_rng(0).integers(1, 257, (2, 40)).tolist()
 
     def step(tokens, start, table, **moves):
-        sample = Sample(0, len(tokens) - 1, 0, SamplingParams(temperature=0.0, logprobs=5), 0, 0, start + len(tokens))
+        params, stop = SamplingParams(temperature=0.0), start + len(tokens)
+        sample = Sample(0, len(tokens) - 1, 0, params, 0, 0, stop, num_logprobs=5)
         row = Row(0, start, tuple(tokens), table)
         return runner.run(builder.build(StepPlan(0, (row,), (sample,), **moves)))
 
