@@ -33,7 +33,7 @@ class Calls:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._lock = threading.RLock()
-        self._request_ids = (f"request-{number}" for number in itertools.count())
+        self._numbers = itertools.count()  # of requests
         self._changed: set[str] = set()  # requests that have news since somebody looked
         self._closed = False
 
@@ -41,12 +41,15 @@ class Calls:
         if self._closed:
             raise RuntimeError("This LLM was shut down")
 
-    def add(self, orders: Iterable[Order], reporters: dict[str, Reporter]) -> None:
-        """Adds all requests; `reporters` has those that are in, also when one of them is refused. The caller ends them."""
+    def add(self, orders: Iterable[Order], reporters: dict[str, Reporter], *, kind: str = "request") -> None:
+        """Adds all requests; `reporters` has those that are in, also when one of them is refused. The caller ends them.
+
+        kind: what messages call them.
+        """
         with self._lock:
             self.check_open()
             for prompt, token_ids, params, grammar in orders:
-                request_id = next(self._request_ids)
+                request_id = f"{kind}-{next(self._numbers)}"
                 reporters[request_id] = self._engine.add(request_id, prompt.text, token_ids, params, grammar=grammar)
 
     def news(self, request_ids: set[str], interrupts: Interrupts) -> set[str]:
@@ -78,7 +81,7 @@ class Calls:
         with self._lock, held_interrupts() as interrupts:
             reporters: dict[str, Reporter] = {}
             try:
-                self.add([order], reporters)
+                self.add([order], reporters, kind="prefix")
                 [(request_id, reporter)] = reporters.items()
                 while not reporter.num_output_tokens and not reporter.finished and not interrupts.pending:
                     self.news({request_id}, interrupts)
