@@ -16,9 +16,18 @@ from tests.support.hf_models import save_model, torch
 WIDTHS = (1, 2, 4, 6, 8)
 PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 EARLY = (False, True, "never")
-SETTINGS = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 128}
+SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 128}
 EOS = 5
 MANY = (9, 17, 25, 33, 41, 57, 73, 89, 101, 105, 110, 121, 125)  # so many that beams end all the time
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Of torch: its steps are too small to share."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module", params=["llama-grouped", "mistral-window"])
@@ -78,7 +87,7 @@ def compare(model: Any, llm: Any, asked: list[tuple[list[int], BeamSearchParams]
 
 
 def test_every_width_penalty_and_way_to_stop(models):
-    """With ends that come rarely, often, and never."""
+    """With ends that come rarely, often, and never. Each model has half of the cases."""
     model, llm = models
     rng = np.random.default_rng(1)
     asked = []
@@ -88,7 +97,7 @@ def test_every_width_penalty_and_way_to_stop(models):
         n = None if number % 2 else max(1, width // 2)
         beam = BeamSearchParams(width, 10, penalty, early, n=n, ignore_eos=number % 5 == 0, stop_token_ids=stops)
         asked.append((prompt, beam))
-    outputs = compare(model, llm, asked[:: 3 if model.config.model_type == "mistral" else 1], beside=4)
+    outputs = compare(model, llm, asked[model.config.model_type == "mistral" :: 2], beside=4)
     reasons = [one.finish_reason for output in outputs for one in output.outputs]
     assert min(reasons.count("stop"), reasons.count("length")) > 10
     lengths = {len({len(one.token_ids) for one in output.outputs}) for output in outputs}
@@ -138,7 +147,7 @@ def test_a_tiny_vocabulary_by_brute_force(tmp_path):
             known[token_ids] = logits.double().log_softmax(-1).numpy()
         return known[token_ids]
 
-    with make_llm(tmp_path, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=128) as llm:
+    with make_llm(tmp_path, max_num_seqs=16, max_num_batched_tokens=16, max_model_len=32) as llm:
         for penalty, early in itertools.product(PENALTIES, EARLY):
             for width in (2, 3, 15, 16):
                 beam = BeamSearchParams(width, most_tokens, penalty, early)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpage.engine.replay as replay_module
-from jaxpage import LLM, SamplingParams, cli
-from jaxpage.decoding import Append, Drop, Finish, Fork, SamplingStrategy, Score
+from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
+from jaxpage.decoding import Append, BeamStrategy, Drop, Finish, Fork, SamplingStrategy, Score
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls
 from jaxpage.engine.engine import Engine
@@ -34,7 +34,7 @@ from jaxpage.engine.event_log import MAX_LINE_BYTES, EventLog, LogReader
 from jaxpage.engine.events import Recorder
 from jaxpage.engine.log_header import header, read_header, weights_hash
 from jaxpage.engine.replay import Replay, Report
-from jaxpage.errors import ConfigError, EventLogError
+from jaxpage.errors import CapacityError, ConfigError, EventLogError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling import Row, Sample, StepPlan, StepResult
 from tests.support.engines import LLAMA, make_llm
@@ -586,6 +586,57 @@ def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
     assert_identical(replayed(llm, path), path)
 
 
+def test_beam_searches_are_replayed(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted beside others, refused between others, and one that ends with an error on the way to text."""
+    path = tmp_path / "a.jsonl"
+    prompts = prompts_of(130, 33, 30, 9, 70)
+    params = [
+        LONG,
+        BeamSearchParams(3, 20, ignore_eos=True),
+        BeamSearchParams(4, 20, 2.0, "never", n=2, stop_token_ids=range(100, 130)),
+        SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True),
+        BeamSearchParams(2, 20),
+    ]
+    real, calls = BeamStrategy._grown, itertools.count()
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == 40:
+            raise KeyError("planted")
+        return real(*arguments)
+
+    with logged(llm, path, tokenizer=Letters()) as engine, monkeypatch.context() as patch:
+        patch.setattr(BeamStrategy, "_grown", failing)
+        with pytest.raises(CapacityError):
+            engine.add("refused", None, prompts[0], BeamSearchParams(5))
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        again = llm.generate(prompts, params, use_tqdm=False)
+        assert not engine._groups
+    reasons = [{one.finish_reason for one in output.outputs} for output in outputs]
+    assert reasons.count({"error"}) == 1
+    assert sum(output.metrics.num_preemptions for output in (*outputs, *again)) > 0
+    records = records_of(path)
+    arrivals = [record for record in records if record["event"] == "arrival"]
+    assert arrivals[2]["beam"] == {
+        "beam_width": 4,
+        "max_tokens": 20,
+        "length_penalty": 2.0,
+        "early_stopping": "never",
+        "n": 2,
+        "stop_token_ids": list(range(100, 130)),
+    }
+    assert "params" not in arrivals[2] and arrivals[2]["seed"] == 0
+    assert [arrival["sequences"] for arrival in arrivals][:3] == [[0], [*range(1, 7)], [*range(7, 15)]]
+    edits = [edit for record in records if record["event"] == "result" for edit in record.get("edits", [])]
+    assert {"fork", "drop", "finish"} == {edit[0] for edit in edits}
+    assert_identical(replayed(llm, path), path)
+    forks = [i for i, record in enumerate(records) if any(edit[0] == "fork" for edit in record.get("edits", []))]
+    records[forks[3]]["edits"].pop()
+    changed_log = write(tmp_path / "b.jsonl", records)
+    assert f"(line {forks[3] + 1})" in (replayed(llm, changed_log).difference or "")
+    monkeypatch.setattr(BeamStrategy, "_is_over", lambda *_: True)
+    assert "edits" in (replayed(llm, path).difference or "")
+
+
 def test_stop_strings_need_no_text(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, ignore_eos=True, stop=["ab", "q", "zz"])
@@ -833,9 +884,18 @@ PARAMS = st.builds(
     prompt_logprobs=st.none() | st.none() | st.integers(0, 3),
     cache_salt=st.none() | st.just("salt"),
 )
+BEAMS = st.builds(
+    BeamSearchParams,
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.sampled_from([-1.0, 1.0, 2.0]),
+    st.sampled_from([False, True, "never"]),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), range(1, 60)]),
+)
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(0, 3), st.integers(1, 150), PARAMS),
+        st.tuples(st.just("add"), st.integers(0, 3), st.integers(1, 150), PARAMS | BEAMS),
         st.tuples(st.just("step"), st.integers(1, 25)),
         st.tuples(st.just("abort"), st.integers(0, 20)),
         st.tuples(st.sampled_from(["fail", "interrupt", "lose", "reset"])),
@@ -860,7 +920,8 @@ def act(engine: Engine, actions: list[Any]) -> None:
     for action in [*actions, ("step", 10_000)]:
         match action:
             case ("add", text, length, params):
-                engine.add(str(next(names)), None, texts[text][:length], params)
+                with suppress(CapacityError):  # so many beams
+                    engine.add(str(next(names)), None, texts[text][:length], params)
             case ("step", count):
                 for _ in range(count):
                     if not engine.has_unfinished:
@@ -923,7 +984,7 @@ def test_every_history_can_be_replayed_and_every_number_counts(
         except EventLogError as error:  # an arrival that is none any more
             assert records[place]["event"] == "arrival" and f"line {place + 1}:" in str(error)
             return
-        if {"params", "seed", "prompt_token_ids"} & {*way, last}:  # decide something only if it comes to that
+        if {"params", "beam", "seed", "prompt_token_ids"} & {*way, last}:  # decide something only if it comes to that
             return
         assert found is not None
         line = int(found.partition("(line ")[2].partition(")")[0])

@@ -293,7 +293,7 @@ def test_figure_9_through_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
     first = steps[0][1]
     assert len(first) == 4 and len(set(first.values())) == 1 and len(first[10,]) == 1  # all share the prompt's block
-    before = steps[11][1]  # sixteen tokens are computed: the paper's candidates 0 to 3 hold four blocks each
+    before = steps[11][1]  # sixteen tokens are known: the paper's candidates 0 to 3 hold four blocks each
     assert list(before) == [(10, 30), (11, 33), (10, 31), (10, 32)]
     figure = dict(
         zip(
