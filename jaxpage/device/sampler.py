@@ -21,7 +21,7 @@ from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 
 NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
-NUM_LIKELIEST = 128  # among which a cut-off is looked for before the whole vocabulary is bisected
+NUM_LIKELIEST = 128  # a top-k up to this is found without bisecting the vocabulary
 
 
 def draw(
@@ -88,17 +88,32 @@ def truncate(
 
     top_k: 0 keeps all. top_p: keeps the likeliest tokens until their mass, among those that top-k kept, reaches top_p.
     min_p: keeps what is at least min_p times as likely as the likeliest.
-    by_row: on CPU the few likeliest tokens are found in less time than the bisection takes, and mostly the cut-off is one of them.
+    by_row: on CPU a small top-k is found in less time than the bisection takes, and top-p is then a matter of a few tokens.
     """
-    num_tokens = logits_V.shape[0]
-    num_likeliest = min(NUM_LIKELIEST, num_tokens) if by_row else 0
-    cuts = (top_k > 0) & (top_k < num_tokens)
-    likeliest_K = jax.lax.cond(
-        (cuts & (top_k <= num_likeliest)) | (top_p < 1.0),
-        lambda: jax.lax.top_k(logits_V[None], num_likeliest)[0][0],
-        lambda: jnp.zeros(num_likeliest, jnp.float32),
-    )
-    cutoff = jax.lax.cond(cuts, lambda: _top_k_cutoff(logits_V, likeliest_K, top_k), lambda: jnp.float32(-jnp.inf))
+
+    def bisected() -> jax.Array:
+        cuts = (top_k > 0) & (top_k < logits_V.shape[0])
+        cutoff = jax.lax.cond(
+            cuts,
+            lambda: _largest_cutoff(logits_V, lambda above_V: jnp.sum(above_V, dtype=jnp.int32) >= top_k),
+            lambda: jnp.float32(-jnp.inf),
+        )
+        return _cut(logits_V, cutoff, None, top_p, min_p)
+
+    def among_the_likeliest() -> jax.Array:
+        likeliest_K = jax.lax.top_k(logits_V[None], num_likeliest)[0][0]
+        return _cut(logits_V, likeliest_K[jnp.clip(top_k, 1, num_likeliest) - 1], likeliest_K, top_p, min_p)
+
+    if not by_row:
+        return bisected()
+    num_likeliest = min(NUM_LIKELIEST, logits_V.shape[0])
+    return jax.lax.cond((top_k > 0) & (top_k <= num_likeliest), among_the_likeliest, bisected)
+
+
+def _cut(
+    logits_V: jax.Array, cutoff: jax.Array, likeliest_K: jax.Array | None, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """The logits that reach the cut-off, less what top-p and min-p leave out of them."""
     kept_V = jax.lax.cond(
         (top_p < 1.0) | (min_p > 0.0),
         lambda: _likely(logits_V, likeliest_K, cutoff, top_p, min_p),
@@ -107,19 +122,8 @@ def truncate(
     return jnp.where(kept_V, logits_V, -jnp.inf)
 
 
-def _top_k_cutoff(logits_V: jax.Array, likeliest_K: jax.Array, top_k: jax.Array) -> jax.Array:
-    """The top_k-th largest logit."""
-
-    def bisected() -> jax.Array:
-        return _largest_cutoff(logits_V, lambda above_V: jnp.sum(above_V, dtype=jnp.int32) >= top_k)
-
-    if not (num_likeliest := len(likeliest_K)):
-        return bisected()
-    return jax.lax.cond(top_k <= num_likeliest, lambda: likeliest_K[jnp.minimum(top_k, num_likeliest) - 1], bisected)
-
-
 def _likely(
-    logits_V: jax.Array, likeliest_K: jax.Array, cutoff: jax.Array, top_p: jax.Array, min_p: jax.Array
+    logits_V: jax.Array, likeliest_K: jax.Array | None, cutoff: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
     """What top-p and min-p leave in of the logits that reach the cut-off."""
     largest = jnp.max(logits_V)
@@ -136,10 +140,12 @@ def _likely(
         )
 
     def nucleus() -> jax.Array:
-        if not len(likeliest_K):
+        if likeliest_K is None:
             return bisected()
         reached_K = jnp.cumsum(relative(likeliest_K)) >= mass
-        return jax.lax.cond(jnp.any(reached_K), lambda: logits_V >= likeliest_K[jnp.argmax(reached_K)], bisected)
+        return jax.lax.cond(  # ties may reach beyond the likeliest
+            jnp.any(reached_K), lambda: logits_V >= likeliest_K[jnp.argmax(reached_K)], bisected
+        )
 
     kept_V = jax.lax.cond(top_p < 1.0, nucleus, lambda: jnp.ones_like(logits_V, bool))
     kept_V &= (logits_V >= cutoff) & (likelihood_V >= min_p)
