@@ -225,7 +225,6 @@ def test_what_is_honoured_is_not_refused() -> None:
     [
         ("presence_penalty", 0.1), ("frequency_penalty", -0.1), ("repetition_penalty", 1.1),
         ("logit_bias", {1: 1.0}), ("allowed_token_ids", [1]), ("bad_words", ["a"]), ("prompt_logprobs", 0),
-        ("structured_outputs", {"regex": "a"}),
     ],
 )  # fmt: skip
 def test_what_is_not_honoured_is_named(name: str, value: object) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-import jaxpage
 from jaxpage.argument_checks import shown
 from jaxpage.decoding import Grammar
 from jaxpage.grammars import source_of, tokenizer_of
@@ -98,7 +97,7 @@ class _Worker:
     """The process in which grammars are tried: see jaxpage/grammar_worker.py."""
 
     def __init__(self, tokenizer_description: str) -> None:
-        path = [str(Path(jaxpage.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "jaxpage.grammar_worker"],
             stdin=subprocess.PIPE,
