@@ -76,6 +76,5 @@ def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
 
 def error_of(matcher: LLMatcher) -> str:
     """llguidance's message, short, in one line."""
-    if matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):
-        return DEAD_END
-    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:_MAX_MESSAGE]
+    message = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    return DEAD_END if message.startswith("NoExtension") else message[:_MAX_MESSAGE]

@@ -505,7 +505,7 @@ def test_every_plan_within_the_limits_has_a_bucket(rows, tokens):
 def test_plans_of_a_long_run_stay_within_the_menu(llm, monkeypatch):
     builder = llm._engine.builder
     real, seen = builder.build, set()
-    monkeypatch.setattr(builder, "build", lambda plan: seen.add((batch := real(plan)).bucket) or batch)
+    monkeypatch.setattr(builder, "build", lambda plan, *masks: seen.add((batch := real(plan, *masks)).bucket) or batch)
     llm.generate(prompts_of(*range(1, 200, 9)), GREEDY, use_tqdm=False)
     assert seen <= set(builder.menu.buckets) and len(seen) >= 4
 

@@ -194,7 +194,7 @@ def test_block_tables_of_a_log_are_those_of_the_plans(
     path, plans = tmp_path / "a.jsonl", []
     with logged(llm, path) as engine:
         real = engine.builder.build
-        monkeypatch.setattr(engine.builder, "build", lambda plan: plans.append(plan) or real(plan))
+        monkeypatch.setattr(engine.builder, "build", lambda plan, *masks: plans.append(plan) or real(plan, *masks))
         generate_crowd(llm)
     records = [record for record in records_of(path) if record["event"] == "plan"]
     assert sum(bool(record.get("preempted")) for record in records) >= 1, "the pool was too large"

@@ -65,8 +65,8 @@ class GrammarCompiler:
     def _compile(self, kind: str, value: str) -> tuple[Grammar, int]:
         if self._worker is None or self._tokenizer is None:
             description = _description(self._hf_tokenizer)
+            self._worker = _Worker(description)  # first: both read the tokenizer at the same time
             self._tokenizer = self._tokenizer or tokenizer_of(description)
-            self._worker = _Worker(description)
         try:
             problem, num_bytes = self._worker.tried(kind, value)
         except BaseException:  # an interrupt as well: its answer would be taken for the next one's
