@@ -90,18 +90,17 @@ class Engines:
     def _gives_way(self, llm: LLM, params: Params) -> RequestOutput:
         engine = llm._engine
         elder = SamplingParams(max_tokens=60, ignore_eos=True, priority=-(2**31))
-        llm._calls.add(llm._prepare("Elder", elder), {})
         reporters: dict[str, Any] = {}
+        llm._calls.add(llm._prepare("Elder", elder), reporters)
         llm._calls.add(llm._prepare(PROMPT, params), reporters)
         before = sum(engine.scheduler.num_preemptions.values())
-        ((request_id, reporter),) = reporters.items()
+        _, (request_id, reporter) = reporters.items()
         for step in itertools.count():
             if reporter.finished:
                 break
             if step in (2, 4, 9):
                 give_way(engine.scheduler)
             llm._calls.news({request_id}, _Never())
-        engine.abort_all()
         llm._calls.end(reporters)
         assert sum(engine.scheduler.num_preemptions.values()) > before
         return reporter.whole()
