@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import stat
+import string
 import subprocess
 import sys
 import zlib
@@ -36,7 +37,7 @@ from jaxpage.engine.log_header import header, read_header, weights_hash
 from jaxpage.engine.replay import Replay, Report
 from jaxpage.errors import CapacityError, ConfigError, EventLogError
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.scheduling import Row, Sample, StepPlan, StepResult
+from jaxpage.scheduling import POLICIES, Row, Sample, StepPlan, StepResult
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -643,6 +644,22 @@ def test_stop_strings_need_no_text(llm: LLM, tmp_path: Path) -> None:
     with logged(llm, path, tokenizer=Letters()):
         outputs = llm.generate(prompts_of(20, 40, 61, 5), params, use_tqdm=False)
     assert {"q"} <= {output.outputs[0].stop_reason for output in outputs}
+    assert_identical(replayed(llm, path), path)
+
+
+def test_what_a_stop_string_ended_is_served_in_a_replay_too(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fair policy counts the tokens of every user, the last of a text included."""
+    fair = copy.deepcopy(llm.untouched)
+    fair._queue = POLICIES["fair"]()
+    monkeypatch.setattr(llm, "untouched", fair)
+    path = tmp_path / "a.jsonl"
+    any_letter = SamplingParams(max_tokens=9, ignore_eos=True, stop=list(string.ascii_lowercase), user="a")
+    one_token = SamplingParams(max_tokens=1, ignore_eos=True, user="b")
+    with logged(llm, path, tokenizer=Letters()):
+        outputs = llm.generate(prompts_of(*[5, 4] * 10), [any_letter, one_token] * 10, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["stop", "length"] * 10
     assert_identical(replayed(llm, path), path)
 
 

@@ -237,8 +237,14 @@ class _LoggedEnds(SamplingStrategy):
         self._ends = ends
 
     def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:
+        append, *own = super()._advance(sequence_id, token_id, logprobs)
         end = self._ends.get(sequence_id)
-        return super()._advance(sequence_id, token_id, logprobs) if end is None else [end]
+        if end is None:
+            return [append, *own]
+        has_raised = end.reason == "error" and own != [
+            end
+        ]  # else the grammar came to this end here too, behind the token
+        return [end] if has_raised else [append, end]
 
 
 class _LoggedBeams(BeamStrategy):
