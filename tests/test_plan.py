@@ -126,6 +126,20 @@ def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert per_token["float32", "auto", 1] is None, "32 GB of weights"
 
 
+def test_the_workspace_holds_scored_tiles_and_neutral_adjustments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt is scored 64 tokens at a time however few sequences run; what stands in for penalties is as wide as a context."""
+    model = write(tmp_path, LLAMA_3_8B)
+    few = planned(capsys, model, "--memory", "24GiB", "--max-num-seqs", "1", "--max-num-batched-tokens", "64")
+    assert few["workspace_bytes"] > 2 * 4 * 64 * LLAMA_3_8B["vocab_size"]
+    short, long = (
+        planned(capsys, model, "--memory", "24GiB", "--max-model-len", length)["workspace_bytes"]
+        for length in ("1024", "8192")
+    )
+    assert long - short >= 64 * 4 * (8192 - 1024)
+
+
 def test_users_are_as_many_as_a_block_manager_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, write(tmp_path, LLAMA_3_8B), "--memory", "20GiB", "--block-size", "32")
     assert [row["length"] for row in plan["users_by_length"]] == [256, 512, 1024, 2048, 4096, 8192]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 
 import jax
@@ -17,6 +18,8 @@ from jaxpage.device.sizing import (
     choose_num_host_blocks,
     gib,
 )
+from jaxpage.device.step_inputs import adjustment_shapes
+from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.memory.sliding import most_blocks
 from jaxpage.models.base import KVSpec, ModelSpec
@@ -102,7 +105,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, place: Place, form: Form,
         device=place.name,
         available_bytes=place.available_bytes,
         weights_bytes=-(-weights_bytes // form.tensor_parallel_size),
-        workspace_bytes=_workspace_estimate(spec.vocab_size, spec.model_width, step_menu(config, place)),
+        workspace_bytes=_workspace_estimate(spec, config.max_model_len or longest, step_menu(config, place)),
         block_bytes=kv_pages.bytes_per_block(
             kv, config.block_size, kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
         ),
@@ -160,8 +163,12 @@ def refused_settings(config: EngineConfig, form: Form) -> tuple[str, ...]:
     return ()
 
 
-def _workspace_estimate(vocab_size: int, width: int, menu: BucketMenu) -> int:
-    """Before compilation: logits with what sampling makes of them, and a dozen activations of the widest step, in float32."""
-    rows = max(bucket.num_rows for bucket in menu.buckets)
+def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
+    """Before compilation: logits with what draws or scores make of them, a dozen activations of the widest step, in float32, and the
+    arrays that stand in for adjustments."""
+    num_rows = {bucket.num_rows for bucket in menu.buckets}
     tokens = max(bucket.num_tokens for bucket in menu.buckets)
-    return 4 * (9 * rows * vocab_size + 24 * tokens * width)
+    logits = max(9 * max(num_rows), 3 * min(tokens, SCORED_AT_ONCE)) * spec.vocab_size
+    shapes = [adjustment_shapes(rows, vocab_size=spec.vocab_size, context=context) for rows in num_rows]
+    neutral: int = sum(math.prod(array.shape) for each in shapes for array in each)
+    return 4 * (logits + 24 * tokens * spec.model_width + neutral)
