@@ -499,6 +499,15 @@ def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm):
     assert one.finish_reason == "error" and one.stop_reason.startswith("structured_outputs: lexer error")
 
 
+def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(llm, monkeypatch):
+    neighbour = params(None, max_tokens=20, logprobs=2)
+    alone = run(llm, [[3, 4]], neighbour)
+    monkeypatch.setattr(Constraint, "__init__", lambda *_: 1 / 0)
+    broken, beside = run(llm, ["a", [3, 4]], [params({"regex": "b{2}"}, n=2), neighbour])
+    assert [beside] == alone
+    assert [(one.finish_reason, one.token_ids) for one in broken] == [("error", [])] * 2
+
+
 # What is refused
 
 

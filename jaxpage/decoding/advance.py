@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+import numpy as np
+
 from jaxpage.decoding.constraints import Words
 from jaxpage.decoding.edits import Edit, Finish, Fork, Score
 from jaxpage.decoding.strategy import Draw, Strategy
@@ -14,13 +16,22 @@ from jaxpage.scheduling.plan import Sample, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
+_NOTHING: Words = np.zeros(1, np.uint32)  # admits no token, as wide as it is made
+
 
 def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Words]:
-    """By place among the plan's samples: what the grammars of their requests admit. Requests without one are not asked."""
+    """By place among the plan's samples: what the grammars of their requests admit. Requests without one are not asked.
+
+    An exception of one request leaves it nothing to draw, which ends it; nobody else notices.
+    """
     masks = {}
     for index, sample in enumerate(plan.samples):
         if sample.params.structured_outputs is not None:
-            mask = strategies[sample.sequence_id].mask(sample.sequence_id)
+            try:
+                mask = strategies[sample.sequence_id].mask(sample.sequence_id)
+            except Exception:
+                logger.exception("there is no mask for sequence %d, so nothing may be drawn", sample.sequence_id)
+                mask = _NOTHING
             if mask is not None:
                 masks[index] = mask
     return masks
