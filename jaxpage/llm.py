@@ -64,7 +64,8 @@ class LLM:
             params: one for all prompts, or one per prompt; by default those of the model's generation_config.json.
             use_tqdm: a progress bar on standard error.
 
-        Raises, before anything runs: TypeError, ValueError, UnsupportedError or CapacityError, naming the parameter and its value.
+        Raises, before anything runs: TypeError, ValueError, UnsupportedError or CapacityError, naming the parameter and its value;
+        TimeoutError if the grammars of other calls are compiled for too long.
         """
         orders = self._prepare(prompts, params)
         reporters: dict[str, Reporter] = {}
@@ -93,7 +94,8 @@ class LLM:
         """Generates for one prompt; an iterator over what is new after each step, whose last chunk has the finish reason.
 
         Closing the iterator (`close()`, or a `with` block) ends the request and frees its blocks. Arguments are checked at once,
-        not at the first chunk. With `n` every chunk has an output for each sequence, from the first token on.
+        not at the first chunk. With `n` every chunk has an output for each sequence, from the first token on. The log probabilities of
+        the prompt come with one chunk only. What is the best at the end alone, of `best_of` or of beams, is refused: UnsupportedError.
         """
         orders = self._prepare(prompt, params)
         if len(orders) != 1:

@@ -60,7 +60,10 @@ class CompletionOutput:
 class RequestOutput:
     """A request and what has been generated for it.
 
-    `outputs` are in the order of their sample index; of `best_of` the likeliest first, of a beam search the best score first.
+    `outputs` are in the order of their sample index; of `best_of` the likeliest first, of a beam search the best score first. A search
+    that was cut short has the beams that there were, with "abort" or "error" for a reason.
+
+    `prompt_logprobs` has an entry for each token of the prompt, None for the first; the token itself comes first in it.
     """
 
     request_id: str

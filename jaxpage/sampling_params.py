@@ -36,6 +36,9 @@ class SamplingParams:
     Fields hold what was checked, in one form: lists are tuples (`stop` and `stop_token_ids` are `()` when none were given), a
     temperature below 1e-5 is 0.0, `top_k` is 0 when off, `seed` is None or in [0, 2**64), `logit_bias` is sorted pairs.
 
+    `structured_outputs` is given as a mapping with one of "json" (a schema, or its text), "regex", "choice" (a list of texts),
+    "grammar" (Lark or GBNF) and "json_object" (True).
+
     Raises:
         ValueError: a parameter has the wrong type or is out of bounds; names the parameter and its value.
     """
@@ -48,10 +51,10 @@ class SamplingParams:
     min_p: float
     presence_penalty: float
     frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
+    repetition_penalty: float  # over prompt and output; the two above over the output alone
+    logit_bias: tuple[tuple[int, float], ...]  # each -100 to 100; added to the logit
     allowed_token_ids: tuple[int, ...] | None
-    bad_words: tuple[str, ...]
+    bad_words: tuple[str, ...]  # none of them comes out whole; what the prompt says does not count
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -59,7 +62,7 @@ class SamplingParams:
     max_tokens: int | None  # None: up to the model's length
     min_tokens: int
     logprobs: int | None  # 0: of the drawn token alone
-    prompt_logprobs: int | None
+    prompt_logprobs: int | None  # likewise of the prompt's tokens; then none of it is taken from the prefix cache
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     structured_outputs: tuple[str, str] | None  # (kind, its value as JSON)
@@ -157,6 +160,8 @@ class BeamSearchParams:
     """Parameters of one request that searches with beams; the semantics of Hugging Face's `generate(num_beams=...)`.
 
     `n` hypotheses come back, the best first; None means `beam_width`. `stop_token_ids` act as further end-of-sequence ids.
+    With `beam_width` hypotheses that have ended, `early_stopping` True ends the search; False does so where the likeliest beam, as long as
+    it is, scores no better than the worst of them; "never" where it would not at its longest either, if `length_penalty` is above 0.
 
     Raises:
         ValueError: a parameter has the wrong type or is out of bounds; names the parameter and its value.
