@@ -61,9 +61,7 @@ class Sequence:
     num_prompt_tokens: int
     token_ids: list[int]  # known: the prompt, then the output
     num_computed_tokens: int = 0  # their keys and values are in the sequence's blocks
-    block_digests: list[bytes] = field(
-        default_factory=list
-    )  # of its first full blocks, hashed once: see memory.PrefixIndex
+    block_digests: list[bytes] = field(default_factory=list)  # of its first full blocks: see memory.PrefixIndex
     text: str = ""  # what may be shown: text that a stop string could still cut is held back
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output tokens; empty unless asked for
     cumulative_logprob: float = 0.0

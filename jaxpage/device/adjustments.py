@@ -29,9 +29,7 @@ def adjust(
             flags[Flags.BIASED] > 0, lambda: _biased(logits_V, given.bias_ids_BE, given.bias_BE), lambda: logits_V
         )
         return jax.lax.cond(
-            flags[Flags.PENALISED] > 0,
-            lambda: _penalised(logits_V, given.history_BC, *penalties),
-            lambda: logits_V,
+            flags[Flags.PENALISED] > 0, lambda: _penalised(logits_V, given.history_BC, *penalties), lambda: logits_V
         )
 
     rows = (
@@ -48,8 +46,8 @@ def adjust(
             return jax.lax.map(lambda row: adjust_row(*row), rows)
         return jax.vmap(adjust_row)(*rows)
 
-    any_BV = flags[Flags.MASKED] + flags[Flags.BIASED] + flags[Flags.PENALISED]
-    return jax.lax.cond(any_BV > 0, adjusted, lambda: logits_BV)
+    num_kinds = flags[Flags.MASKED] + flags[Flags.BIASED] + flags[Flags.PENALISED]
+    return jax.lax.cond(num_kinds > 0, adjusted, lambda: logits_BV)
 
 
 def _masked(logits_V: jax.Array, words_U: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 The noise of a draw is a function of (request seed, sample index, position) alone, and a token is the argmax of logits plus Gumbel
 noise, so a draw ignores its batch neighbours and whatever happened to the request before. Temperature, top-k, top-p and min-p act
 in the order of Hugging Face's processors. Cut-offs are found by bisection over the bits of a float32, which is exact and needs no
-sort of the vocabulary.
+sort of the vocabulary; on CPU those of a small top-k among the likeliest tokens, which is as exact.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from pallas_kernels import copy_blocks
 
 Pages = TypeVar("Pages")  # any pytree of arrays [P, ...]
 
-SCORED_AT_ONCE = (
-    64  # tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md)
-)
+# Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
+SCORED_AT_ONCE = 64
 
 
 class StepOptions(NamedTuple):

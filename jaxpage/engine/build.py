@@ -43,6 +43,7 @@ from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
+from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,5 @@ def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan, kv: K
 def _print_table(memory: MemoryPlan, dtype: str, kv_cache_dtype: str) -> None:
     kv_dtype = dtype if kv_cache_dtype == "auto" else f"{kv_cache_dtype}, a float32 scale per token and head"
     rows = [*memory.rows(), ("dtype", dtype), ("KV dtype", kv_dtype)]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"  {name:<{width}}  {value}", file=sys.stderr)
+    for line in aligned(rows, num_words=2):
+        print(f"  {line}", file=sys.stderr)

@@ -14,7 +14,7 @@ _OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # what no greedy request
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:
-    """Fields of `SamplingParams`. Raises CheckpointError when a value makes no sense;"""
+    """Fields of `SamplingParams`. Raises CheckpointError when a value makes no sense."""
     asked = read_generation_config(directory)
     do_sample = asked.get("do_sample")
     if do_sample not in (None, True, False):

@@ -49,9 +49,7 @@ class Sample(NamedTuple):
     sample_index: int
     position: int
     suppressed_token_ids: tuple[int, ...] = ()  # may not be drawn: what ends it below min_tokens, the ends of bad words
-    num_logprobs: int | None = (
-        None  # likeliest candidates that are wanted beside the drawn token; None: not even its own
-    )
+    num_logprobs: int | None = None  # likeliest candidates wanted beside the drawn token; None: not even its own
     history: tuple[int, ...] = ()  # the known tokens, prompt first, where a penalty counts them
     num_prompt_tokens: int = 0  # of the history
 
@@ -86,9 +84,7 @@ class StepResult:
 
     token_ids: npt.NDArray[np.int32]  # [B]
     logprobs: npt.NDArray[np.float32]  # [B] of the drawn token
-    ranks: npt.NDArray[
-        np.int32
-    ]  # [B] of the drawn token, 1 = likeliest; 0 where no sample of the step asked for logprobs
+    ranks: npt.NDArray[np.int32]  # [B] of the drawn token, 1 = likeliest; 0 where no sample of the step asks
     top_token_ids: npt.NDArray[np.int32]  # [B, W]
     top_logprobs: npt.NDArray[np.float32]  # [B, W]
     scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored

@@ -8,10 +8,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-BYTES = sorted(
-    {*range(32, 127), 9, 10, 0xC3, 0xA9, 0xA4, 0xF0, 0x9F, 0x98, 0x80}
-)  # ASCII, and pieces of longer characters
-PIECES = (*('{"', '":', '", ', "true", "null", "dog", "cat", "ab", "ba", "aa", "bb", "abc", "10", "00", "é", "ä"),)
+# ASCII, and pieces of longer characters.
+BYTES = sorted({*range(32, 127), 9, 10, 0xC3, 0xA9, 0xA4, 0xF0, 0x9F, 0x98, 0x80})
+PIECES = ('{"', '":', '", ', "true", "null", "dog", "cat", "ab", "ba", "aa", "bb", "abc", "10", "00", "é", "ä")
 END = 0  # the token that ends a text
 
 
