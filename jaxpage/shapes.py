@@ -18,5 +18,3 @@ Host lists and integers keep plain names. Lengths count tokens; any other unit s
 # In place of a drawn token id, when there is none:
 NOT_FINITE = -1  # the model's logits hold no number to choose by
 NOTHING_ALLOWED = -2  # what the request allows, forbids and penalises leaves no token to choose
-
-MASK_BITS = 32  # of a word of a mask: token v may be drawn if bit v % 32 of word v // 32 is set

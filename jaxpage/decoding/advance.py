@@ -8,18 +8,18 @@ from itertools import groupby
 
 import numpy as np
 
-from jaxpage.decoding.constraints import Words
 from jaxpage.decoding.edits import Edit, Finish, Fork, Score
 from jaxpage.decoding.strategy import Draw, Strategy
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling.plan import Sample, StepPlan, StepResult
+from jaxpage.token_masks import Mask
 
 logger = logging.getLogger(__name__)
 
-_NOTHING: Words = np.zeros(1, np.uint32)  # admits no token, as wide as it is made
+_NOTHING: Mask = np.zeros(1, np.uint32)  # admits no token, as wide as it is made
 
 
-def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Words]:
+def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Mask]:
     """By place among the plan's samples: what the grammars of their requests admit. Requests without one are not asked.
 
     An exception of one request leaves it nothing to draw, which ends it; nobody else notices.

@@ -6,14 +6,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxpage.grammars import DEAD_END, error_of, matcher_of
 from jaxpage.request import Request
-from jaxpage.shapes import MASK_BITS
-
-Words = npt.NDArray[np.uint32]  # [U], a bit per token id: see MASK_BITS
+from jaxpage.token_masks import MASK_BITS, Mask, mask_of
 
 
 class End(NamedTuple):
@@ -28,8 +25,9 @@ class Grammar:
 
     def __init__(self, tokenizer: LLTokenizer, end_id: int, vocab_size: int, source: str) -> None:
         self._tokenizer = tokenizer
-        self._end_id = end_id
         self._vocab_size = vocab_size
+        width = len(self.mask_of(())) * MASK_BITS
+        self._no_text = self.mask_of(beyond for beyond in (*range(vocab_size, width), end_id) if beyond < width)
         self._source = source
         self._start = self._compiled()
 
@@ -48,21 +46,15 @@ class Grammar:
             matcher.consume_token(token_id)
         return matcher
 
-    def admitted(self, matcher: LLMatcher) -> Words:
+    def admitted(self, matcher: LLMatcher) -> Mask:
         """Without an end: the tokens that go on. Ids that the tokenizer lacks are never among them."""
-        words = self.words(())
-        given = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: len(words)]
-        words[: len(given)] = given
-        for beyond in {*range(self._vocab_size, len(words) * MASK_BITS), self._end_id}:
-            if beyond < len(words) * MASK_BITS:
-                words[beyond // MASK_BITS] &= ~(np.uint32(1) << np.uint32(beyond % MASK_BITS))
-        return words
+        mask = self.mask_of(())
+        given = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: len(mask)]
+        mask[: len(given)] = given
+        return mask & ~self._no_text
 
-    def words(self, token_ids: Iterable[int]) -> Words:
-        words = np.zeros(-(-self._vocab_size // MASK_BITS), np.uint32)
-        for token_id in token_ids:
-            words[token_id // MASK_BITS] |= np.uint32(1) << np.uint32(token_id % MASK_BITS)
-        return words
+    def mask_of(self, token_ids: Iterable[int]) -> Mask:
+        return mask_of(token_ids, self._vocab_size)
 
     def _compiled(self) -> LLMatcher:
         return matcher_of(self._tokenizer, self._source)
@@ -81,8 +73,8 @@ class Constraint:
         if params.allowed_token_ids is not None:
             ends = ends.intersection(params.allowed_token_ids)
         self._grammar = grammar
-        self._eos_V = grammar.words(request.eos_token_ids)
-        self._ends_V = grammar.words(ends)
+        self._eos_V = grammar.mask_of(request.eos_token_ids)
+        self._ends_V = grammar.mask_of(ends)
         self._min_tokens = params.min_tokens
         self._token_ids: list[int] = []
         self._matcher = grammar.at_start()
@@ -113,12 +105,12 @@ class Constraint:
             admitted = self._admitted()
         self._failure = error_of(self._matcher) if self._matcher.is_error() else None
         self._may_end = self._failure is None and self._matcher.is_accepting()
-        self._text = self._grammar.words(()) if self._failure else admitted & ~self._eos_V
+        self._text = self._grammar.mask_of(()) if self._failure else admitted & ~self._eos_V
         self.mask = self._text | self._ends_V if self._may_end else self._text
 
-    def _admitted(self) -> Words:
+    def _admitted(self) -> Mask:
         if self._matcher.is_error():
-            return self._grammar.words(())
+            return self._grammar.mask_of(())
         return self._grammar.admitted(self._matcher)
 
     def _end(self) -> End | None:
@@ -135,5 +127,5 @@ class Constraint:
         return None if self._ends_V.any() else End("stop", None)
 
 
-def _has(words: Words, token_id: int) -> bool:
-    return bool(words[token_id // MASK_BITS] >> np.uint32(token_id % MASK_BITS) & 1)
+def _has(mask: Mask, token_id: int) -> bool:
+    return bool(mask[token_id // MASK_BITS] >> np.uint32(token_id % MASK_BITS) & 1)

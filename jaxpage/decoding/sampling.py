@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxpage.decoding.constraints import Constraint, Grammar, Words
+from jaxpage.decoding.constraints import Constraint, Grammar
 from jaxpage.decoding.edits import Append, Edit, Finish
 from jaxpage.decoding.stopping import Detokenizer, Stopping
 from jaxpage.decoding.strategy import Draw, refusal
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Request
+from jaxpage.token_masks import Mask
 
 
 class SamplingStrategy:
@@ -28,7 +29,7 @@ class SamplingStrategy:
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
         return [edit for draw in draws for edit in (self._advance(*draw) if draw.token_id >= 0 else [refusal(draw)])]
 
-    def mask(self, sequence_id: int) -> Words | None:
+    def mask(self, sequence_id: int) -> Mask | None:
         constraint = self._constraint(sequence_id)
         return None if constraint is None else constraint.mask
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from jaxpage.decoding.constraints import Words
 from jaxpage.decoding.edits import Edit, Finish
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.shapes import NOTHING_ALLOWED
+from jaxpage.token_masks import Mask
 
 
 class Draw(NamedTuple):
@@ -26,7 +26,7 @@ class Strategy(Protocol):
         """What a step leads to. The draws are those of all sequences of the request that have not ended: they draw together."""
         ...
 
-    def mask(self, sequence_id: int) -> Words | None:
+    def mask(self, sequence_id: int) -> Mask | None:
         """What a sequence that is about to draw may draw; None if no grammar says. Asked only if the request has structured outputs."""
         ...
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device.buckets import Bucket
-from jaxpage.shapes import MASK_BITS
+from jaxpage.token_masks import num_mask_words
 
 MAX_BIASES = 1024  # E: entries of logit_bias of one draw
 NUM_FLAGS = 6
@@ -55,7 +55,7 @@ class Flags:
 class Adjustments(NamedTuple):
     """What changes the logits of a draw before it is drawn. Wide, and rarely wanted: none of it travels when no draw of a step asks."""
 
-    mask_BU: Any  # uint32: a bit per token id, see MASK_BITS
+    mask_BU: Any  # uint32: a bit per token id: see jaxpage/token_masks.py
     bias_ids_BE: Any  # padded with V
     bias_BE: Any  # float32
     history_BC: Any  # the known tokens, prompt first, padded with V
@@ -84,11 +84,6 @@ def adjustment_shapes(num_rows: int, *, vocab_size: int, context: int) -> Adjust
         bias_BE=jax.ShapeDtypeStruct((num_rows, min(MAX_BIASES, vocab_size)), jnp.float32),
         history_BC=jax.ShapeDtypeStruct((num_rows, context), jnp.int32),
     )
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """U"""
-    return -(-vocab_size // MASK_BITS)
 
 
 def packed_size(bucket: Bucket, table_width: int) -> int:

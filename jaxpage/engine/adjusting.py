@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, num_mask_words
+from jaxpage.device.step_inputs import Adjustments, adjustment_shapes
 from jaxpage.scheduling.plan import Sample
-from jaxpage.shapes import MASK_BITS
-
-Words = npt.NDArray[np.uint32]  # [U], a bit per token id: see MASK_BITS
+from jaxpage.token_masks import Mask, mask_of
 
 NOTHING = Adjustments(None, None, None, None)
 _ALL = np.uint32(0xFFFFFFFF)
 
 
 def adjustments_of(
-    samples: tuple[Sample, ...], masks: Mapping[int, Words], num_rows: int, *, vocab_size: int, context: int
+    samples: tuple[Sample, ...], masks: Mapping[int, Mask], num_rows: int, *, vocab_size: int, context: int
 ) -> Adjustments:
     """None in place of what no draw of the step asks for.
 
@@ -58,24 +55,17 @@ def adjustments_of(
     return Adjustments(mask_BU, ids_BE, bias_BE, history_BC)
 
 
-def _mask(words: Words, sample: Sample, mask: Words | None, vocab_size: int) -> None:
+def _mask(words: Mask, sample: Sample, mask: Mask | None, vocab_size: int) -> None:
     if (allowed := sample.params.allowed_token_ids) is not None:
-        words &= _words_of(allowed, vocab_size)
+        words &= _mask_of_allowed(allowed, vocab_size)
     if mask is not None:
         words &= mask
     if sample.suppressed_token_ids:
-        words &= ~_bits(sample.suppressed_token_ids, vocab_size)
+        words &= ~mask_of(sample.suppressed_token_ids, vocab_size)
 
 
 @functools.lru_cache(maxsize=64)  # the same at every step of a request
-def _words_of(token_ids: tuple[int, ...], vocab_size: int) -> Words:
-    words = _bits(token_ids, vocab_size)
+def _mask_of_allowed(token_ids: tuple[int, ...], vocab_size: int) -> Mask:
+    words = mask_of(token_ids, vocab_size)
     words.flags.writeable = False
-    return words
-
-
-def _bits(token_ids: Iterable[int], vocab_size: int) -> Words:
-    words = np.zeros(num_mask_words(vocab_size), np.uint32)
-    ids = np.array(tuple(token_ids), np.uint32)
-    np.bitwise_or.at(words, ids // MASK_BITS, np.uint32(1) << ids % MASK_BITS)
     return words

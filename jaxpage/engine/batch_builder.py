@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.step_inputs import Adjustments, Flags, packed_size, views
-from jaxpage.engine.adjusting import Words, adjustments_of
+from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.token_masks import Mask
 
 Pairs = npt.NDArray[np.int32]
-NO_MASKS: Mapping[int, Words] = MappingProxyType({})
+NO_MASKS: Mapping[int, Mask] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class BatchBuilder:
         self.vocab_size = vocab_size
         self.num_host_blocks = num_host_blocks
 
-    def build(self, plan: StepPlan, masks: Mapping[int, Words] = NO_MASKS) -> Batch:
+    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS) -> Batch:
         """masks: by place among the plan's samples: the tokens that a grammar admits."""
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]

@@ -1,0 +1,24 @@
+"""Sets of token ids as bits of 32-bit words: what may be drawn. Made on the host, in both wings and the hall; read by the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+MASK_BITS = 32  # of a word: token v is in the set if bit v % 32 of word v // 32 is set
+
+Mask = npt.NDArray[np.uint32]  # [U]
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """U"""
+    return -(-vocab_size // MASK_BITS)
+
+
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
+    words = np.zeros(num_mask_words(vocab_size), np.uint32)
+    ids = np.array(tuple(token_ids), np.uint32)
+    np.bitwise_or.at(words, ids // MASK_BITS, np.uint32(1) << ids % MASK_BITS)
+    return words
