@@ -511,6 +511,14 @@ def test_what_cannot_be_honoured_is_refused(llm, prompts):
         llm.generate(prompts[0], BeamSearchParams(2, stop_token_ids=[257]), use_tqdm=False)
 
 
+def test_a_search_that_cannot_begin_leaves_nothing(llm, prompts, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "_new_detokenizer", lambda request: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(prompts[0], PARAMS[0], use_tqdm=False)
+    invariants(llm)
+
+
 def test_an_abort_at_any_step_leaves_nothing(llm, prompts):
     engine = llm._engine
     for num_steps in range(8):

@@ -106,11 +106,11 @@ class BatchBuilder:
         position_T += np.repeat([row.start for row in rows], lengths)
         fields["positions_T"][:total] = position_T
         block_T = tables[row_T, position_T // self.block_size]
+        fields["slots_T"][:total] = block_T * self.block_size + position_T % self.block_size
         for index, row in enumerate(rows):
             if row.scored:
                 first = ends[index] - lengths[index] + row.first_scored
                 fields["scored_T"][first : first + len(row.scored)] = row.scored
-        fields["slots_T"][:total] = block_T * self.block_size + position_T % self.block_size
 
     def _fill_draws(self, fields: dict[str, Any], samples: tuple[Sample, ...]) -> None:
         count = len(samples)

@@ -109,9 +109,9 @@ class Engine:
             group.reserved_ids = (first_id, *other_ids)
         else:
             group.child_ids = tuple(other_ids)
+        strategy = self.new_strategy(group, grammar)
         self.scheduler.add(group)
         self._num_sequences += request.num_sequence_ids
-        strategy = self.new_strategy(group, grammar)
         for sequence_id in group.sequence_ids:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
