@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.tables import aligned
 
 VOCABULARIES = (8192, 50257, 128256)
 CUTS: dict[str, tuple[int, float]] = {  # (top_k, top_p)
@@ -123,27 +125,32 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--scales", type=float, nargs="+", default=(1.0, 4.0), help="of the logits; default: 1 and 4")
     parser.add_argument("--repeats", type=int, default=50, help="the least of so many is told; default: 50")
     arguments = parser.parse_args(words)
-    if (
-        arguments.num_tokens < 2
-        or arguments.num_rows < 1
-        or arguments.repeats < 1
-        or min(arguments.vocabularies) < 1000
-    ):
+    too_few = arguments.num_tokens < 2 or min(arguments.num_rows, arguments.repeats) < 1
+    if too_few or min(arguments.vocabularies) < 1000:
         parser.error("--num-tokens must be at least 2, --num-rows and --repeats 1, --vocabularies 1000")
-    cuts = []
-    print(f"{'µs per row':>10}{'scale':>7}  {'cut':<22}{'likeliest first':>16}{'bisection':>11}{'sort':>8}")
-    for vocab_size in arguments.vocabularies:
-        for scale in arguments.scales:
-            for cut in CUTS:
-                seconds = measure_cuts(vocab_size, cut, scale=scale, repeats=arguments.repeats)
-                cuts.append({"vocab_size": vocab_size, "scale": scale, "cut": cut, "seconds": seconds})
-                first, bisection, sort = (1e6 * value for value in seconds.values())
-                print(f"{vocab_size:>10}{scale:>7g}  {cut:<22}{first:>16.0f}{bisection:>11.0f}{sort:>8.0f}")
+    cuts = [
+        {
+            "vocab_size": size,
+            "scale": scale,
+            "cut": cut,
+            "seconds": measure_cuts(size, cut, scale=scale, repeats=arguments.repeats),
+        }
+        for size, scale, cut in itertools.product(arguments.vocabularies, arguments.scales, CUTS)
+    ]
+    print("\n".join(_cut_lines(cuts)), end="\n\n")
     steps = measure_steps(
         arguments.model, num_rows=arguments.num_rows, num_tokens=arguments.num_tokens, repeats=arguments.repeats
     )
-    print(f"\n{'step of ' + str(arguments.num_rows) + ' rows':<30}{'ms':>8}{'of greedy':>11}")
-    for name, value in steps.items():
-        print(f"{name:<30}{1e3 * value:>8.2f}{value / steps['greedy']:>11.2f}")
+    rows = [[f"step of {arguments.num_rows} rows", "ms", "of greedy"]]
+    rows += [[name, f"{1e3 * value:.2f}", f"{value / steps['greedy']:.2f}"] for name, value in steps.items()]
+    print("\n".join(aligned(rows, num_words=1)))
     results = {"cuts": cuts, "steps": steps}
     print(json.dumps({**vars(arguments), **results, "environment": environment()}, allow_nan=False))
+
+
+def _cut_lines(cuts: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [["µs per row", "vocabulary", "scale", *METHODS]]
+    for cut in cuts:
+        times = [f"{1e6 * seconds:.0f}" for seconds in cut["seconds"].values()]
+        rows.append([cut["cut"], str(cut["vocab_size"]), f"{cut['scale']:g}", *times])
+    return aligned(rows, num_words=1)
