@@ -16,7 +16,7 @@ def check_structured_outputs(value: Any) -> tuple[str, str] | None:
     """(kind, value as JSON). What it means is found out, and refused if it is wrong, when the request is admitted."""
     if value is None:
         return None
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, str) for part in value):
         value = {value[0]: _parsed(value[0], value[1])}  # already in the stored form: dataclasses.replace, an event log
     given = {name: item for name, item in value.items() if item is not None} if isinstance(value, Mapping) else {}
     if len(given) != 1 or not set(given) <= set(STRUCTURED_OUTPUT_KINDS):

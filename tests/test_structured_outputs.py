@@ -533,6 +533,7 @@ def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(llm, monkeypat
         ({"regex": "a", "choice": ["a"]}, "exactly one of json, regex, choice"),
         ({}, "exactly one of"),
         ({"banana": 1}, "exactly one of"),
+        (({}, "{}"), "exactly one of"),
     ],
 )
 def test_refused_at_construction(value, message):
