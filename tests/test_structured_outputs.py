@@ -21,6 +21,7 @@ from jaxpage import SamplingParams, cli
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.engine.replay import replay
 from jaxpage.engine.text import load_tokenizer
+from jaxpage.errors import JaxpageError
 from tests.support.engines import LLAMA, give_way, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
@@ -650,7 +651,7 @@ def test_who_waits_too_long_is_told(llm, monkeypatch):
 def test_the_process_that_tries_grammars_may_die(llm):
     only(llm, {"regex": "alive"})
     llm._engine.grammars._worker._process.kill()
-    with pytest.raises(RuntimeError, match="the process that tries grammars"):
+    with pytest.raises(JaxpageError, match="the process that tries grammars"):
         only(llm, {"regex": "dead"})
     assert only(llm, {"regex": "alive again"}).text == "alive again"
 

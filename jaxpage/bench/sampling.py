@@ -19,6 +19,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.device.sampler import truncate
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
+from jaxpage.errors import JaxpageError
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
 from jaxpage.tables import aligned
@@ -93,7 +94,10 @@ def _run(work: Callable[..., jax.Array], given: tuple[jax.Array, ...]) -> jax.Ar
 def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -> dict[str, float]:
     """Seconds of one decode step, input and output included, by what each of its rows asks for."""
     config = EngineConfig(model=model, max_num_seqs=num_rows, max_num_batched_tokens=max(64, num_rows))
-    engine = build_engine(config, progress=False).engine
+    built = build_engine(config, progress=False)
+    if num_tokens > built.memory.max_model_len:
+        raise ValueError(f"--num-tokens is {num_tokens}, but max_model_len is {built.memory.max_model_len}")
+    engine = built.engine
     table = tuple(range(1, -(-num_tokens // config.block_size) + 1))  # the rows read the same blocks
     token_ids = np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_tokens).tolist()
 
@@ -138,9 +142,12 @@ def main(words: Sequence[str] | None = None) -> None:
         for size, scale, cut in itertools.product(arguments.vocabularies, arguments.scales, CUTS)
     ]
     print("\n".join(_cut_lines(cuts)), end="\n\n")
-    steps = measure_steps(
-        arguments.model, num_rows=arguments.num_rows, num_tokens=arguments.num_tokens, repeats=arguments.repeats
-    )
+    try:
+        steps = measure_steps(
+            arguments.model, num_rows=arguments.num_rows, num_tokens=arguments.num_tokens, repeats=arguments.repeats
+        )
+    except (JaxpageError, ValueError) as error:
+        parser.error(str(error))
     rows = [[f"step of {arguments.num_rows} rows", "ms", "of greedy"]]
     rows += [[name, f"{1e3 * value:.2f}", f"{value / steps['greedy']:.2f}"] for name, value in steps.items()]
     print("\n".join(aligned(rows, num_words=1)))

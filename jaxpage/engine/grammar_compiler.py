@@ -18,6 +18,7 @@ from llguidance import LLTokenizer
 
 from jaxpage.argument_checks import shown
 from jaxpage.decoding import Grammar
+from jaxpage.errors import JaxpageError
 from jaxpage.grammars import source_of, tokenizer_of
 
 COMPILE_SECONDS = 2.0  # for one grammar
@@ -56,7 +57,9 @@ class GrammarCompiler:
             self._compiling.release()
 
     def close(self) -> None:
-        """Ends the worker. It starts again when it is needed."""
+        """Ends the worker, and what it is trying. It starts again when it is needed."""
+        if (worker := self._worker) is not None:
+            worker.close()  # before the lock, which who waits for an answer holds
         with self._compiling:
             if self._worker is not None:
                 self._worker.close()
@@ -110,13 +113,13 @@ class _Worker:
         self._say(tokenizer_description)
 
     def tried(self, kind: str, value: str) -> tuple[str | None, int]:
-        """What is wrong with a grammar, if anything, and the bytes that it took. Raises RuntimeError if the process is gone."""
+        """What is wrong with a grammar, if anything, and the bytes that it took. Raises JaxpageError if the process is gone."""
         self._say(json.dumps([kind, value, COMPILE_SECONDS, COMPILE_BYTES]))
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], COMPILE_SECONDS + _GRACE_SECONDS)
         line = self._process.stdout.readline() if ready else ""
         if not line:
-            raise RuntimeError("structured_outputs: the process that tries grammars does not answer")
+            raise JaxpageError("structured_outputs: the process that tries grammars does not answer")
         problem, num_bytes = json.loads(line)
         return problem, num_bytes
 
@@ -126,7 +129,7 @@ class _Worker:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise RuntimeError("structured_outputs: the process that tries grammars has ended") from error
+            raise JaxpageError("structured_outputs: the process that tries grammars has ended") from error
 
 
 def _end(process: subprocess.Popen[str]) -> None:
