@@ -210,6 +210,8 @@ def _print_stream(chunks: Iterator[RequestOutput], kept: list[str] | None = None
     assert last is not None
     seconds = max(time.monotonic() - start, 1e-9)
     reason = last.outputs[0].finish_reason
+    if reason == "error":
+        reason += f", {last.outputs[0].stop_reason}"
     say(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, finish reason: {reason}]")
     return last
 

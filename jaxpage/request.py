@@ -38,7 +38,26 @@ class Request:
         """Every token that ends a sequence."""
         return self.eos_token_ids.union(self.params.stop_token_ids)
 
-    @property
+    @cached_property
+    def adjusts(self) -> bool:
+        """Whether anything but temperature and truncation stands between the logits and a draw."""
+        return self.params.adjusts or bool(self.bad_word_token_ids)
+
+    @cached_property
+    def bad_token_ids(self) -> frozenset[int]:
+        """Bad words of one token."""
+        return frozenset(word[0] for word in self.bad_word_token_ids if len(word) == 1)
+
+    @cached_property
+    def bad_words_behind(self) -> dict[int, list[tuple[int, ...]]]:
+        """The other bad words, by their last token but one."""
+        words: dict[int, list[tuple[int, ...]]] = {}
+        for word in self.bad_word_token_ids:
+            if len(word) > 1:
+                words.setdefault(word[-2], []).append(word)
+        return words
+
+    @cached_property
     def num_logprobs(self) -> int | None:
         """Of the likeliest candidates of each draw, how many have to leave the device; None: not even the drawn one.
 

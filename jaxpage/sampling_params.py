@@ -6,6 +6,7 @@ width of the logits, and lengths against the model, when a request is admitted.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from jaxpage.structured_outputs import check_structured_outputs
 MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
 MAX_LOGPROBS = 20  # candidates that may be asked for per position
 GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the likeliest token
+MAX_BAD_WORDS = 1024  # they are looked at in every step
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_USER_CHARACTERS = 256
 
@@ -113,7 +115,7 @@ class SamplingParams:
             repetition_penalty=check_float("repetition_penalty", repetition_penalty, 0.0, math.inf, above_low=True),
             logit_bias=_logit_bias(logit_bias),
             allowed_token_ids=_allowed_token_ids(allowed_token_ids),
-            bad_words=() if bad_words is None else check_items("bad_words", bad_words, check_text),
+            bad_words=_bad_words(bad_words),
             seed=_seed(seed),
             stop=_stop(stop),
             stop_token_ids=_token_ids("stop_token_ids", stop_token_ids),
@@ -148,6 +150,12 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """Like `logprobs`, and 0 also where the log probabilities of the drawn tokens are needed to rank sequences."""
         return 0 if self.logprobs is None and self.ranks else self.logprobs
+
+    @functools.cached_property  # asked for at every step
+    def adjusts(self) -> bool:
+        """Whether anything changes the logits before temperature and truncation. Most requests leave them as they are."""
+        given = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens, self.structured_outputs)
+        return self.penalises or any(given)
 
     @property
     def penalises(self) -> bool:
@@ -234,6 +242,11 @@ def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     return _token_ids("allowed_token_ids", value) or refuse("allowed_token_ids", value, "a list that is not empty")
+
+
+def _bad_words(value: Any) -> tuple[str, ...]:
+    words = () if value is None else check_items("bad_words", value, check_text)
+    return words if len(words) <= MAX_BAD_WORDS else refuse("bad_words", value, f"a list of at most {MAX_BAD_WORDS}")
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

@@ -24,7 +24,7 @@ from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.errors import UnsupportedError
 from jaxpage.request import Request, Sequence
-from jaxpage.scheduling.draft import ends_of_bad_words, sample_of
+from jaxpage.scheduling.draft import sample_of, suppressed_token_ids
 from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.shapes import NOTHING_ALLOWED
 from tests.support.engines import LLAMA, LogitsWitness, give_way, invariants, make_llm
@@ -206,10 +206,11 @@ def test_any_requests_together(asked, seed):
 def test_ends_of_bad_words(known, split, seed):
     """Words of few tokens over four ids: prefixes that cross from the prompt into the output come up all the time."""
     rng = np.random.default_rng(seed)
-    words = [tuple(rng.integers(0, 4, rng.integers(1, 5)).tolist()) for _ in range(6)]
+    words = tuple(tuple(rng.integers(0, 4, rng.integers(1, 5)).tolist()) for _ in range(6))
     split = min(split, len(known))
     want = {word[-1] for word in words if ends_with(known[split:], word[:-1])}
-    assert ends_of_bad_words(words, known, split) == want
+    request = make_request(SamplingParams(), known[:split], words)
+    assert suppressed_token_ids(request, known) == tuple(sorted(want))
 
 
 def test_masks_of_a_grammar_are_met_by_the_rest():

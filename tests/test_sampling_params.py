@@ -34,7 +34,7 @@ REFUSED: list[tuple[str, object]] = [
         for value in ({-1: 1.0}, {1: NAN}, {1: 101}, {1: "1"}, {"1": 1.0}, {1: True}, 5, "ab", [1])
     ],
     *[("allowed_token_ids", value) for value in ([], [-1], [True], "12", 3)],
-    *[("bad_words", value) for value in ("word", [""], [1], 0)],
+    *[("bad_words", value) for value in ("word", [""], [1], 0, ["word"] * 1025)],
     *[("seed", value) for value in (-(2**63) - 1, 2**64, 1.5, "a", True)],
     *[("stop", value) for value in ("", [""], [1], 5, b"x", ["a", None], "\ud800", {"a": 1})],
     *[("stop_token_ids", value) for value in ([-1], [2**31], [1.0], [True], "1", 7)],

@@ -25,15 +25,16 @@ def adjustments_of(
         masks: by place among the samples: what may be drawn besides what the sample itself says.
         num_rows: B, of the arrays.
     """
+    asking = [(i, s) for i, s in enumerate(samples) if s.params.adjusts or s.suppressed_token_ids or i in masks]
+    if not asking:
+        return NOTHING
     masked = [
         (index, sample)
-        for index, sample in enumerate(samples)
+        for index, sample in asking
         if index in masks or sample.suppressed_token_ids or sample.params.allowed_token_ids is not None
     ]
-    biased = [(index, sample.params.logit_bias) for index, sample in enumerate(samples) if sample.params.logit_bias]
-    penalised = [(index, sample) for index, sample in enumerate(samples) if sample.params.penalises]
-    if not (masked or biased or penalised):
-        return NOTHING
+    biased = [(index, sample.params.logit_bias) for index, sample in asking if sample.params.logit_bias]
+    penalised = [(index, sample) for index, sample in asking if sample.params.penalises]
     shapes = adjustment_shapes(num_rows, vocab_size=vocab_size, context=context)
     mask_BU: Any = None
     if masked:

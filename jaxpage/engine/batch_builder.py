@@ -67,6 +67,8 @@ class BatchBuilder:
         packed = np.zeros(packed_size(bucket, self.table_width), np.int32)
         fields: dict[str, Any] = views(packed, bucket, self.table_width)
         self._fill_rows(fields, plan.rows)
+        if num_scored:
+            self._fill_scored(fields, plan.rows)
         self._fill_draws(fields, plan.samples)
         context = self.table_width * self.block_size
         adjustments = adjustments_of(plan.samples, masks, bucket.num_rows, vocab_size=self.vocab_size, context=context)
@@ -107,10 +109,12 @@ class BatchBuilder:
         fields["positions_T"][:total] = position_T
         block_T = tables[row_T, position_T // self.block_size]
         fields["slots_T"][:total] = block_T * self.block_size + position_T % self.block_size
-        for index, row in enumerate(rows):
-            if row.scored:
-                first = ends[index] - lengths[index] + row.first_scored
-                fields["scored_T"][first : first + len(row.scored)] = row.scored
+
+    def _fill_scored(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
+        starts = fields["query_start"].tolist()
+        for start, row in zip(starts, rows, strict=False):
+            first = start + row.first_scored
+            fields["scored_T"][first : first + len(row.scored)] = row.scored
 
     def _fill_draws(self, fields: dict[str, Any], samples: tuple[Sample, ...]) -> None:
         count = len(samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
@@ -51,7 +52,7 @@ class Engine:
             vocab_size=builder.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
-            spell=None if tokenizer is None else functools.partial(words_as_token_ids, tokenizer),
+            spell=None if tokenizer is None else _speller(tokenizer),
             has_priorities=scheduler.has_priorities,
             seed=seed,
         )
@@ -239,3 +240,8 @@ class Engine:
             return NoText()
         skip = request.params.skip_special_tokens
         return StreamDetokenizer(self.tokenizer, request.prompt_token_ids, skip_special_tokens=skip)
+
+
+def _speller(tokenizer: Any) -> Callable[[tuple[str, ...]], Words]:
+    """Tokens of words. A list is spelled when it is checked, and is at hand when its request is added, with the engine held."""
+    return functools.lru_cache(maxsize=64)(functools.partial(words_as_token_ids, tokenizer))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 
 from jaxpage.memory import BlockManager
 from jaxpage.request import Request, Sequence, SequenceGroup
@@ -86,38 +85,36 @@ def _scoring(row: Row, group: SequenceGroup) -> Row:
 
 def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -> Sample:
     """The draw from the last token of a row that reaches the last known token of its sequence."""
-    num_known, params = len(sequence.token_ids), request.params
-    suppressed: tuple[int, ...] = ()
-    if params.min_tokens and num_known - sequence.num_prompt_tokens < params.min_tokens:
-        suppressed = suppressed_token_ids(request)
-    if request.bad_word_token_ids:
-        ends = ends_of_bad_words(request.bad_word_token_ids, sequence.token_ids, sequence.num_prompt_tokens)
-        suppressed = tuple(sorted(ends.union(suppressed)))
-    return Sample(
+    known, params = sequence.token_ids, request.params
+    sample = Sample(
         row,
         num_tokens - 1,
         sequence.sequence_id,
         params,
         request.seed,
         sequence.sample_index,
-        num_known,
-        suppressed,
-        request.num_logprobs,
-        history=tuple(sequence.token_ids) if params.penalises else (),
+        len(known),
+        num_logprobs=request.num_logprobs,
+    )
+    if not request.adjusts:  # as most
+        return sample
+    return sample._replace(
+        suppressed_token_ids=suppressed_token_ids(request, known),
+        history=tuple(known) if params.penalises else (),
         num_prompt_tokens=sequence.num_prompt_tokens,
     )
 
 
-def suppressed_token_ids(request: Request) -> tuple[int, ...]:
-    """What may not be drawn below min_tokens: every token that would end the sequence."""
-    return tuple(sorted(request.ending_token_ids))
+def suppressed_token_ids(request: Request, known: list[int]) -> tuple[int, ...]:
+    """What may not be drawn now: below min_tokens what would end the sequence, and the last tokens of bad words.
 
-
-def ends_of_bad_words(words: Items[tuple[int, ...]], known: list[int], num_prompt_tokens: int) -> set[int]:
-    """The tokens that would complete a word now. As in vLLM a word counts only where all of it is output: the prompt begins none."""
-    last, longest = known[-1], len(known) - num_prompt_tokens + 1
-    return {
-        word[-1]
-        for word in words
-        if len(word) == 1 or (word[-2] == last and len(word) <= longest and word[:-1] == tuple(known[1 - len(word) :]))
-    }
+    As in vLLM a bad word counts only where all of it is output: the prompt begins none.
+    """
+    num_output = len(known) - len(request.prompt_token_ids)
+    suppressed = set(request.bad_token_ids)
+    if num_output < request.params.min_tokens:
+        suppressed |= request.ending_token_ids
+    for word in request.bad_words_behind.get(known[-1], ()):
+        if len(word) <= num_output + 1 and word[:-1] == tuple(known[1 - len(word) :]):
+            suppressed.add(word[-1])
+    return tuple(sorted(suppressed))
