@@ -17,6 +17,9 @@ WHITESPACE = " "
 LEXER_FUEL = 200_000
 MAX_LEXER_STATES = 50_000
 DEAD_END = "no token of the model goes on in the grammar"
+# Where a grammar leaves one text, llguidance would admit the tokenizer's own spelling of it alone; but that may be an added token which
+# it then refuses, since a text never stands for those. Last, so that it wins over lines of the user's.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _END = "<|the end of the grammar|>"
 _MAX_MESSAGE = 400  # characters
 
@@ -43,17 +46,22 @@ def source_of(kind: str, value: str) -> str:
         return _source_of_schema('{"type": "object"}')
     given = json.loads(value)
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(given)
+        (grammar,) = json.loads(LLMatcher.grammar_from_regex(given))["grammars"]
+        return str(grammar["lark_grammar"]) + _NO_FORCING
     if kind == "choice":  # a terminal: thousands of alternatives of a rule would be as many places to be in
-        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, given)))
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, given)) + _NO_FORCING
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(given))
+        return any_to_lark(given) + _NO_FORCING
     except Exception as error:  # the converter of GBNF raises its own, and whatever its recursion leads to
         raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
 
 
 def _source_of_schema(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE})
+    compiled = LLMatcher.grammar_from_json_schema(
+        schema, {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+    )
+    (grammar,) = json.loads(compiled)["grammars"]
+    return "start: %json " + json.dumps(grammar["json_schema"]) + _NO_FORCING
 
 
 def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:

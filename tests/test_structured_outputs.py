@@ -363,11 +363,11 @@ def admitted(constraint):
 
 
 def test_masks_are_those_of_brute_force(grammar_of, directory):
-    """In every place that can be reached, for every token. Where the grammar leaves one text, only the tokenizer's own way to say it."""
+    """In every place that can be reached, for every token."""
     texts = language()
     constraint = Constraint(grammar_of(regex="((ab|ba){1,3})( (10|00))?(dog|cat)s?"), request())
     pieces = [load_tokenizer(directory).decode([token_id]) for token_id in range(128)]
-    todo, seen, num_forced = [("", constraint)], {""}, 0
+    todo, seen = [("", constraint)], {""}
     while todo:
         text, place = todo.pop()
         want = {
@@ -376,24 +376,41 @@ def test_masks_are_those_of_brute_force(grammar_of, directory):
             if token_id != END and any(whole.startswith(text + piece) for whole in texts)
         }
         may_end = text in texts
-        nexts = {whole[len(text) : len(text) + 1] for whole in texts if whole.startswith(text)}
         got = admitted(place)
         assert (END in got) == may_end
-        if len(nexts) == 1:
-            num_forced += 1
-            assert got - {END} <= want and (not want or got - {END})
-        else:
-            assert got - {END} == want, text
+        assert got - {END} == want, text
         for token_id in got - {END}:
             if (longer := text + pieces[token_id]) not in seen:
                 seen.add(longer)
                 twin = place.fork()
                 assert twin.advance(token_id) is None
                 todo.append((longer, twin))
-    assert len(seen) > 300 and 0 < num_forced < len(seen)
+    assert len(seen) > 300
     assert admitted(constraint) == {
         i for i, piece in enumerate(pieces) if i != END and piece in ("a", "b", "ab", "ba", "abc")
     }
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"choice": ["a<|end|>b"]}, "a<|end|>b"),
+        ({"regex": r"a<\|end\|>b/"}, "a<|end|>b/"),
+        ({"json": {"const": "<|end|>"}}, '"<|end|>"'),
+        ({"json": {"enum": ["<|end|>"], "x-guidance": {"whitespace_flexible": False}}}, '"<|end|>"'),
+        ({"grammar": 'start: "a<|end|>b"'}, "a<|end|>b"),
+        ({"grammar": '%llguidance {"no_forcing": false}\nstart: "a<|end|>b" // the end'}, "a<|end|>b"),
+        ({"grammar": 'root ::= "a<|end|>b"'}, "a<|end|>b"),
+    ],
+)
+def test_text_that_reads_like_a_special_token_is_text(asked, text, mistaken, llm, monkeypatch):
+    if mistaken:
+        monkeypatch.setattr(rules, "_NO_FORCING", "")
+    llm._engine.grammars._cache.clear()
+    outcomes = {(one.text, one.finish_reason) for one in run(llm, ["a"], params(asked, n=3))[0]}
+    llm._engine.grammars._cache.clear()
+    assert (outcomes == {(text, "stop")}) != mistaken
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
@@ -492,10 +509,11 @@ def test_a_dead_end_ends_that_request_only(llm):
             assert re.fullmatch("[ab]{2,3}", one.text)
 
 
-def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm):
+def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm, monkeypatch):
+    monkeypatch.setattr(rules, "MAX_LEXER_STATES", 200)
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
-    (one,), beside = run(llm, ["a", [3, 4]], [params({"regex": "b{2}((a{1000}){1000}){1000}"}), neighbour])
+    (one,), beside = run(llm, ["a", [3, 4]], [params({"regex": "b{2}[ab]*a[ab]{90}c"}), neighbour])
     assert [beside] == alone
     assert one.finish_reason == "error" and one.stop_reason.startswith("structured_outputs: lexer error")
 
