@@ -6,9 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import re
+import signal
 import string
+import subprocess
 import threading
+import time
 from types import SimpleNamespace
 
 import jsonschema
@@ -664,6 +668,83 @@ def test_who_waits_too_long_is_told(llm, monkeypatch):
         assert only(llm, "choice").finish_reason == "stop"  # it is there already
         with pytest.raises(TimeoutError, match="structured_outputs: the grammars of others were compiled for 0.01 s"):
             only(llm, {"regex": "xyz"})
+
+
+ENDLESS = {"json": {"allOf": [{"type": "integer", "multipleOf": factor} for factor in (7, 11, 13, 17, 19, 23)]}}
+
+
+def living(group):
+    """Processes of a group, by their ids, that have not ended."""
+    listed = subprocess.run(["ps", "-eo", "pgid=,pid=,stat="], capture_output=True, text=True, check=True).stdout
+    each = [line.split() for line in listed.splitlines()]
+    return {int(pid) for pgid, pid, state in each if int(pgid) == group and not state.startswith("Z")}
+
+
+def soon(condition, seconds=20):
+    """Whether it comes to be; for what takes a moment, and would take for ever if it were wrong."""
+    end = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(met)
+
+
+@pytest.fixture
+def busy(directory, monkeypatch):
+    """A compiler, its worker, which is at an endless grammar, and the outcome for who asked for that."""
+    monkeypatch.setattr(compiling, "COMPILE_SECONDS", 300)
+    monkeypatch.setattr(compiling, "COMPILE_BYTES", 1 << 40)
+    compiler, outcome = compiling.GrammarCompiler(load_tokenizer(directory), 257), []
+
+    def ask():
+        try:
+            compiler.compiled(SamplingParams(structured_outputs=ENDLESS).structured_outputs)
+        except BaseException as error:
+            outcome.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert soon(lambda: compiler._worker is not None and len(living(compiler._worker._process.pid)) == 2)
+    group = compiler._worker._process.pid
+    yield SimpleNamespace(compiler=compiler, asking=asking, group=group, outcome=outcome)
+    for pid in living(group):
+        os.kill(pid, signal.SIGKILL)
+    asking.join(20)
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_the_end_of_a_compiler_ends_all_processes(mistaken, busy, monkeypatch):
+    """Nobody waits for the grammar that was being tried."""
+    if mistaken:
+        monkeypatch.setattr(os, "killpg", lambda pid, number: None)
+    closing = threading.Thread(target=busy.compiler.close, daemon=True)
+    closing.start()
+    assert soon(lambda: not closing.is_alive() and not living(busy.group), 3 if mistaken else 20) != mistaken
+    assert mistaken or soon(lambda: busy.outcome)
+
+
+def test_what_is_tried_dies_with_the_worker(busy):
+    os.kill(busy.group, signal.SIGKILL)
+    assert soon(lambda: not living(busy.group))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_a_forked_program_leaves_the_worker_alone(mistaken, grammar_of, llm, monkeypatch):
+    """It ends what it has got at its exit, but the worker is not its own."""
+    only(llm, {"regex": "first"})
+    worker = llm._engine.grammars._worker
+    pid = os.getpid()
+    if mistaken:
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+    child = os.fork()
+    if child == 0:
+        worker.close()
+        os._exit(0)
+    ended = soon(lambda: os.waitpid(child, os.WNOHANG)[0], 3 if mistaken else 20)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (ended and soon(lambda: living(worker._process.pid))) != mistaken
 
 
 def test_the_process_that_tries_grammars_may_die(llm):

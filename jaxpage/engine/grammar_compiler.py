@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections import OrderedDict
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the worker, and what it is trying. It starts again when it is needed."""
         if (worker := self._worker) is not None:
-            worker.close()  # before the lock, which who waits for an answer holds
+            worker.kill()  # before the lock, which who waits for an answer holds
         with self._compiling:
             if self._worker is not None:
                 self._worker.close()
@@ -109,7 +112,8 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,  # Ctrl-C is not meant for it
         )
-        self.close = weakref.finalize(self, _end, self._process)
+        self.kill = partial(_kill, self._process, os.getpid())
+        self.close = weakref.finalize(self, _end, self._process, os.getpid())
         self._say(tokenizer_description)
 
     def tried(self, kind: str, value: str) -> tuple[str | None, int]:
@@ -132,9 +136,22 @@ class _Worker:
             raise JaxpageError("structured_outputs: the process that tries grammars has ended") from error
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
+def _kill(process: subprocess.Popen[str], creator_pid: int) -> None:
+    """With what it is trying. A program that was forked off this one has no say in it."""
+    if process.returncode is None and os.getpid() == creator_pid:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of the dead
+            os.killpg(process.pid, signal.SIGKILL)  # a session of its own is a group
+
+
+def _end(process: subprocess.Popen[str], creator_pid: int) -> None:
+    """For who holds the lock, or nobody else has the worker any more: its pipes are closed."""
+    _kill(process, creator_pid)
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # what was not written yet
+            pipe.close()
+    if os.getpid() == creator_pid:
+        process.wait()
 
 
 def _description(tokenizer: Any) -> str:
