@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import string
 import subprocess
@@ -706,8 +707,8 @@ def busy(directory, monkeypatch):
     assert soon(lambda: compiler._worker is not None and len(living(compiler._worker._process.pid)) == 2)
     group = compiler._worker._process.pid
     yield SimpleNamespace(compiler=compiler, asking=asking, group=group, outcome=outcome)
-    for pid in living(group):
-        os.kill(pid, signal.SIGKILL)
+    monkeypatch.undo()
+    compiler.close()
     asking.join(20)
 
 
@@ -718,7 +719,7 @@ def test_the_end_of_a_compiler_ends_all_processes(mistaken, busy, monkeypatch):
         monkeypatch.setattr(os, "killpg", lambda pid, number: None)
     closing = threading.Thread(target=busy.compiler.close, daemon=True)
     closing.start()
-    assert soon(lambda: not closing.is_alive() and not living(busy.group), 3 if mistaken else 20) != mistaken
+    assert soon(lambda: not closing.is_alive() and not living(busy.group), 1 if mistaken else 20) != mistaken
     assert mistaken or soon(lambda: busy.outcome)
 
 
@@ -729,7 +730,7 @@ def test_what_is_tried_dies_with_the_worker(busy):
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize("mistaken", [False, True])
-def test_a_forked_program_leaves_the_worker_alone(mistaken, grammar_of, llm, monkeypatch):
+def test_a_forked_program_leaves_the_worker_alone(mistaken, llm, monkeypatch):
     """It ends what it has got at its exit, but the worker is not its own."""
     only(llm, {"regex": "first"})
     worker = llm._engine.grammars._worker
@@ -740,19 +741,77 @@ def test_a_forked_program_leaves_the_worker_alone(mistaken, grammar_of, llm, mon
     if child == 0:
         worker.close()
         os._exit(0)
-    ended = soon(lambda: os.waitpid(child, os.WNOHANG)[0], 3 if mistaken else 20)
+    ended = soon(lambda: os.waitpid(child, os.WNOHANG)[0])
     if not ended:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert (ended and soon(lambda: living(worker._process.pid))) != mistaken
+    assert (ended and not soon(lambda: not living(worker._process.pid), 0.5)) != mistaken
 
 
-def test_the_process_that_tries_grammars_may_die(llm):
+def test_the_process_that_tries_grammars_may_die(llm, monkeypatch):
+    """It is started again; not for ever."""
     only(llm, {"regex": "alive"})
     llm._engine.grammars._worker._process.kill()
-    with pytest.raises(JaxpageError, match="the process that tries grammars"):
-        only(llm, {"regex": "dead"})
     assert only(llm, {"regex": "alive again"}).text == "alive again"
+    tried, num_tried = compiling._Worker.tried, []
+
+    def killed(self, *asked):
+        num_tried.append(1)
+        self._process.kill()
+        return tried(self, *asked)
+
+    monkeypatch.setattr(compiling._Worker, "tried", killed)
+    with pytest.raises(JaxpageError, match="the process that tries grammars has ended"):
+        only(llm, {"regex": "dead"})
+    assert len(num_tried) == 2
+
+
+def test_a_worker_that_does_not_answer_is_not_asked_twice(llm, monkeypatch):
+    only(llm, {"regex": "running"})
+    os.kill((stopped := llm._engine.grammars._worker._process).pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "COMPILE_SECONDS", 0.1)
+        patch.setattr(compiling, "_GRACE_SECONDS", 0.1)
+        with pytest.raises(JaxpageError, match="does not answer"):
+            only(llm, {"regex": "stopped"})
+    assert not living(stopped.pid) and llm._engine.grammars._worker is None
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_no_worker_outlives_a_shutdown(mistaken, busy, monkeypatch):
+    """Neither for who waits for its answer nor for who waits behind that one."""
+    if mistaken:
+        monkeypatch.setattr(compiling.GrammarCompiler, "_check_open", lambda self: None)
+        monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)
+    waiting, outcome = [], []
+
+    def ask():
+        try:
+            outcome.append(busy.compiler.compiled(("regex", '"behind"')))
+        except BaseException as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=ask, daemon=True)
+    waiting.start()
+    busy.compiler.close()
+    busy.asking.join(60)
+    waiting.join(60)
+    said = [str(error) for error in (*busy.outcome, *outcome)]
+    assert (busy.compiler._worker is None and said == ["This LLM was shut down"] * 2) != mistaken
+    busy.compiler._end_worker()
+
+
+def test_of_a_program_with_many_open_files(llm):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2000:
+        pytest.skip(f"no more than {limits[1]} files may be open here")
+    llm._engine.grammars._end_worker()
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2000), limits[1]))
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        assert only(llm, {"regex": "behind them"}).text == "behind them"
 
 
 def test_grammars_are_kept_within_bounds(llm, monkeypatch):

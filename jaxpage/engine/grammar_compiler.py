@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -31,6 +31,7 @@ CACHED_BYTES = 128 << 20  # of the grammars that are kept for the next who asks,
 CACHED_GRAMMARS = 64
 _LEAST_BYTES = 1 << 18  # what a grammar counts at least
 _GRACE_SECONDS = 30.0  # beyond its own deadlines the worker is taken for dead: its start reads the tokenizer
+_GONE = "structured_outputs: the process that tries grammars has ended, again and again"
 
 
 class GrammarCompiler:
@@ -46,42 +47,69 @@ class GrammarCompiler:
         self._caching = threading.Lock()  # never held for long
         self._cache: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # the last used last; with bytes
         self._worker: _Worker | None = None
+        self._closed = False
         self._tokenizer: tuple[LLTokenizer, int] | None = None
 
     def compiled(self, asked: tuple[str, str]) -> Grammar:
-        """Raises ValueError with what is wrong with the grammar; TimeoutError if others keep the compiler busy for too long."""
+        """Raises ValueError with what is wrong with the grammar; TimeoutError if others keep the compiler busy for too long;
+        JaxpageError if the processes that try it are killed; RuntimeError after `close`.
+        """
         if (found := self._found(asked)) is not None:
             return found
         if not self._compiling.acquire(timeout=WAIT_SECONDS):
             raise TimeoutError(f"structured_outputs: the grammars of others were compiled for {WAIT_SECONDS:g} s")
         try:
+            self._check_open()
             return self._found(asked) or self._kept(asked, *self._compile(*asked))
         finally:
             self._compiling.release()
 
     def close(self) -> None:
-        """Ends the worker, and what it is trying. It starts again when it is needed."""
+        """For good: ends the worker, and what it is trying."""
+        self._closed = True  # first: a worker that starts now is seen below, or its starter sees this
         if (worker := self._worker) is not None:
             worker.kill()  # before the lock, which who waits for an answer holds
         with self._compiling:
-            if self._worker is not None:
-                self._worker.close()
-                self._worker = None
+            self._end_worker()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("This LLM was shut down")
 
     def _compile(self, kind: str, value: str) -> tuple[Grammar, int]:
+        problem, num_bytes = self._tried(kind, value)
+        if problem is not None:
+            raise ValueError(f"structured_outputs={shown({kind: json.loads(value)})} is refused: {problem}")
+        assert self._tokenizer is not None
+        return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
+
+    def _tried(self, kind: str, value: str) -> tuple[str | None, int]:
+        """What the worker answers. One that somebody killed is started again once: the grammar may be innocent."""
+        for is_last in (False, True):
+            try:
+                return self._started().tried(kind, value)
+            except _WorkerGoneError:
+                self._end_worker()
+                self._check_open()
+                if is_last:
+                    raise
+            except BaseException:  # an interrupt as well: its answer would be taken for the next one's
+                self._end_worker()
+                raise
+        raise AssertionError("unreachable")
+
+    def _started(self) -> _Worker:
         if self._worker is None or self._tokenizer is None:
             description = _description(self._hf_tokenizer)
             self._worker = _Worker(description)  # first: both read the tokenizer at the same time
             self._tokenizer = self._tokenizer or tokenizer_of(description)
-        try:
-            problem, num_bytes = self._worker.tried(kind, value)
-        except BaseException:  # an interrupt as well: its answer would be taken for the next one's
+        self._check_open()
+        return self._worker
+
+    def _end_worker(self) -> None:
+        if self._worker is not None:
             self._worker.close()
             self._worker = None
-            raise
-        if problem is not None:
-            raise ValueError(f"structured_outputs={shown({kind: json.loads(value)})} is refused: {problem}")
-        return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
 
     def _found(self, asked: tuple[str, str]) -> Grammar | None:
         with self._caching:
@@ -97,6 +125,10 @@ class GrammarCompiler:
             while len(self._cache) > CACHED_GRAMMARS or sum(size for _, size in self._cache.values()) > CACHED_BYTES:
                 self._cache.popitem(last=False)
         return grammar
+
+
+class _WorkerGoneError(JaxpageError):
+    """The process ended by itself, or somebody killed it."""
 
 
 class _Worker:
@@ -117,13 +149,15 @@ class _Worker:
         self._say(tokenizer_description)
 
     def tried(self, kind: str, value: str) -> tuple[str | None, int]:
-        """What is wrong with a grammar, if anything, and the bytes that it took. Raises JaxpageError if the process is gone."""
+        """What is wrong with a grammar, if anything, and the bytes that it took. Raises JaxpageError if there is no answer."""
         self._say(json.dumps([kind, value, COMPILE_SECONDS, COMPILE_BYTES]))
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], COMPILE_SECONDS + _GRACE_SECONDS)
-        line = self._process.stdout.readline() if ready else ""
-        if not line:
-            raise JaxpageError("structured_outputs: the process that tries grammars does not answer")
+        with selectors.DefaultSelector() as selector:  # a program may have more files open than `select` can name
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(COMPILE_SECONDS + _GRACE_SECONDS):
+                raise JaxpageError("structured_outputs: the process that tries grammars does not answer")
+        if not (line := self._process.stdout.readline()):
+            raise _WorkerGoneError(_GONE)
         problem, num_bytes = json.loads(line)
         return problem, num_bytes
 
@@ -133,7 +167,7 @@ class _Worker:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise JaxpageError("structured_outputs: the process that tries grammars has ended") from error
+            raise _WorkerGoneError(_GONE) from error
 
 
 def _kill(process: subprocess.Popen[str], creator_pid: int) -> None:
