@@ -18,6 +18,7 @@ import signal
 import sys
 from typing import Any, NoReturn
 
+from jaxpage.errors import UnsupportedError
 from jaxpage.grammars import matcher_of, problem_of, source_of, tokenizer_of
 
 _MAX_REPORT = 1 << 16
@@ -26,7 +27,10 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 
 def main() -> None:
-    tokenizer = tokenizer_of(sys.stdin.readline())
+    try:
+        tokenizer = tokenizer_of(sys.stdin.readline())
+    except UnsupportedError:  # the engine has found the same, and says it
+        return
     for line in sys.stdin:
         kind, value, seconds, num_bytes = json.loads(line)
         print(json.dumps(_tried(tokenizer, kind, value, seconds, num_bytes)), flush=True)

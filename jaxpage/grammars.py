@@ -6,9 +6,12 @@ Imported by the engine and by the process that tries grammars (`jaxpage.grammar_
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
+
+from jaxpage.errors import UnsupportedError
 
 # Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A schema's "x-guidance" wins over it.
 WHITESPACE = " "
@@ -27,15 +30,35 @@ _MAX_MESSAGE = 400  # characters
 def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
     """A tokenizer and the id of one more token, which a mask holds where the grammar may end: no model has it.
 
-    Which tokens end a text is a matter of the request, not of the tokenizer.
+    Which tokens end a text is a matter of the request, not of the tokenizer. Raises UnsupportedError with llguidance's reason.
     """
-    description = json.loads(tokenizer_json)
-    vocabulary, added = description["model"]["vocab"], description.setdefault("added_tokens", [])
-    token_ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    try:
+        description = json.loads(tokenizer_json)
+        end_id = _add_end(description["model"]["vocab"], description.setdefault("added_tokens", []))
+        return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
+    except Exception as error:
+        raise UnsupportedError(
+            f"this model's tokenizer is none that llguidance takes: {error}"[:_MAX_MESSAGE]
+        ) from None
+
+
+def _add_end(vocabulary: dict[str, int] | list[Any], added: list[dict[str, Any]]) -> int:
+    """Adds the token. Added tokens are numbered by how many there are, unless the vocabulary has them too: then as it says.
+
+    So it gets them, and where it leaves out ids, special tokens that stand for no text.
+    """
+    has_numbers = isinstance(vocabulary, dict)
+    token_ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
     end_id = 1 + max(*token_ids, *(token["id"] for token in added))
+    names = {token["id"]: token["content"] for token in added}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added.append({"id": end_id, "content": _END, "special": True, **plain})
-    return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
+    for token_id in [*(sorted(set(range(end_id)) - token_ids) if has_numbers else ()), end_id]:
+        name = names.get(token_id) or (_END if token_id == end_id else f"<|no token {token_id}|>")
+        if isinstance(vocabulary, dict):
+            vocabulary.setdefault(name, token_id)
+        if token_id not in names:
+            added.append({"id": token_id, "content": name, "special": True, **plain})
+    return end_id
 
 
 def source_of(kind: str, value: str) -> str:

@@ -12,6 +12,7 @@ import resource
 import signal
 import string
 import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 import jaxpage.engine.grammar_compiler as compiling
 import jaxpage.grammars as rules
@@ -26,7 +28,7 @@ from jaxpage import SamplingParams, cli
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.engine.replay import replay
 from jaxpage.engine.text import load_tokenizer
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import JaxpageError, UnsupportedError
 from tests.support.engines import LLAMA, give_way, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
@@ -102,6 +104,7 @@ def llm(directory):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(llm):
+    llm._engine.grammars._refusals.clear()
     yield
     invariants(llm)
 
@@ -604,6 +607,54 @@ def test_without_a_tokenizer(tmp_path):
         bare.generate([1, 2], params("regex"))
 
 
+def described(directory):
+    return json.loads(load_tokenizer(directory).backend_tokenizer.to_str())
+
+
+def compiler_of(description):
+    backend = Tokenizer.from_str(json.dumps(description))
+    return compiling.GrammarCompiler(SimpleNamespace(backend_tokenizer=backend), LLAMA["vocab_size"])
+
+
+@pytest.mark.parametrize("kind", ["Metaspace", "WordPiece", "none"])
+def test_a_tokenizer_that_llguidance_cannot_take(kind, directory):
+    description = described(directory)
+    description["decoder"] = {
+        "Metaspace": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+        "WordPiece": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "none": None,
+    }[kind]
+    with contextlib.closing(compiler_of(description)) as compiler:
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="^structured_outputs={'regex': 'ab'} cannot be .*decoder"):
+                compiler.compiled(("regex", '"ab"'))
+            assert compiler._worker is None
+        with pytest.raises(UnsupportedError, match="'cd'"):
+            compiler.compiled(("regex", '"cd"'))
+    command = [sys.executable, "-m", "jaxpage.grammar_worker"]
+    worker = subprocess.run(command, input=json.dumps(description) + "\n", capture_output=True, text=True, check=True)
+    assert (worker.stdout, worker.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(("first", "shift"), [(127, 1), (100, 5), (50, 129)])
+def test_ids_that_a_vocabulary_leaves_out_are_no_text(first, shift, directory):
+    """Nor is the end of the grammar another one's id."""
+    description = described(directory)
+    ids = {piece: i + shift * (i >= first) for piece, i in description["model"]["vocab"].items()}
+    description["model"]["vocab"] = ids
+    with contextlib.closing(compiler_of(description)) as compiler:
+        grammar = compiler.compiled(("regex", '"[^x]{2}"'))
+    old = compiling.GrammarCompiler(load_tokenizer(directory), LLAMA["vocab_size"])
+    with contextlib.closing(old) as compiler:
+        want = admitted(Constraint(compiler.compiled(("regex", '"[^x]{2}"')), request()))
+    moved = {i + shift * (i >= first) for i in want}
+    constraint = Constraint(grammar, request())
+    assert admitted(constraint) == moved and max(moved) < 257
+    for _ in range(2):
+        constraint.advance(ids["a"])
+    assert admitted(constraint) == {END}
+
+
 def deep(depth):
     schema = {"type": "null"}
     for _ in range(depth):
@@ -826,6 +877,26 @@ def test_grammars_are_kept_within_bounds(llm, monkeypatch):
     assert tried == [f'"{letter}{{2}}"' for letter in "pqrst"] and len(compiler._cache) == 3
     monkeypatch.setattr(compiling, "CACHED_BYTES", 0)
     assert only(llm, {"regex": "unkept"}).text == "unkept" and not compiler._cache
+
+
+def test_refusals_are_kept_for_a_while(llm, monkeypatch):
+    compiler, real, tried = llm._engine.grammars, compiling._Worker.tried, []
+    monkeypatch.setattr(compiling._Worker, "tried", lambda self, *asked: tried.append(asked[1]) or real(self, *asked))
+    monkeypatch.setattr(compiling, "CACHED_GRAMMARS", 2)
+    messages = set()
+
+    def ask(pattern):
+        with pytest.raises(ValueError, match="unclosed group") as error:
+            only(llm, {"regex": pattern})
+        messages.add(str(error.value))
+
+    for pattern in ("(", "(", "(a", "(", "(b", "(b", "("):
+        ask(pattern)
+    assert [json.loads(pattern) for pattern in tried] == ["(", "(a", "(b", "("] and len(messages) == 3
+    assert len(compiler._refusals) == 2
+    monkeypatch.setattr(compiling, "REFUSED_SECONDS", 0.0)
+    ask("(")
+    assert len(tried) == 5
 
 
 # Logs and the command line

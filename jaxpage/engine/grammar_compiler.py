@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from copy import copy
@@ -21,7 +23,7 @@ from llguidance import LLTokenizer
 
 from jaxpage.argument_checks import shown
 from jaxpage.decoding import Grammar
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.grammars import source_of, tokenizer_of
 
 COMPILE_SECONDS = 2.0  # for one grammar
@@ -29,6 +31,7 @@ COMPILE_BYTES = 256 << 20
 WAIT_SECONDS = 10.0  # for the grammars of others before it
 CACHED_BYTES = 128 << 20  # of the grammars that are kept for the next who asks, by what their compilation took
 CACHED_GRAMMARS = 64
+REFUSED_SECONDS = 60.0  # for so long the same grammar is refused without another try
 _LEAST_BYTES = 1 << 18  # what a grammar counts at least
 _GRACE_SECONDS = 30.0  # beyond its own deadlines the worker is taken for dead: its start reads the tokenizer
 _GONE = "structured_outputs: the process that tries grammars has ended, again and again"
@@ -46,13 +49,18 @@ class GrammarCompiler:
         self._compiling = threading.Lock()
         self._caching = threading.Lock()  # never held for long
         self._cache: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # the last used last; with bytes
+        self._refusals: OrderedDict[tuple[str, str], tuple[str, float]] = (
+            OrderedDict()
+        )  # the last one last; with its time
         self._worker: _Worker | None = None
         self._closed = False
         self._tokenizer: tuple[LLTokenizer, int] | None = None
+        self._unsupported: str | None = None  # what is wrong with the tokenizer
 
     def compiled(self, asked: tuple[str, str]) -> Grammar:
         """Raises ValueError with what is wrong with the grammar; TimeoutError if others keep the compiler busy for too long;
-        JaxpageError if the processes that try it are killed; RuntimeError after `close`.
+        UnsupportedError if llguidance cannot take the tokenizer; JaxpageError if the processes that try it are killed; RuntimeError
+        after `close`.
         """
         if (found := self._found(asked)) is not None:
             return found
@@ -77,9 +85,14 @@ class GrammarCompiler:
             raise RuntimeError("This LLM was shut down")
 
     def _compile(self, kind: str, value: str) -> tuple[Grammar, int]:
-        problem, num_bytes = self._tried(kind, value)
+        asked = f"structured_outputs={shown({kind: json.loads(value)})}"
+        try:
+            problem, num_bytes = self._tried(kind, value)
+        except UnsupportedError as error:
+            self._unsupported = str(error)
+            raise UnsupportedError(f"{asked} cannot be honoured: {error}") from None
         if problem is not None:
-            raise ValueError(f"structured_outputs={shown({kind: json.loads(value)})} is refused: {problem}")
+            raise ValueError(self._refused((kind, value), f"{asked} is refused: {problem}"))
         assert self._tokenizer is not None
         return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
 
@@ -99,6 +112,8 @@ class GrammarCompiler:
         raise AssertionError("unreachable")
 
     def _started(self) -> _Worker:
+        if self._unsupported is not None:
+            raise UnsupportedError(self._unsupported)
         if self._worker is None or self._tokenizer is None:
             description = _description(self._hf_tokenizer)
             self._worker = _Worker(description)  # first: both read the tokenizer at the same time
@@ -112,7 +127,11 @@ class GrammarCompiler:
             self._worker = None
 
     def _found(self, asked: tuple[str, str]) -> Grammar | None:
+        """Raises ValueError if it was refused a while ago."""
         with self._caching:
+            message, since = self._refusals.get(asked, ("", -math.inf))
+            if time.monotonic() - since < REFUSED_SECONDS:
+                raise ValueError(message)
             if asked not in self._cache:
                 return None
             self._cache.move_to_end(asked)
@@ -125,6 +144,15 @@ class GrammarCompiler:
             while len(self._cache) > CACHED_GRAMMARS or sum(size for _, size in self._cache.values()) > CACHED_BYTES:
                 self._cache.popitem(last=False)
         return grammar
+
+    def _refused(self, asked: tuple[str, str], message: str) -> str:
+        """The message, which whoever asks for the same is told for a while: what takes too long may do so only because of the load."""
+        with self._caching:
+            self._refusals[asked] = message, time.monotonic()
+            self._refusals.move_to_end(asked)
+            while len(self._refusals) > CACHED_GRAMMARS:
+                self._refusals.popitem(last=False)
+        return message
 
 
 class _WorkerGoneError(JaxpageError):
