@@ -480,6 +480,36 @@ def test_without_an_end_to_draw_it_ends_where_the_grammar_does(llm):
     assert exact.finish_reason == "stop" and len(exact.text) == 3  # rather than "length"
 
 
+def test_it_ends_where_it_may_if_every_way_on_is_forbidden(llm):
+    """By `allowed_token_ids`, which is seen at once; by anything else, when nothing is left to draw."""
+    yes, bang = ({*llm.tokenizer(text)["input_ids"]} for text in ("yes", "!"))
+    either = {"choice": ["yes", "yes!"]}
+    for changes in (
+        {"allowed_token_ids": sorted(yes)},
+        {"bad_words": ["!"], "ignore_eos": True},
+        {"bad_words": ["!"], "allowed_token_ids": sorted(yes | bang)},
+        {"bad_words": ["!"], "ignore_eos": True, "min_tokens": 3},
+        {"bad_words": ["!"], "ignore_eos": True, "stop": ["s?"]},  # text that is held back comes out
+    ):
+        one = only(llm, either, **changes)
+        assert (one.text, one.finish_reason, one.stop_reason) == ("yes", "stop", None)
+    empty = only(llm, {"regex": "(ab)?"}, allowed_token_ids=sorted(yes))
+    assert (empty.token_ids, empty.finish_reason) == ([], "stop")
+
+
+def test_it_fails_where_it_may_not_end_and_every_way_on_is_forbidden(llm):
+    yes = llm.tokenizer("yes")["input_ids"]
+    inside = only(llm, {"choice": ["yes!"]}, allowed_token_ids=yes)
+    assert inside.finish_reason == "error" and "no token of allowed_token_ids goes on" in inside.stop_reason
+    short = only(llm, {"choice": ["yes", "yes!!!"]}, allowed_token_ids=yes, min_tokens=4)
+    assert short.finish_reason == "error" and "complete after 3 tokens, below min_tokens=4" in short.stop_reason
+    for banned in (
+        only(llm, {"choice": ["yes!"]}, bad_words=["!"]),
+        only(llm, {"choice": ["yes", "yes!!!"]}, bad_words=["!"], ignore_eos=True, min_tokens=4),
+    ):
+        assert banned.finish_reason == "error" and "leaves no token that could be drawn" in banned.stop_reason
+
+
 def test_stop_ids_are_ends_where_the_grammar_may_end(llm):
     (letter,) = llm.tokenizer("z")["input_ids"]
     one = only(llm, {"regex": "[ab]{2,9}"}, ignore_eos=True, stop_token_ids=[letter], temperature=0.0)
@@ -909,11 +939,11 @@ def test_a_log_is_replayed_with_its_masks(directory, tmp_path, requests, lone):
     with make_llm(directory, event_log=str(path)) as llm:
         assert run(llm, [*prompts, "a"], [*each, dead])[:-1] == lone
         only(llm, "choice", ignore_eos=True)
+        only(llm, {"choice": ["yes", "yes!"]}, ignore_eos=True, bad_words=["!"])
     report = replay(path, progress=False)
     assert report.difference is None and report.ending is None and report.num_tokens > 100
-    assert all(
-        one["event"] != "result" or -2 not in one["tokens"] for one in map(json.loads, path.read_text().splitlines())
-    )
+    results = [one for one in map(json.loads, path.read_text().splitlines()) if one["event"] == "result"]
+    assert sum(one["tokens"].count(-2) for one in results) == 1  # of the last one; at a dead end nothing is drawn
 
 
 def test_grammars_of_every_printable_character(grammar_of, directory):
