@@ -181,20 +181,20 @@ def plant(monkeypatch, mistake):
     if mistake == "of the step before":
         look, first = Constraint._look, Constraint.__init__
 
-        def late(self):
+        def late(self, admitted):
             before = self.__dict__.get("mask")
-            look(self)
+            look(self, admitted)
             self.mask = self.mask if before is None else before
 
         monkeypatch.setattr(Constraint, "_look", late)
         monkeypatch.setattr(Constraint, "__init__", first)
     if mistake == "one state for all":
-        monkeypatch.setattr(Grammar, "at_start", lambda self: self._start)
+        monkeypatch.setattr(Grammar, "at_start", lambda self: (self._start, self._first))
     if mistake == "ends anywhere":
         look = Constraint._look
 
-        def lenient(self):
-            look(self)
+        def lenient(self, admitted):
+            look(self, admitted)
             self.mask = self.mask | self._ends_V
 
         monkeypatch.setattr(Constraint, "_look", lenient)
@@ -373,11 +373,13 @@ def admitted(constraint):
 def test_masks_are_those_of_brute_force(grammar_of, directory):
     """In every place that can be reached, for every token."""
     texts = language()
-    constraint = Constraint(grammar_of(regex="((ab|ba){1,3})( (10|00))?(dog|cat)s?"), request())
+    grammar = grammar_of(regex="((ab|ba){1,3})( (10|00))?(dog|cat)s?")
     pieces = [load_tokenizer(directory).decode([token_id]) for token_id in range(128)]
-    todo, seen = [("", constraint)], {""}
+    todo, seen = [()], {""}
     while todo:
-        text, place = todo.pop()
+        token_ids = todo.pop()
+        text, place = "".join(pieces[token_id] for token_id in token_ids), Constraint(grammar, request())
+        assert [place.advance(token_id) for token_id in token_ids] == [None] * len(token_ids)
         want = {
             token_id
             for token_id, piece in enumerate(pieces)
@@ -390,11 +392,9 @@ def test_masks_are_those_of_brute_force(grammar_of, directory):
         for token_id in got - {END}:
             if (longer := text + pieces[token_id]) not in seen:
                 seen.add(longer)
-                twin = place.fork()
-                assert twin.advance(token_id) is None
-                todo.append((longer, twin))
+                todo.append((*token_ids, token_id))
     assert len(seen) > 300
-    assert admitted(constraint) == {
+    assert admitted(Constraint(grammar, request())) == {
         i for i, piece in enumerate(pieces) if i != END and piece in ("a", "b", "ab", "ba", "abc")
     }
 
@@ -419,19 +419,6 @@ def test_text_that_reads_like_a_special_token_is_text(asked, text, mistaken, llm
     outcomes = {(one.text, one.finish_reason) for one in run(llm, ["a"], params(asked, n=3))[0]}
     llm._engine.grammars._cache.clear()
     assert (outcomes == {(text, "stop")}) != mistaken
-
-
-@pytest.mark.parametrize("mistaken", [False, True])
-def test_twins_go_their_own_ways(mistaken, grammar_of, directory, monkeypatch):
-    if mistaken:
-        monkeypatch.setattr(Constraint, "fork", lambda self: self)
-    first, second, third = (load_tokenizer(directory)(letter)["input_ids"][0] for letter in "abc")
-    elder = Constraint(grammar_of(regex="[ab]{3}c"), request())
-    elder.advance(first)
-    twin = elder.fork()
-    for token_id in (second, first):
-        twin.advance(token_id)
-    assert (admitted(twin) == {third}) and (third not in admitted(elder)) != mistaken
 
 
 @pytest.mark.parametrize(("size", "limit", "fails"), [(12, 1500, False), (30, 300, True)])
@@ -545,6 +532,13 @@ def test_a_dead_end_ends_that_request_only(llm):
         for one in dead:
             assert one.finish_reason == "error" and "no token of the model goes on in the grammar" in one.stop_reason
             assert re.fullmatch("[ab]{2,3}", one.text)
+
+
+def test_the_first_mask_of_a_grammar_is_computed_once(grammar_of, monkeypatch):
+    grammar, computed, admitted = grammar_of(regex="[ab]{2}"), [], Grammar.admitted
+    monkeypatch.setattr(Grammar, "admitted", lambda self, matcher: computed.append(1) or admitted(self, matcher))
+    first, second = (Constraint(grammar, request()) for _ in range(2))
+    assert not computed and not np.shares_memory(first.mask, second.mask)
 
 
 def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm, monkeypatch):

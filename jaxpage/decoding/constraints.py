@@ -31,17 +31,22 @@ class Grammar:
         width = len(self.mask_of(())) * MASK_BITS
         self._no_text = self.mask_of(beyond for beyond in (*range(vocab_size, width), end_id) if beyond < width)
         self._source = source
-        self._start = self._compiled()
+        self._begin()
 
-    def at_start(self) -> LLMatcher:
-        return self._start.deep_copy()
+    def _begin(self) -> None:
+        self._start = self._compiled()
+        self._first = self.admitted(self._start)
+
+    def at_start(self) -> tuple[LLMatcher, Mask]:
+        """A matcher of one's own, and what it admits first: computed once."""
+        return self._start.deep_copy(), self._first
 
     def alone(self, token_ids: Iterable[int]) -> LLMatcher:
         """Behind these tokens as if nobody else had used the grammar: the states that others find count to its limits.
 
         Who comes later begins anew as well.
         """
-        self._start = self._compiled()
+        self._begin()
         matcher = self._compiled()
         for token_id in token_ids:
             matcher.compute_bitmask()
@@ -81,16 +86,9 @@ class Constraint:
         self._ends_V = grammar.mask_of(ends)
         self._min_tokens = params.min_tokens
         self._token_ids: list[int] = []
-        self._matcher = grammar.at_start()
+        self._matcher, first = grammar.at_start()
         self._is_alone = False  # with its states of the grammar
-        self._look()
-
-    def fork(self) -> Constraint:
-        """A twin that goes on by itself."""
-        twin = object.__new__(Constraint)
-        twin.__dict__ |= self.__dict__
-        twin._token_ids, twin._matcher = list(self._token_ids), self._matcher.deep_copy()
-        return twin
+        self._look(first)
 
     @property
     def may_stop(self) -> bool:
@@ -103,12 +101,11 @@ class Constraint:
             return None  # an end
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
-        self._look()
+        self._look(self._admitted())
         return self._end()
 
-    def _look(self) -> None:
+    def _look(self, admitted: Mask) -> None:
         """What comes next: computed once, when a token is known."""
-        admitted = self._admitted()
         if self._matcher.is_error() and not self._is_alone:
             self._matcher, self._is_alone = self._grammar.alone(self._token_ids), True
             admitted = self._admitted()
