@@ -34,7 +34,7 @@ def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
     """
     try:
         description = json.loads(tokenizer_json)
-        end_id = _add_end(description["model"]["vocab"], description.setdefault("added_tokens", []))
+        end_id = _with_end(description["model"]["vocab"], description.setdefault("added_tokens", []))
         return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
     except Exception as error:
         raise UnsupportedError(
@@ -42,20 +42,19 @@ def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
         ) from None
 
 
-def _add_end(vocabulary: dict[str, int] | list[Any], added: list[dict[str, Any]]) -> int:
-    """Adds the token. Added tokens are numbered by how many there are, unless the vocabulary has them too: then as it says.
+def _with_end(vocabulary: dict[str, int] | list[Any], added: list[dict[str, Any]]) -> int:
+    """Adds the token that ends, and special tokens, which are no text, for the ids that a vocabulary leaves out.
 
-    So it gets them, and where it leaves out ids, special tokens that stand for no text.
+    An added token's number is how many tokens come before it, whatever its "id" says, unless the vocabulary has it too; so it gets them.
     """
-    has_numbers = isinstance(vocabulary, dict)
-    token_ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
-    end_id = 1 + max(*token_ids, *(token["id"] for token in added))
+    numbered = vocabulary if isinstance(vocabulary, dict) else {}  # a list leaves out none
+    token_ids = set(numbered.values() or range(len(vocabulary)))
+    end_id: int = 1 + max(*token_ids, *(token["id"] for token in added))
     names = {token["id"]: token["content"] for token in added}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    for token_id in [*(sorted(set(range(end_id)) - token_ids) if has_numbers else ()), end_id]:
+    for token_id in [*(sorted(set(range(end_id)) - token_ids) if numbered else ()), end_id]:
         name = names.get(token_id) or (_END if token_id == end_id else f"<|no token {token_id}|>")
-        if isinstance(vocabulary, dict):
-            vocabulary.setdefault(name, token_id)
+        numbered.setdefault(name, token_id)
         if token_id not in names:
             added.append({"id": token_id, "content": name, "special": True, **plain})
     return end_id

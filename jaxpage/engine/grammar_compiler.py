@@ -206,14 +206,15 @@ def _kill(process: subprocess.Popen[str], creator_pid: int) -> None:
 
 
 def _end(process: subprocess.Popen[str], creator_pid: int) -> None:
-    """For who holds the lock, or nobody else has the worker any more: its pipes are closed."""
+    """For who holds the lock, or when nobody has the worker any more: closes its pipes as well."""
+    if os.getpid() != creator_pid:
+        return
     _kill(process, creator_pid)
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         with contextlib.suppress(OSError):  # what was not written yet
             pipe.close()
-    if os.getpid() == creator_pid:
-        process.wait()
+    process.wait()
 
 
 def _description(tokenizer: Any) -> str:
