@@ -8,7 +8,9 @@ Lines of JSON: first the tokenizer comes in; then for each [kind, value, seconds
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
 import os
 import resource
 import select
@@ -16,14 +18,19 @@ import signal
 import sys
 from typing import Any, NoReturn
 
+from jaxpage.errors import UnsupportedError
 from jaxpage.grammars import matcher_of, problem_of, source_of, tokenizer_of
 
 _MAX_REPORT = 1 << 16
+_PR_SET_PDEATHSIG = 1
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 
 def main() -> None:
-    tokenizer = tokenizer_of(sys.stdin.readline())
+    try:
+        tokenizer = tokenizer_of(sys.stdin.readline())
+    except UnsupportedError:  # the engine has found the same, and says it
+        return
     for line in sys.stdin:
         kind, value, seconds, num_bytes = json.loads(line)
         print(json.dumps(_tried(tokenizer, kind, value, seconds, num_bytes)), flush=True)
@@ -35,6 +42,7 @@ def _tried(tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int
     child = os.fork()
     if child == 0:
         os.close(reader)
+        _die_with_parent(seconds)
         _try(tokenizer, kind, value, num_bytes, writer)
     os.close(writer)
     ready, _, _ = select.select([reader], [], [], seconds)
@@ -48,6 +56,13 @@ def _tried(tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int
     if ready:
         return f"compiling it takes more than {num_bytes >> 20} MiB, or crashes", 0
     return f"compiling it takes longer than {seconds:g} s", 0
+
+
+def _die_with_parent(seconds: float) -> None:
+    """At once where the system can do that (Linux), else a little after the deadline at which the parent would have killed it."""
+    signal.alarm(math.ceil(seconds) + 1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _try(tokenizer: Any, kind: str, value: str, num_bytes: int, writer: int) -> NoReturn:

@@ -6,9 +6,12 @@ Imported by the engine and by the process that tries grammars (`jaxpage.grammar_
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
+
+from jaxpage.errors import UnsupportedError
 
 # Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A schema's "x-guidance" wins over it.
 WHITESPACE = " "
@@ -17,6 +20,9 @@ WHITESPACE = " "
 LEXER_FUEL = 200_000
 MAX_LEXER_STATES = 50_000
 DEAD_END = "no token of the model goes on in the grammar"
+# Where a grammar leaves one text, llguidance would admit the tokenizer's own spelling of it alone; but that may be an added token which
+# it then refuses, since a text never stands for those. Last, so that it wins over lines of the user's.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _END = "<|the end of the grammar|>"
 _MAX_MESSAGE = 400  # characters
 
@@ -24,15 +30,34 @@ _MAX_MESSAGE = 400  # characters
 def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
     """A tokenizer and the id of one more token, which a mask holds where the grammar may end: no model has it.
 
-    Which tokens end a text is a matter of the request, not of the tokenizer.
+    Which tokens end a text is a matter of the request, not of the tokenizer. Raises UnsupportedError with llguidance's reason.
     """
-    description = json.loads(tokenizer_json)
-    vocabulary, added = description["model"]["vocab"], description.setdefault("added_tokens", [])
-    token_ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    end_id = 1 + max(*token_ids, *(token["id"] for token in added))
+    try:
+        description = json.loads(tokenizer_json)
+        end_id = _with_end(description["model"]["vocab"], description.setdefault("added_tokens", []))
+        return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
+    except Exception as error:
+        raise UnsupportedError(
+            f"this model's tokenizer is none that llguidance takes: {error}"[:_MAX_MESSAGE]
+        ) from None
+
+
+def _with_end(vocabulary: dict[str, int] | list[Any], added: list[dict[str, Any]]) -> int:
+    """Adds the token that ends, and special tokens, which are no text, for the ids that a vocabulary leaves out.
+
+    An added token's number is how many tokens come before it, whatever its "id" says, unless the vocabulary has it too; so it gets them.
+    """
+    numbered = vocabulary if isinstance(vocabulary, dict) else {}  # a list leaves out none
+    token_ids = set(numbered.values() or range(len(vocabulary)))
+    end_id: int = 1 + max(*token_ids, *(token["id"] for token in added))
+    names = {token["id"]: token["content"] for token in added}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added.append({"id": end_id, "content": _END, "special": True, **plain})
-    return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
+    for token_id in [*(sorted(set(range(end_id)) - token_ids) if numbered else ()), end_id]:
+        name = names.get(token_id) or (_END if token_id == end_id else f"<|no token {token_id}|>")
+        numbered.setdefault(name, token_id)
+        if token_id not in names:
+            added.append({"id": token_id, "content": name, "special": True, **plain})
+    return end_id
 
 
 def source_of(kind: str, value: str) -> str:
@@ -43,17 +68,22 @@ def source_of(kind: str, value: str) -> str:
         return _source_of_schema('{"type": "object"}')
     given = json.loads(value)
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(given)
+        (grammar,) = json.loads(LLMatcher.grammar_from_regex(given))["grammars"]
+        return str(grammar["lark_grammar"]) + _NO_FORCING
     if kind == "choice":  # a terminal: thousands of alternatives of a rule would be as many places to be in
-        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, given)))
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, given)) + _NO_FORCING
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(given))
+        return any_to_lark(given) + _NO_FORCING
     except Exception as error:  # the converter of GBNF raises its own, and whatever its recursion leads to
         raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
 
 
 def _source_of_schema(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE})
+    compiled = LLMatcher.grammar_from_json_schema(
+        schema, {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+    )
+    (grammar,) = json.loads(compiled)["grammars"]
+    return "start: %json " + json.dumps(grammar["json_schema"]) + _NO_FORCING
 
 
 def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:

@@ -65,7 +65,8 @@ class LLM:
             use_tqdm: a progress bar on standard error.
 
         Raises, before anything runs: TypeError, ValueError, UnsupportedError or CapacityError, naming the parameter and its value;
-        TimeoutError if the grammars of other calls are compiled for too long.
+        TimeoutError if the grammars of other calls are compiled for too long; JaxpageError if the process that tries grammars is killed
+        again and again, or does not answer.
         """
         orders = self._prepare(prompts, params)
         reporters: dict[str, Reporter] = {}

@@ -6,14 +6,21 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import re
+import resource
+import signal
 import string
+import subprocess
+import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 import jaxpage.engine.grammar_compiler as compiling
 import jaxpage.grammars as rules
@@ -21,7 +28,7 @@ from jaxpage import SamplingParams, cli
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.engine.replay import replay
 from jaxpage.engine.text import load_tokenizer
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import JaxpageError, UnsupportedError
 from tests.support.engines import LLAMA, give_way, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
@@ -97,6 +104,7 @@ def llm(directory):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(llm):
+    llm._engine.grammars._refusals.clear()
     yield
     invariants(llm)
 
@@ -173,20 +181,20 @@ def plant(monkeypatch, mistake):
     if mistake == "of the step before":
         look, first = Constraint._look, Constraint.__init__
 
-        def late(self):
+        def late(self, admitted):
             before = self.__dict__.get("mask")
-            look(self)
+            look(self, admitted)
             self.mask = self.mask if before is None else before
 
         monkeypatch.setattr(Constraint, "_look", late)
         monkeypatch.setattr(Constraint, "__init__", first)
     if mistake == "one state for all":
-        monkeypatch.setattr(Grammar, "at_start", lambda self: self._start)
+        monkeypatch.setattr(Grammar, "at_start", lambda self: (self._start, self._first))
     if mistake == "ends anywhere":
         look = Constraint._look
 
-        def lenient(self):
-            look(self)
+        def lenient(self, admitted):
+            look(self, admitted)
             self.mask = self.mask | self._ends_V
 
         monkeypatch.setattr(Constraint, "_look", lenient)
@@ -363,50 +371,54 @@ def admitted(constraint):
 
 
 def test_masks_are_those_of_brute_force(grammar_of, directory):
-    """In every place that can be reached, for every token. Where the grammar leaves one text, only the tokenizer's own way to say it."""
+    """In every place that can be reached, for every token."""
     texts = language()
-    constraint = Constraint(grammar_of(regex="((ab|ba){1,3})( (10|00))?(dog|cat)s?"), request())
+    grammar = grammar_of(regex="((ab|ba){1,3})( (10|00))?(dog|cat)s?")
     pieces = [load_tokenizer(directory).decode([token_id]) for token_id in range(128)]
-    todo, seen, num_forced = [("", constraint)], {""}, 0
+    todo, seen = [()], {""}
     while todo:
-        text, place = todo.pop()
+        token_ids = todo.pop()
+        text, place = "".join(pieces[token_id] for token_id in token_ids), Constraint(grammar, request())
+        assert [place.advance(token_id) for token_id in token_ids] == [None] * len(token_ids)
         want = {
             token_id
             for token_id, piece in enumerate(pieces)
             if token_id != END and any(whole.startswith(text + piece) for whole in texts)
         }
         may_end = text in texts
-        nexts = {whole[len(text) : len(text) + 1] for whole in texts if whole.startswith(text)}
         got = admitted(place)
         assert (END in got) == may_end
-        if len(nexts) == 1:
-            num_forced += 1
-            assert got - {END} <= want and (not want or got - {END})
-        else:
-            assert got - {END} == want, text
+        assert got - {END} == want, text
         for token_id in got - {END}:
             if (longer := text + pieces[token_id]) not in seen:
                 seen.add(longer)
-                twin = place.fork()
-                assert twin.advance(token_id) is None
-                todo.append((longer, twin))
-    assert len(seen) > 300 and 0 < num_forced < len(seen)
-    assert admitted(constraint) == {
+                todo.append((*token_ids, token_id))
+    assert len(seen) > 300
+    assert admitted(Constraint(grammar, request())) == {
         i for i, piece in enumerate(pieces) if i != END and piece in ("a", "b", "ab", "ba", "abc")
     }
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
-def test_twins_go_their_own_ways(mistaken, grammar_of, directory, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"choice": ["a<|end|>b"]}, "a<|end|>b"),
+        ({"regex": r"a<\|end\|>b/"}, "a<|end|>b/"),
+        ({"json": {"const": "<|end|>"}}, '"<|end|>"'),
+        ({"json": {"enum": ["<|end|>"], "x-guidance": {"whitespace_flexible": False}}}, '"<|end|>"'),
+        ({"grammar": 'start: "a<|end|>b"'}, "a<|end|>b"),
+        ({"grammar": '%llguidance {"no_forcing": false}\nstart: "a<|end|>b" // the end'}, "a<|end|>b"),
+        ({"grammar": 'root ::= "a<|end|>b"'}, "a<|end|>b"),
+    ],
+)
+def test_text_that_reads_like_a_special_token_is_text(asked, text, mistaken, llm, monkeypatch):
     if mistaken:
-        monkeypatch.setattr(Constraint, "fork", lambda self: self)
-    first, second, third = (load_tokenizer(directory)(letter)["input_ids"][0] for letter in "abc")
-    elder = Constraint(grammar_of(regex="[ab]{3}c"), request())
-    elder.advance(first)
-    twin = elder.fork()
-    for token_id in (second, first):
-        twin.advance(token_id)
-    assert (admitted(twin) == {third}) and (third not in admitted(elder)) != mistaken
+        monkeypatch.setattr(rules, "_NO_FORCING", "")
+    llm._engine.grammars._cache.clear()
+    outcomes = {(one.text, one.finish_reason) for one in run(llm, ["a"], params(asked, n=3))[0]}
+    llm._engine.grammars._cache.clear()
+    assert (outcomes == {(text, "stop")}) != mistaken
 
 
 @pytest.mark.parametrize(("size", "limit", "fails"), [(12, 1500, False), (30, 300, True)])
@@ -455,6 +467,36 @@ def test_without_an_end_to_draw_it_ends_where_the_grammar_does(llm):
     assert exact.finish_reason == "stop" and len(exact.text) == 3  # rather than "length"
 
 
+def test_it_ends_where_it_may_if_every_way_on_is_forbidden(llm):
+    """By `allowed_token_ids`, which is seen at once; by anything else, when nothing is left to draw."""
+    yes, bang = ({*llm.tokenizer(text)["input_ids"]} for text in ("yes", "!"))
+    either = {"choice": ["yes", "yes!"]}
+    for changes in (
+        {"allowed_token_ids": sorted(yes)},
+        {"bad_words": ["!"], "ignore_eos": True},
+        {"bad_words": ["!"], "allowed_token_ids": sorted(yes | bang)},
+        {"bad_words": ["!"], "ignore_eos": True, "min_tokens": 3},
+        {"bad_words": ["!"], "ignore_eos": True, "stop": ["s?"]},  # text that is held back comes out
+    ):
+        one = only(llm, either, **changes)
+        assert (one.text, one.finish_reason, one.stop_reason) == ("yes", "stop", None)
+    empty = only(llm, {"regex": "(ab)?"}, allowed_token_ids=sorted(yes))
+    assert (empty.token_ids, empty.finish_reason) == ([], "stop")
+
+
+def test_it_fails_where_it_may_not_end_and_every_way_on_is_forbidden(llm):
+    yes = llm.tokenizer("yes")["input_ids"]
+    inside = only(llm, {"choice": ["yes!"]}, allowed_token_ids=yes)
+    assert inside.finish_reason == "error" and "no token of allowed_token_ids goes on" in inside.stop_reason
+    short = only(llm, {"choice": ["yes", "yes!!!"]}, allowed_token_ids=yes, min_tokens=4)
+    assert short.finish_reason == "error" and "complete after 3 tokens, below min_tokens=4" in short.stop_reason
+    for banned in (
+        only(llm, {"choice": ["yes!"]}, bad_words=["!"]),
+        only(llm, {"choice": ["yes", "yes!!!"]}, bad_words=["!"], ignore_eos=True, min_tokens=4),
+    ):
+        assert banned.finish_reason == "error" and "leaves no token that could be drawn" in banned.stop_reason
+
+
 def test_stop_ids_are_ends_where_the_grammar_may_end(llm):
     (letter,) = llm.tokenizer("z")["input_ids"]
     one = only(llm, {"regex": "[ab]{2,9}"}, ignore_eos=True, stop_token_ids=[letter], temperature=0.0)
@@ -492,10 +534,18 @@ def test_a_dead_end_ends_that_request_only(llm):
             assert re.fullmatch("[ab]{2,3}", one.text)
 
 
-def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm):
+def test_the_first_mask_of_a_grammar_is_computed_once(grammar_of, monkeypatch):
+    grammar, computed, admitted = grammar_of(regex="[ab]{2}"), [], Grammar.admitted
+    monkeypatch.setattr(Grammar, "admitted", lambda self, matcher: computed.append(1) or admitted(self, matcher))
+    first, second = (Constraint(grammar, request()) for _ in range(2))
+    assert not computed and not np.shares_memory(first.mask, second.mask)
+
+
+def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm, monkeypatch):
+    monkeypatch.setattr(rules, "MAX_LEXER_STATES", 200)
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
-    (one,), beside = run(llm, ["a", [3, 4]], [params({"regex": "b{2}((a{1000}){1000}){1000}"}), neighbour])
+    (one,), beside = run(llm, ["a", [3, 4]], [params({"regex": "b{2}[ab]*a[ab]{90}c"}), neighbour])
     assert [beside] == alone
     assert one.finish_reason == "error" and one.stop_reason.startswith("structured_outputs: lexer error")
 
@@ -581,6 +631,54 @@ def test_without_a_tokenizer(tmp_path):
         bare.generate([1, 2], params("regex"))
 
 
+def described(directory):
+    return json.loads(load_tokenizer(directory).backend_tokenizer.to_str())
+
+
+def compiler_of(description):
+    backend = Tokenizer.from_str(json.dumps(description))
+    return compiling.GrammarCompiler(SimpleNamespace(backend_tokenizer=backend), LLAMA["vocab_size"])
+
+
+@pytest.mark.parametrize("kind", ["Metaspace", "WordPiece", "none"])
+def test_a_tokenizer_that_llguidance_cannot_take(kind, directory):
+    description = described(directory)
+    description["decoder"] = {
+        "Metaspace": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+        "WordPiece": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "none": None,
+    }[kind]
+    with contextlib.closing(compiler_of(description)) as compiler:
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="^structured_outputs={'regex': 'ab'} cannot be .*decoder"):
+                compiler.compiled(("regex", '"ab"'))
+            assert compiler._worker is None
+        with pytest.raises(UnsupportedError, match="'cd'"):
+            compiler.compiled(("regex", '"cd"'))
+    command = [sys.executable, "-m", "jaxpage.grammar_worker"]
+    worker = subprocess.run(command, input=json.dumps(description) + "\n", capture_output=True, text=True, check=True)
+    assert (worker.stdout, worker.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(("first", "shift"), [(127, 1), (100, 5), (50, 129)])
+def test_ids_that_a_vocabulary_leaves_out_are_no_text(first, shift, directory):
+    """Nor is the end of the grammar another one's id."""
+    description = described(directory)
+    ids = {piece: i + shift * (i >= first) for piece, i in description["model"]["vocab"].items()}
+    description["model"]["vocab"] = ids
+    with contextlib.closing(compiler_of(description)) as compiler:
+        grammar = compiler.compiled(("regex", '"[^x]{2}"'))
+    old = compiling.GrammarCompiler(load_tokenizer(directory), LLAMA["vocab_size"])
+    with contextlib.closing(old) as compiler:
+        want = admitted(Constraint(compiler.compiled(("regex", '"[^x]{2}"')), request()))
+    moved = {i + shift * (i >= first) for i in want}
+    constraint = Constraint(grammar, request())
+    assert admitted(constraint) == moved and max(moved) < 257
+    for _ in range(2):
+        constraint.advance(ids["a"])
+    assert admitted(constraint) == {END}
+
+
 def deep(depth):
     schema = {"type": "null"}
     for _ in range(depth):
@@ -648,12 +746,147 @@ def test_who_waits_too_long_is_told(llm, monkeypatch):
             only(llm, {"regex": "xyz"})
 
 
-def test_the_process_that_tries_grammars_may_die(llm):
+ENDLESS = {"json": {"allOf": [{"type": "integer", "multipleOf": factor} for factor in (7, 11, 13, 17, 19, 23)]}}
+
+
+def living(group):
+    """Processes of a group, by their ids, that have not ended."""
+    listed = subprocess.run(["ps", "-eo", "pgid=,pid=,stat="], capture_output=True, text=True, check=True).stdout
+    each = [line.split() for line in listed.splitlines()]
+    return {int(pid) for pgid, pid, state in each if int(pgid) == group and not state.startswith("Z")}
+
+
+def soon(condition, seconds=20):
+    """Whether it comes to be; for what takes a moment, and would take for ever if it were wrong."""
+    end = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(met)
+
+
+@pytest.fixture
+def busy(directory, monkeypatch):
+    """A compiler, its worker, which is at an endless grammar, and the outcome for who asked for that."""
+    monkeypatch.setattr(compiling, "COMPILE_SECONDS", 300)
+    monkeypatch.setattr(compiling, "COMPILE_BYTES", 1 << 40)
+    compiler, outcome = compiling.GrammarCompiler(load_tokenizer(directory), 257), []
+
+    def ask():
+        try:
+            compiler.compiled(SamplingParams(structured_outputs=ENDLESS).structured_outputs)
+        except BaseException as error:
+            outcome.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert soon(lambda: compiler._worker is not None and len(living(compiler._worker._process.pid)) == 2)
+    group = compiler._worker._process.pid
+    yield SimpleNamespace(compiler=compiler, asking=asking, group=group, outcome=outcome)
+    monkeypatch.undo()
+    compiler.close()
+    asking.join(20)
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_the_end_of_a_compiler_ends_all_processes(mistaken, busy, monkeypatch):
+    """Nobody waits for the grammar that was being tried."""
+    if mistaken:
+        monkeypatch.setattr(os, "killpg", lambda pid, number: None)
+    closing = threading.Thread(target=busy.compiler.close, daemon=True)
+    closing.start()
+    assert soon(lambda: not closing.is_alive() and not living(busy.group), 1 if mistaken else 20) != mistaken
+    assert mistaken or soon(lambda: busy.outcome)
+
+
+def test_what_is_tried_dies_with_the_worker(busy):
+    os.kill(busy.group, signal.SIGKILL)
+    assert soon(lambda: not living(busy.group))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_a_forked_program_leaves_the_worker_alone(mistaken, llm, monkeypatch):
+    """It ends what it has got at its exit, but the worker is not its own."""
+    only(llm, {"regex": "first"})
+    worker = llm._engine.grammars._worker
+    pid = os.getpid()
+    if mistaken:
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+    child = os.fork()
+    if child == 0:
+        worker.close()
+        os._exit(0)
+    ended = soon(lambda: os.waitpid(child, os.WNOHANG)[0])
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (ended and not soon(lambda: not living(worker._process.pid), 0.5)) != mistaken
+
+
+def test_the_process_that_tries_grammars_may_die(llm, monkeypatch):
+    """It is started again; not for ever."""
     only(llm, {"regex": "alive"})
     llm._engine.grammars._worker._process.kill()
-    with pytest.raises(JaxpageError, match="the process that tries grammars"):
-        only(llm, {"regex": "dead"})
     assert only(llm, {"regex": "alive again"}).text == "alive again"
+    tried, num_tried = compiling._Worker.tried, []
+
+    def killed(self, *asked):
+        num_tried.append(1)
+        self._process.kill()
+        return tried(self, *asked)
+
+    monkeypatch.setattr(compiling._Worker, "tried", killed)
+    with pytest.raises(JaxpageError, match="the process that tries grammars has ended"):
+        only(llm, {"regex": "dead"})
+    assert len(num_tried) == 2
+
+
+def test_a_worker_that_does_not_answer_is_not_asked_twice(llm, monkeypatch):
+    only(llm, {"regex": "running"})
+    os.kill((stopped := llm._engine.grammars._worker._process).pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "COMPILE_SECONDS", 0.1)
+        patch.setattr(compiling, "_GRACE_SECONDS", 0.1)
+        with pytest.raises(JaxpageError, match="does not answer"):
+            only(llm, {"regex": "stopped"})
+    assert not living(stopped.pid) and llm._engine.grammars._worker is None
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_no_worker_outlives_a_shutdown(mistaken, busy, monkeypatch):
+    """Neither for who waits for its answer nor for who waits behind that one."""
+    if mistaken:
+        monkeypatch.setattr(compiling.GrammarCompiler, "_check_open", lambda self: None)
+        monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)
+    waiting, outcome = [], []
+
+    def ask():
+        try:
+            outcome.append(busy.compiler.compiled(("regex", '"behind"')))
+        except BaseException as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=ask, daemon=True)
+    waiting.start()
+    busy.compiler.close()
+    busy.asking.join(60)
+    waiting.join(60)
+    said = [str(error) for error in (*busy.outcome, *outcome)]
+    assert (busy.compiler._worker is None and said == ["This LLM was shut down"] * 2) != mistaken
+    busy.compiler._end_worker()
+
+
+def test_of_a_program_with_many_open_files(llm):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2000:
+        pytest.skip(f"no more than {limits[1]} files may be open here")
+    llm._engine.grammars._end_worker()
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2000), limits[1]))
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        assert only(llm, {"regex": "behind them"}).text == "behind them"
 
 
 def test_grammars_are_kept_within_bounds(llm, monkeypatch):
@@ -670,6 +903,26 @@ def test_grammars_are_kept_within_bounds(llm, monkeypatch):
     assert only(llm, {"regex": "unkept"}).text == "unkept" and not compiler._cache
 
 
+def test_refusals_are_kept_for_a_while(llm, monkeypatch):
+    compiler, real, tried = llm._engine.grammars, compiling._Worker.tried, []
+    monkeypatch.setattr(compiling._Worker, "tried", lambda self, *asked: tried.append(asked[1]) or real(self, *asked))
+    monkeypatch.setattr(compiling, "CACHED_GRAMMARS", 2)
+    messages = set()
+
+    def ask(pattern):
+        with pytest.raises(ValueError, match="unclosed group") as error:
+            only(llm, {"regex": pattern})
+        messages.add(str(error.value))
+
+    for pattern in ("(", "(", "(a", "(", "(b", "(b", "("):
+        ask(pattern)
+    assert [json.loads(pattern) for pattern in tried] == ["(", "(a", "(b", "("] and len(messages) == 3
+    assert len(compiler._refusals) == 2
+    monkeypatch.setattr(compiling, "REFUSED_SECONDS", 0.0)
+    ask("(")
+    assert len(tried) == 5
+
+
 # Logs and the command line
 
 
@@ -680,11 +933,11 @@ def test_a_log_is_replayed_with_its_masks(directory, tmp_path, requests, lone):
     with make_llm(directory, event_log=str(path)) as llm:
         assert run(llm, [*prompts, "a"], [*each, dead])[:-1] == lone
         only(llm, "choice", ignore_eos=True)
+        only(llm, {"choice": ["yes", "yes!"]}, ignore_eos=True, bad_words=["!"])
     report = replay(path, progress=False)
     assert report.difference is None and report.ending is None and report.num_tokens > 100
-    assert all(
-        one["event"] != "result" or -2 not in one["tokens"] for one in map(json.loads, path.read_text().splitlines())
-    )
+    results = [one for one in map(json.loads, path.read_text().splitlines()) if one["event"] == "result"]
+    assert sum(one["tokens"].count(-2) for one in results) == 1  # of the last one; at a dead end nothing is drawn
 
 
 def test_grammars_of_every_printable_character(grammar_of, directory):

@@ -12,6 +12,8 @@ from jaxpage.grammars import DEAD_END, error_of, matcher_of
 from jaxpage.request import Request
 from jaxpage.token_masks import MASK_BITS, Mask, mask_of
 
+_NOT_ALLOWED = "no token of allowed_token_ids goes on in the grammar"
+
 
 class End(NamedTuple):
     """Why a sequence ends that no stop ended."""
@@ -29,17 +31,22 @@ class Grammar:
         width = len(self.mask_of(())) * MASK_BITS
         self._no_text = self.mask_of(beyond for beyond in (*range(vocab_size, width), end_id) if beyond < width)
         self._source = source
-        self._start = self._compiled()
+        self._begin()
 
-    def at_start(self) -> LLMatcher:
-        return self._start.deep_copy()
+    def _begin(self) -> None:
+        self._start = self._compiled()
+        self._first = self.admitted(self._start)
+
+    def at_start(self) -> tuple[LLMatcher, Mask]:
+        """A matcher of one's own, and what it admits first: computed once."""
+        return self._start.deep_copy(), self._first
 
     def alone(self, token_ids: Iterable[int]) -> LLMatcher:
         """Behind these tokens as if nobody else had used the grammar: the states that others find count to its limits.
 
         Who comes later begins anew as well.
         """
-        self._start = self._compiled()
+        self._begin()
         matcher = self._compiled()
         for token_id in token_ids:
             matcher.compute_bitmask()
@@ -70,23 +77,23 @@ class Constraint:
     def __init__(self, grammar: Grammar, request: Request) -> None:
         params = request.params
         ends = request.eos_token_ids.union(params.stop_token_ids)
-        if params.allowed_token_ids is not None:
-            ends = ends.intersection(params.allowed_token_ids)
         self._grammar = grammar
+        self._allowed_V = ~grammar.mask_of(())
+        if params.allowed_token_ids is not None:
+            self._allowed_V = grammar.mask_of(params.allowed_token_ids)
+            ends = ends.intersection(params.allowed_token_ids)
         self._eos_V = grammar.mask_of(request.eos_token_ids)
         self._ends_V = grammar.mask_of(ends)
         self._min_tokens = params.min_tokens
         self._token_ids: list[int] = []
-        self._matcher = grammar.at_start()
+        self._matcher, first = grammar.at_start()
         self._is_alone = False  # with its states of the grammar
-        self._look()
+        self._look(first)
 
-    def fork(self) -> Constraint:
-        """A twin that goes on by itself."""
-        twin = object.__new__(Constraint)
-        twin.__dict__ |= self.__dict__
-        twin._token_ids, twin._matcher = list(self._token_ids), self._matcher.deep_copy()
-        return twin
+    @property
+    def may_stop(self) -> bool:
+        """Whether the text may end as it is, without a token for it."""
+        return self._may_end and len(self._token_ids) >= self._min_tokens
 
     def advance(self, token_id: int) -> End | None:
         """The sequence gains a token that the mask admitted. Returns why it cannot go on behind it, if it cannot."""
@@ -94,18 +101,19 @@ class Constraint:
             return None  # an end
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
-        self._look()
+        self._look(self._admitted())
         return self._end()
 
-    def _look(self) -> None:
+    def _look(self, admitted: Mask) -> None:
         """What comes next: computed once, when a token is known."""
-        admitted = self._admitted()
         if self._matcher.is_error() and not self._is_alone:
             self._matcher, self._is_alone = self._grammar.alone(self._token_ids), True
             admitted = self._admitted()
         self._failure = error_of(self._matcher) if self._matcher.is_error() else None
         self._may_end = self._failure is None and self._matcher.is_accepting()
-        self._text = self._grammar.mask_of(()) if self._failure else admitted & ~self._eos_V
+        text = self._grammar.mask_of(()) if self._failure else admitted & ~self._eos_V
+        self._text = text & self._allowed_V
+        self._dead_end = _NOT_ALLOWED if text.any() else DEAD_END
         self.mask = self._text | self._ends_V if self._may_end else self._text
 
     def _admitted(self) -> Mask:
@@ -120,8 +128,8 @@ class Constraint:
         if self._text.any():
             return None
         if not self._may_end:
-            return End("error", f"structured_outputs: {DEAD_END}")
-        if num_tokens < self._min_tokens:
+            return End("error", f"structured_outputs: {self._dead_end}")
+        if not self.may_stop:
             why = f"is complete after {num_tokens} tokens, below min_tokens={self._min_tokens}"
             return End("error", f"structured_outputs: the grammar {why}")
         return None if self._ends_V.any() else End("stop", None)

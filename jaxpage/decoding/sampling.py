@@ -10,6 +10,7 @@ from jaxpage.decoding.stopping import Detokenizer, Stopping
 from jaxpage.decoding.strategy import Draw, refusal
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Request
+from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.token_masks import Mask
 
 
@@ -27,7 +28,7 @@ class SamplingStrategy:
         self._constraint_of: dict[int, Constraint] = {}  # by sequence id
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
-        return [edit for draw in draws for edit in (self._advance(*draw) if draw.token_id >= 0 else [refusal(draw)])]
+        return [edit for draw in draws for edit in (self._advance(*draw) if draw.token_id >= 0 else [self._last(draw)])]
 
     def mask(self, sequence_id: int) -> Mask | None:
         constraint = self._constraint(sequence_id)
@@ -41,9 +42,7 @@ class SamplingStrategy:
 
     def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:
         """The edits that one drawn token leads to: it is appended, and may end the sequence."""
-        stopping = self._stopping_of.get(sequence_id)
-        if stopping is None:
-            stopping = self._stopping_of[sequence_id] = Stopping(self._request, self._new_detokenizer())
+        stopping = self._stopping(sequence_id)
         constraint = self._constraint(sequence_id)
         verdict = stopping.push(token_id, constraint.advance(token_id) if constraint else None)
         append = Append(sequence_id, token_id, verdict.text, logprobs)
@@ -52,3 +51,16 @@ class SamplingStrategy:
         del self._stopping_of[sequence_id]
         self._constraint_of.pop(sequence_id, None)
         return [append, Finish(sequence_id, verdict.reason, verdict.stop_reason, verdict.last_text)]
+
+    def _last(self, draw: Draw) -> Finish:
+        """The end of a sequence that drew no token. Where its grammar may end, that is what it does."""
+        constraint = self._constraint_of.get(draw.sequence_id)
+        if draw.token_id != NOTHING_ALLOWED or constraint is None or not constraint.may_stop:
+            return refusal(draw)
+        verdict = self._stopping(draw.sequence_id)._end("", "stop", None)  # with the text that was held back
+        return Finish(draw.sequence_id, verdict.reason or "stop", verdict.stop_reason, verdict.last_text)
+
+    def _stopping(self, sequence_id: int) -> Stopping:
+        if sequence_id not in self._stopping_of:
+            self._stopping_of[sequence_id] = Stopping(self._request, self._new_detokenizer())
+        return self._stopping_of[sequence_id]

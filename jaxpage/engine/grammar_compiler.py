@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
-import select
+import selectors
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ from llguidance import LLTokenizer
 
 from jaxpage.argument_checks import shown
 from jaxpage.decoding import Grammar
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.grammars import source_of, tokenizer_of
 
 COMPILE_SECONDS = 2.0  # for one grammar
@@ -26,8 +31,10 @@ COMPILE_BYTES = 256 << 20
 WAIT_SECONDS = 10.0  # for the grammars of others before it
 CACHED_BYTES = 128 << 20  # of the grammars that are kept for the next who asks, by what their compilation took
 CACHED_GRAMMARS = 64
+REFUSED_SECONDS = 60.0  # for so long the same grammar is refused without another try
 _LEAST_BYTES = 1 << 18  # what a grammar counts at least
 _GRACE_SECONDS = 30.0  # beyond its own deadlines the worker is taken for dead: its start reads the tokenizer
+_GONE = "structured_outputs: the process that tries grammars has ended, again and again"
 
 
 class GrammarCompiler:
@@ -42,46 +49,89 @@ class GrammarCompiler:
         self._compiling = threading.Lock()
         self._caching = threading.Lock()  # never held for long
         self._cache: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # the last used last; with bytes
+        self._refusals: OrderedDict[tuple[str, str], tuple[str, float]] = (
+            OrderedDict()
+        )  # the last one last; with its time
         self._worker: _Worker | None = None
+        self._closed = False
         self._tokenizer: tuple[LLTokenizer, int] | None = None
+        self._unsupported: str | None = None  # what is wrong with the tokenizer
 
     def compiled(self, asked: tuple[str, str]) -> Grammar:
-        """Raises ValueError with what is wrong with the grammar; TimeoutError if others keep the compiler busy for too long."""
+        """Raises ValueError with what is wrong with the grammar; TimeoutError if others keep the compiler busy for too long;
+        UnsupportedError if llguidance cannot take the tokenizer; JaxpageError if the processes that try it are killed; RuntimeError
+        after `close`.
+        """
         if (found := self._found(asked)) is not None:
             return found
         if not self._compiling.acquire(timeout=WAIT_SECONDS):
             raise TimeoutError(f"structured_outputs: the grammars of others were compiled for {WAIT_SECONDS:g} s")
         try:
+            self._check_open()
             return self._found(asked) or self._kept(asked, *self._compile(*asked))
         finally:
             self._compiling.release()
 
     def close(self) -> None:
-        """Ends the worker, and what it is trying. It starts again when it is needed."""
+        """For good: ends the worker, and what it is trying."""
+        self._closed = True  # first: a worker that starts now is seen below, or its starter sees this
         if (worker := self._worker) is not None:
-            worker.close()  # before the lock, which who waits for an answer holds
+            worker.kill()  # before the lock, which who waits for an answer holds
         with self._compiling:
-            if self._worker is not None:
-                self._worker.close()
-                self._worker = None
+            self._end_worker()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("This LLM was shut down")
 
     def _compile(self, kind: str, value: str) -> tuple[Grammar, int]:
+        asked = f"structured_outputs={shown({kind: json.loads(value)})}"
+        try:
+            problem, num_bytes = self._tried(kind, value)
+        except UnsupportedError as error:
+            self._unsupported = str(error)
+            raise UnsupportedError(f"{asked} cannot be honoured: {error}") from None
+        if problem is not None:
+            raise ValueError(self._refused((kind, value), f"{asked} is refused: {problem}"))
+        assert self._tokenizer is not None
+        return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
+
+    def _tried(self, kind: str, value: str) -> tuple[str | None, int]:
+        """What the worker answers. One that somebody killed is started again once: the grammar may be innocent."""
+        for is_last in (False, True):
+            try:
+                return self._started().tried(kind, value)
+            except _WorkerGoneError:
+                self._end_worker()
+                self._check_open()
+                if is_last:
+                    raise
+            except BaseException:  # an interrupt as well: its answer would be taken for the next one's
+                self._end_worker()
+                raise
+        raise AssertionError("unreachable")
+
+    def _started(self) -> _Worker:
+        if self._unsupported is not None:
+            raise UnsupportedError(self._unsupported)
         if self._worker is None or self._tokenizer is None:
             description = _description(self._hf_tokenizer)
             self._worker = _Worker(description)  # first: both read the tokenizer at the same time
             self._tokenizer = self._tokenizer or tokenizer_of(description)
-        try:
-            problem, num_bytes = self._worker.tried(kind, value)
-        except BaseException:  # an interrupt as well: its answer would be taken for the next one's
+        self._check_open()
+        return self._worker
+
+    def _end_worker(self) -> None:
+        if self._worker is not None:
             self._worker.close()
             self._worker = None
-            raise
-        if problem is not None:
-            raise ValueError(f"structured_outputs={shown({kind: json.loads(value)})} is refused: {problem}")
-        return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
 
     def _found(self, asked: tuple[str, str]) -> Grammar | None:
+        """Raises ValueError if it was refused a while ago."""
         with self._caching:
+            message, since = self._refusals.get(asked, ("", -math.inf))
+            if time.monotonic() - since < REFUSED_SECONDS:
+                raise ValueError(message)
             if asked not in self._cache:
                 return None
             self._cache.move_to_end(asked)
@@ -94,6 +144,19 @@ class GrammarCompiler:
             while len(self._cache) > CACHED_GRAMMARS or sum(size for _, size in self._cache.values()) > CACHED_BYTES:
                 self._cache.popitem(last=False)
         return grammar
+
+    def _refused(self, asked: tuple[str, str], message: str) -> str:
+        """The message, which whoever asks for the same is told for a while: what takes too long may do so only because of the load."""
+        with self._caching:
+            self._refusals[asked] = message, time.monotonic()
+            self._refusals.move_to_end(asked)
+            while len(self._refusals) > CACHED_GRAMMARS:
+                self._refusals.popitem(last=False)
+        return message
+
+
+class _WorkerGoneError(JaxpageError):
+    """The process ended by itself, or somebody killed it."""
 
 
 class _Worker:
@@ -109,17 +172,20 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,  # Ctrl-C is not meant for it
         )
-        self.close = weakref.finalize(self, _end, self._process)
+        self.kill = partial(_kill, self._process, os.getpid())
+        self.close = weakref.finalize(self, _end, self._process, os.getpid())
         self._say(tokenizer_description)
 
     def tried(self, kind: str, value: str) -> tuple[str | None, int]:
-        """What is wrong with a grammar, if anything, and the bytes that it took. Raises JaxpageError if the process is gone."""
+        """What is wrong with a grammar, if anything, and the bytes that it took. Raises JaxpageError if there is no answer."""
         self._say(json.dumps([kind, value, COMPILE_SECONDS, COMPILE_BYTES]))
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], COMPILE_SECONDS + _GRACE_SECONDS)
-        line = self._process.stdout.readline() if ready else ""
-        if not line:
-            raise JaxpageError("structured_outputs: the process that tries grammars does not answer")
+        with selectors.DefaultSelector() as selector:  # a program may have more files open than `select` can name
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(COMPILE_SECONDS + _GRACE_SECONDS):
+                raise JaxpageError("structured_outputs: the process that tries grammars does not answer")
+        if not (line := self._process.stdout.readline()):
+            raise _WorkerGoneError(_GONE)
         problem, num_bytes = json.loads(line)
         return problem, num_bytes
 
@@ -129,12 +195,26 @@ class _Worker:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise JaxpageError("structured_outputs: the process that tries grammars has ended") from error
+            raise _WorkerGoneError(_GONE) from error
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
+def _kill(process: subprocess.Popen[str], creator_pid: int) -> None:
+    """With what it is trying. A program that was forked off this one has no say in it."""
+    if process.returncode is None and os.getpid() == creator_pid:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of the dead
+            os.killpg(process.pid, signal.SIGKILL)  # a session of its own is a group
+
+
+def _end(process: subprocess.Popen[str], creator_pid: int) -> None:
+    """For who holds the lock, or when nobody has the worker any more: closes its pipes as well."""
+    if os.getpid() != creator_pid:
+        return
+    _kill(process, creator_pid)
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # what was not written yet
+            pipe.close()
+    process.wait()
 
 
 def _description(tokenizer: Any) -> str:
