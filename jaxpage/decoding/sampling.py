@@ -57,7 +57,7 @@ class SamplingStrategy:
         constraint = self._constraint_of.get(draw.sequence_id)
         if draw.token_id != NOTHING_ALLOWED or constraint is None or not constraint.may_stop:
             return refusal(draw)
-        verdict = self._stopping(draw.sequence_id)._end("", "stop", None)  # with the text that was held back
+        verdict = self._stopping(draw.sequence_id).end("", "stop", None)  # with the text that was held back
         return Finish(draw.sequence_id, verdict.reason or "stop", verdict.stop_reason, verdict.last_text)
 
     def _stopping(self, sequence_id: int) -> Stopping:

@@ -63,16 +63,16 @@ class Stopping:
         self._num_tokens += 1
         may_stop = self._num_tokens > self._min_tokens
         if may_stop and token_id in self._eos_token_ids:
-            return self._end("", "stop", None)
+            return self.end("", "stop", None)
         if may_stop and token_id in self._stop_token_ids:
-            return self._end("", "stop", token_id)
+            return self.end("", "stop", token_id)
         text, stop = self._strings.push(self._detokenizer.push(token_id), may_stop=may_stop)
         if stop is not None:
             return Verdict(text, "stop", stop)
         if end is not None:
-            return self._end(text, *end)
+            return self.end(text, *end)
         if self._num_tokens >= self._max_tokens:
-            return self._end(text, "length", None)
+            return self.end(text, "length", None)
         return Verdict(text)
 
     def fork(self) -> Self:
@@ -81,7 +81,7 @@ class Stopping:
         other._detokenizer, other._strings = self._detokenizer.fork(), copy.copy(self._strings)
         return other
 
-    def _end(self, text: str, reason: str, stop_reason: int | str | None) -> Verdict:
+    def end(self, text: str, reason: str, stop_reason: int | str | None) -> Verdict:
         """The sequence ends here; what comes out of the detokenizer now may still complete a stop string."""
         last_text, stop = self._strings.push(self._detokenizer.flush(), may_stop=self._num_tokens > self._min_tokens)
         if stop is not None:

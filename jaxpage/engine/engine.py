@@ -75,7 +75,8 @@ class Engine:
     def compiled(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
         """The grammar of a request that was checked, if it asks for one. It may take seconds, and may be asked by any thread.
 
-        Raises ValueError with what is wrong with it; TimeoutError if the grammars of others take too long.
+        Raises ValueError with what is wrong with it; UnsupportedError if the tokenizer cannot be had for it; TimeoutError if the grammars
+        of others take too long; JaxpageError if the process that tries grammars is gone.
         """
         asked = getattr(params, "structured_outputs", None)
         return None if asked is None else self.grammars.compiled(asked)
