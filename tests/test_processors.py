@@ -529,3 +529,11 @@ def test_what_generation_config_asks_for(tmp_path):
     ):
         (tmp_path / "generation_config.json").write_text(json.dumps(asked))
         assert read_sampling_defaults(tmp_path) == want
+
+
+def test_what_generation_config_asks_for_in_vain_is_said(tmp_path, caplog):
+    asked = {"num_beams": 4, "typical_p": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": [5], "temperature": 0.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(asked))
+    assert read_sampling_defaults(tmp_path) == {"temperature": 0.5}
+    (record,) = caplog.records
+    assert "asks for num_beams=4, suppress_tokens=[5], which is left out" in record.getMessage()

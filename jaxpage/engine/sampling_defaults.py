@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,25 @@ from jaxpage.checkpoints import read_generation_config
 from jaxpage.errors import CheckpointError
 from jaxpage.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # what no greedy request looks at
+# What changes the text in transformers and is no default here, and the values that change nothing.
+_LEFT_OUT = ("num_beams", "no_repeat_ngram_size", "typical_p", "bad_words_ids", "suppress_tokens", "sequence_bias")
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:
-    """Fields of `SamplingParams`. Raises CheckpointError when a value makes no sense."""
+    """Fields of `SamplingParams`. Raises CheckpointError when a value makes no sense; warns of what is not taken over."""
     asked = read_generation_config(directory)
     do_sample = asked.get("do_sample")
     if do_sample not in (None, True, False):
         raise CheckpointError(
             f"{directory}: generation_config.json: do_sample must be true or false, not {do_sample!r}"
         )
+    if left_out := [f"{name}={asked[name]!r:.80}" for name in _LEFT_OUT if asked.get(name) not in _NEUTRAL]:
+        logger.warning("generation_config.json asks for %s, which is left out", ", ".join(left_out))
     values = {name: asked[name] for name in _NAMES if asked.get(name) is not None}
     if do_sample is False:
         values = {"temperature": 0.0} | {name: values[name] for name in values if name not in _OF_DRAWS}
