@@ -22,7 +22,7 @@ from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Request
 from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
-from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 
 PROMPT = (5, 6, 7)
@@ -454,13 +454,7 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
             llm.reset_prefix_cache()
             engine.add("older", None, prompts[1], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
             reporter = engine.add("watched", None, prompts[3], PARAMS[3])
-            for number in itertools.count():
-                if not engine.has_unfinished:
-                    break
-                if number == step:
-                    give_way(engine.scheduler)
-                engine.step()
-                engine.scheduler.check()
+            run_giving_way(engine, step)
             assert reporter.whole().outputs == lone[family][3]
         assert llm.stats()["num_preemptions_total"][mode] >= 8 // stride
         invariants(llm)

@@ -12,7 +12,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.scheduling.draft import Draft
-from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.engines import LLAMA, invariants, lone_sample, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 
 PARAMS = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2)
@@ -58,18 +58,6 @@ def nothing_left_behind(llm):
 def prompts():
     rng = np.random.default_rng(4)
     return [rng.integers(1, 257, length).tolist() for length in LENGTHS]
-
-
-def lone_sample(llm, prompt, params, sample_index):
-    """What a request of its own draws with the noise of this sample."""
-    engine = llm._engine
-    reporter = engine.add("lone", None, prompt, dataclasses.replace(params, n=1, best_of=None))
-    (group,) = engine.scheduler.waiting
-    group.sequences[0].sample_index = sample_index
-    while engine.has_unfinished:
-        engine.step()
-    (output,) = reporter.whole().outputs
-    return output
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +117,7 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
             llm.reset_prefix_cache()
             engine.add("older", None, prompts[1], dataclasses.replace(PARAMS, max_tokens=60))
             reporter = engine.add("watched", None, prompts[3], dataclasses.replace(PARAMS, n=3))
-            for number in itertools.count():
-                if not engine.has_unfinished:
-                    break
-                if number == step:
-                    give_way(engine.scheduler)
-                engine.step()
-                engine.scheduler.check()
+            run_giving_way(engine, step)
             assert reporter.whole().outputs == lone[family][3][:3]
         assert llm.stats()["num_preemptions_total"][mode] >= 8
         invariants(llm)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 
 import jax
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.decoding import Fork, SamplingStrategy
 from jaxpage.engine.text import NoText
-from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 
 NUM_TOKENS = 40
@@ -161,12 +160,7 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens
             for step in range(2, 16):
                 engine.add("older", None, prompts[0], params)
                 reporter = engine.add("watched", None, prompts[2], short)
-                for number in itertools.count():
-                    if not engine.has_unfinished:
-                        break
-                    if number == step:
-                        give_way(engine.scheduler)
-                    engine.step()
+                run_giving_way(engine, step)
                 ((token_ids, logprobs),) = tokens_of([reporter.whole()])
                 want_ids, want_logprobs = lone_tokens[family, kind][2]
                 assert (token_ids, logprobs) == (want_ids[:8], want_logprobs[:8])

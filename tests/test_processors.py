@@ -27,7 +27,7 @@ from jaxpage.request import Request, Sequence
 from jaxpage.scheduling.draft import sample_of, suppressed_token_ids
 from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.shapes import NOTHING_ALLOWED
-from tests.support.engines import LLAMA, LogitsWitness, give_way, invariants, make_llm
+from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import adjusted, drawn, ends_with
 
@@ -454,12 +454,7 @@ def test_gives_way_at_every_step(mode, directory, rich, rich_alone):
                 llm.reset_prefix_cache()
                 engine.add("older", None, [9, 9, 9], SamplingParams(max_tokens=60, ignore_eos=True))
                 reporter = engine.add("watched", None, prompt, params)
-                for number in itertools.count():
-                    if not engine.has_unfinished:
-                        break
-                    if number == step:
-                        give_way(engine.scheduler)
-                    engine.step()
+                run_giving_way(engine, step)
                 assert reporter.whole().outputs == want
         assert llm.stats()["num_preemptions_total"][mode] >= 10
         invariants(llm)

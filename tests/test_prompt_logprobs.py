@@ -16,7 +16,7 @@ from jaxpage.errors import CapacityError
 from jaxpage.outputs import Logprob
 from jaxpage.scheduling import admitting, committing
 from jaxpage.scheduling import draft as draft_module
-from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_demo import DEMO
 from tests.test_parallel_sampling import ENGINES, SMALL_POOL, WIDE
@@ -251,13 +251,7 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone, monke
             reporter = engine.add("watched", None, prompts[5], dataclasses.replace(PARAMS, n=n))
             with monkeypatch.context() as patch:
                 asked = Asked(llm, patch)
-                for number in itertools.count():
-                    if not engine.has_unfinished:
-                        break
-                    if number == step:
-                        give_way(engine.scheduler)
-                    engine.step()
-                    engine.scheduler.check()
+                run_giving_way(engine, step)
             output = reporter.whole()
             assert output.prompt_logprobs == lone[family][5].prompt_logprobs
             assert output.outputs[0] == lone[family][5].outputs[0] and len(output.outputs) == n

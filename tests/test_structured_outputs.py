@@ -29,7 +29,7 @@ from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.engine.replay import replay
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import JaxpageError, UnsupportedError
-from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.engines import LLAMA, invariants, lone_sample, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
 
@@ -223,23 +223,11 @@ def test_a_planted_mistake_is_found(mistake, llm, monkeypatch):
 FOURTH = ("json", "regex", "choice", "lark")
 
 
-def lone_sample(llm, one, index):
-    """What a request of its own draws with the noise of this sample."""
-    engine = llm._engine
-    reporter = engine.add("lone", None, [7, 8, 9], dataclasses.replace(one, n=1))
-    (group,) = engine.scheduler.waiting
-    group.sequences[0].sample_index = index
-    while engine.has_unfinished:
-        engine.step()
-    (output,) = reporter.whole().outputs
-    return output
-
-
 @pytest.mark.parametrize("mistaken", [False, True])
 @pytest.mark.parametrize("kind", ["json", "regex"])
 def test_each_sample_is_the_lone_request_with_its_key(kind, mistaken, llm, monkeypatch):
     one = params(kind, max_tokens=40, logprobs=2)
-    lone = [lone_sample(llm, one, index) for index in range(4)]
+    lone = [lone_sample(llm, [7, 8, 9], one, index) for index in range(4)]
     assert len({sample.text for sample in lone}) >= 3
     assert all(KINDS[kind][1](sample.text) for sample in lone if sample.finish_reason == "stop")
     if mistaken:
@@ -311,12 +299,7 @@ def test_gives_way_at_every_step(mode, directory, requests, lone):
             llm.reset_prefix_cache()
             engine.add("older", None, prompts[1], dataclasses.replace(each[1], max_tokens=40, ignore_eos=True))
             reporter = engine.add("watched", None, prompts[0], each[0])
-            for number in itertools.count():
-                if not engine.has_unfinished:
-                    break
-                if number == step:
-                    give_way(engine.scheduler)
-                engine.step()
+            run_giving_way(engine, step)
             assert reporter.whole().outputs == lone[0]
         assert llm.stats()["num_preemptions_total"][mode] >= 5
         invariants(llm)

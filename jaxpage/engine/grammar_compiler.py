@@ -49,9 +49,7 @@ class GrammarCompiler:
         self._compiling = threading.Lock()
         self._caching = threading.Lock()  # never held for long
         self._cache: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # the last used last; with bytes
-        self._refusals: OrderedDict[tuple[str, str], tuple[str, float]] = (
-            OrderedDict()
-        )  # the last one last; with its time
+        self._refusals: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()  # the last one last; with times
         self._worker: _Worker | None = None
         self._closed = False
         self._tokenizer: tuple[LLTokenizer, int] | None = None

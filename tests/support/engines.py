@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpage import LLM
+from jaxpage import LLM, SamplingParams
 from jaxpage.device.step_inputs import unpack
 from jaxpage.device.steps import logits_step
+from jaxpage.engine.engine import Engine
+from jaxpage.outputs import CompletionOutput
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling import scheduler as planning
 from jaxpage.scheduling.draft import Draft
@@ -62,6 +66,29 @@ def give_way(scheduler: Scheduler) -> None:
                 scheduler._preempt_last(self)
 
     planning.Draft = Forced  # type: ignore[misc]
+
+
+def run_giving_way(engine: Engine, step: int) -> None:
+    """Steps an engine until nothing is left; before step `step`, counted from 0, the newest running group gives way."""
+    for number in itertools.count():
+        if not engine.has_unfinished:
+            return
+        if number == step:
+            give_way(engine.scheduler)
+        engine.step()
+        engine.scheduler.check()
+
+
+def lone_sample(llm: LLM, prompt: list[int], params: SamplingParams, sample_index: int) -> CompletionOutput:
+    """What a request of its own draws with the noise of this sample."""
+    engine = llm._engine
+    reporter = engine.add("lone", None, prompt, dataclasses.replace(params, n=1, best_of=None))
+    (group,) = engine.scheduler.waiting
+    group.sequences[0].sample_index = sample_index
+    while engine.has_unfinished:
+        engine.step()
+    (output,) = reporter.whole().outputs
+    return output
 
 
 class LogitsWitness:
