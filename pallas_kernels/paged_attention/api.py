@@ -7,14 +7,16 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels.paged_attention import reference, scan
+from pallas_kernels.paged_attention import mosaic, reference, scan, triton
 from pallas_kernels.paged_attention.arguments import Arguments
+from pallas_kernels.paged_attention.tiles import Tiles
 
-_BACKENDS: dict[str, Callable[[Arguments], jax.Array]] = {"reference": reference.attend, "scan": scan.attend}
-_AUTO = ("scan", "reference")
+_XLA: dict[str, Callable[[Arguments], jax.Array]] = {"reference": reference.attend, "scan": scan.attend}
+_KERNELS: dict[str, Callable[..., jax.Array]] = {"triton": triton.attend, "mosaic": mosaic.attend}
+_AUTO = {"gpu": ("triton", "mosaic", "scan", "reference"), "interpret": ("triton", "mosaic"), "": ("scan", "reference")}
 
-BACKENDS = tuple(_BACKENDS)
-INTERPRETABLE_BACKENDS: tuple[str, ...] = ()  # kernels that run on CPU with interpret=True; none is written yet
+BACKENDS = (*_XLA, *_KERNELS)
+INTERPRETABLE_BACKENDS = ("triton", "mosaic") if mosaic.INTERPRETABLE else ("triton",)  # on CPU, with interpret=True
 
 
 def paged_attention(
@@ -34,6 +36,7 @@ def paged_attention(
     backend: str = "auto",
     interpret: bool = False,
     max_query_len: int | None = None,
+    tiles: Tiles | None = None,
 ) -> Float[Array, "T N H"]:
     """Attention of a ragged stream of query tokens over keys and values in blocks (PagedAttention, SOSP 2023).
 
@@ -47,9 +50,10 @@ def paged_attention(
         logit_softcap: scores become softcap * tanh(scores / softcap).
         tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row, in place of the causal order.
         k_scale, v_scale: of pages of int8 or float8, as `write_kv` makes them; None for float pages.
-        backend: one of `BACKENDS`, or "auto".
-        interpret: reserved for kernels that can be interpreted; refused by backends that are not kernels.
+        backend: one of `BACKENDS`, or "auto": kernels first where JAX's default backend is a GPU.
+        interpret: run a kernel on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
         max_query_len: a promise that no row has more query tokens, which lets a backend choose its tiles; the default is T.
+        tiles: how a kernel cuts its work; the default is what was measured on this kind of GPU, else a rule.
 
     Returns:
         out_TNH in the queries' type.
@@ -58,10 +62,9 @@ def paged_attention(
         ValueError, TypeError: an argument does not fit; the text names it and its value.
         NotImplementedError: no backend takes the call; the text has every backend's reason.
     """
-    if backend != "auto" and backend not in _BACKENDS:
+    if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, not {backend!r}")
-    if interpret:
-        raise NotImplementedError(f"interpret=True: {backend} is not a kernel; interpretable: {INTERPRETABLE_BACKENDS}")
+    longest = max(1, q_TNH.shape[0])
     arguments = Arguments(
         q_TNH=q_TNH,
         k_pages=k_pages,
@@ -75,15 +78,24 @@ def paged_attention(
         tree_mask_TQ=tree_mask_TQ,
         k_scale=k_scale,
         v_scale=v_scale,
-        max_query_len=max_query_len or q_TNH.shape[0],
+        max_query_len=longest if max_query_len is None else min(max_query_len, longest),
     )
+    platform = "interpret" if interpret else "gpu" if jax.default_backend() == "gpu" else ""
     refusals = []
-    for name in _AUTO if backend == "auto" else (backend,):
+    for name in _AUTO[platform] if backend == "auto" else (backend,):
         try:
-            return _BACKENDS[name](arguments)
+            return _attend(name, arguments, tiles, interpret)
         except NotImplementedError as refusal:
             refusals.append(f"{name}: {refusal}")
     raise NotImplementedError("no backend of paged_attention takes this call: " + "; ".join(refusals))
+
+
+def _attend(name: str, arguments: Arguments, tiles: Tiles | None, interpret: bool) -> jax.Array:
+    if kernel := _KERNELS.get(name):
+        return kernel(arguments, tiles, interpret=interpret)
+    if interpret or tiles is not None:
+        raise NotImplementedError("no kernel, so it takes neither interpret nor tiles")
+    return _XLA[name](arguments)
 
 
 def pages_from_PSKH(pages_PSKH: Num[Array, "P S K H"]) -> Num[Array, "P S K H"]:

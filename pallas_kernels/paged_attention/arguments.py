@@ -26,7 +26,7 @@ class Arguments:
     tree_mask_TQ: jax.Array | None
     k_scale: jax.Array | None  # [P, S, K], of quantised pages
     v_scale: jax.Array | None
-    max_query_len: int
+    max_query_len: int  # at most T
 
     def __post_init__(self) -> None:
         for name, rank in (("q_TNH", 3), ("k_pages", 4), ("v_pages", 4), ("block_table_BM", 2), ("context_len_B", 1)):
@@ -39,6 +39,8 @@ class Arguments:
             raise ValueError(
                 f"k_pages and v_pages must be alike, but are {self.k_pages.shape} and {self.v_pages.shape}"
             )
+        if not jnp.issubdtype(self.q_TNH.dtype, jnp.floating):
+            raise TypeError(f"q_TNH must hold floats, but holds {self.q_TNH.dtype}")
         check_scales(self.k_pages, self.v_pages, self.k_scale, self.v_scale)
         num_rows, num_kv_heads = self.block_table_BM.shape[0], self.k_pages.shape[2]
         if self.context_len_B.shape != (num_rows,):
@@ -53,23 +55,13 @@ class Arguments:
             raise ValueError(f"{self.q_TNH.shape[1]} query heads do not divide among {num_kv_heads} key/value heads")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """Where each query token stands: its row, its place in that row, and its position in the context."""
-
-    row_T: jax.Array
-    offset_T: jax.Array
-    position_T: jax.Array
-    valid_T: jax.Array  # False for padding behind the last row
-
-
-def token_rows(context_len_B: jax.Array, query_start: jax.Array, num_tokens: int) -> TokenRows:
-    token_T = jnp.arange(num_tokens, dtype=query_start.dtype)
-    row_T = jnp.searchsorted(query_start[1:], token_T, side="right", method="compare_all")
-    valid_T = token_T < query_start[-1]
-    row_T = jnp.minimum(row_T, context_len_B.shape[0] - 1).astype(query_start.dtype)
-    offset_T = token_T - query_start[row_T]
-    first_T = context_len_B[row_T] - (query_start[row_T + 1] - query_start[row_T])
-    return TokenRows(row_T, offset_T, first_T + offset_T, valid_T)
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
+        if self.max_query_len < 1:
+            raise ValueError(f"max_query_len must be at least 1, not {self.max_query_len}")
+        tree = self.tree_mask_TQ
+        if tree is not None and (tree.ndim != 2 or tree.shape[0] != self.q_TNH.shape[0] or tree.dtype != jnp.bool_):
+            raise ValueError(
+                f"tree_mask_TQ must hold a bool for each of {self.q_TNH.shape[0]} query tokens and the tokens of its row, "
+                f"not {tree.dtype} of shape {tree.shape}"
+            )

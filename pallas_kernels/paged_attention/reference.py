@@ -10,7 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.arguments import Arguments, token_rows
+from pallas_kernels.paged_attention.arguments import Arguments
+from pallas_kernels.paged_attention.query_tiles import token_rows
 from pallas_kernels.quantized_pages import dequantize
 
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs

@@ -12,12 +12,12 @@ written out by halves, since XLA splits a plain reduction differently for differ
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.arguments import Arguments, token_rows
+from pallas_kernels.paged_attention.arguments import Arguments
+from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles
 from pallas_kernels.quantized_pages import dequantize
 
 CONTEXT_TILE = 64  # positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
@@ -28,18 +28,6 @@ MASKED = -1e30  # finite, so that a row that sees nothing gives no NaN
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
 
 
-@dataclass(frozen=True)
-class QueryTiles:
-    """The query tokens cut into tiles of one row each. R tiles of Q tokens."""
-
-    row_R: jax.Array
-    token_RQ: jax.Array  # index into the stream, clipped to it
-    position_RQ: jax.Array  # -1 where the tile has no token
-    tile_T: jax.Array  # where to find each token again
-    offset_T: jax.Array
-    valid_T: jax.Array
-
-
 def attend(arguments: Arguments) -> jax.Array:
     """Returns out_TNH in the queries' type."""
     if arguments.tree_mask_TQ is not None:
@@ -47,7 +35,7 @@ def attend(arguments: Arguments) -> jax.Array:
     block_size = arguments.k_pages.shape[1]
     if block_size & (block_size - 1) or block_size > 2 * CONTEXT_TILE:
         raise NotImplementedError(f"blocks of {block_size} slots (powers of two up to {2 * CONTEXT_TILE} only)")
-    tiles = _query_tiles(arguments)
+    tiles = query_tiles(arguments, _query_tile(arguments))
     q_RKAH = _queries(arguments, tiles)
     out_RKAH = _online_softmax(arguments, tiles, q_RKAH)
     num_tiles, query_tile = tiles.token_RQ.shape
@@ -59,23 +47,9 @@ def attend(arguments: Arguments) -> jax.Array:
     return jnp.where(tiles.valid_T[:, None, None], out_TNH, 0.0).astype(arguments.q_TNH.dtype)
 
 
-def _query_tiles(arguments: Arguments) -> QueryTiles:
-    num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
+def _query_tile(arguments: Arguments) -> int:
     group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
-    tile = 1 if arguments.max_query_len == 1 else max(1, min(QUERY_TILE, QUERY_ROWS // group))
-    num_tiles = num_rows if arguments.max_query_len == 1 else num_tokens // tile + num_rows
-    rows = token_rows(arguments.context_len_B, arguments.query_start, num_tokens)
-    query_len_B = arguments.query_start[1:] - arguments.query_start[:-1]
-    tile_end_B = jnp.cumsum((query_len_B + tile - 1) // tile)
-    tile_start_B = tile_end_B - (query_len_B + tile - 1) // tile
-    row_R = jnp.searchsorted(tile_end_B, jnp.arange(num_tiles), side="right", method="compare_all")
-    row_R = jnp.minimum(row_R, num_rows - 1)
-    offset_RQ = ((jnp.arange(num_tiles) - tile_start_B[row_R]) * tile)[:, None] + jnp.arange(tile)[None, :]
-    has_token_RQ = offset_RQ < query_len_B[row_R][:, None]
-    token_RQ = jnp.clip(arguments.query_start[row_R][:, None] + offset_RQ, 0, num_tokens - 1)
-    position_RQ = jnp.where(has_token_RQ, (arguments.context_len_B - query_len_B)[row_R][:, None] + offset_RQ, -1)
-    tile_T = tile_start_B[rows.row_T] + rows.offset_T // tile
-    return QueryTiles(row_R, token_RQ, position_RQ, tile_T, rows.offset_T % tile, rows.valid_T)
+    return 1 if arguments.max_query_len == 1 else max(1, min(QUERY_TILE, QUERY_ROWS // group))
 
 
 def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:

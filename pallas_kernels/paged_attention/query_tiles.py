@@ -1,0 +1,69 @@
+"""Where the query tokens of a ragged stream stand, and how they are cut into tiles of one row each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.arguments import Arguments
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Where each query token stands: its row, its place in that row, and its position in the context."""
+
+    row_T: jax.Array
+    offset_T: jax.Array
+    position_T: jax.Array
+    valid_T: jax.Array  # False for padding behind the last row
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """The query tokens cut into tiles of one row each. R tiles of Q tokens."""
+
+    row_R: jax.Array
+    token_RQ: jax.Array  # index into the stream, clipped to it
+    position_RQ: jax.Array  # -1 where the tile has no token
+    tile_T: jax.Array  # where to find each token again
+    offset_T: jax.Array
+    valid_T: jax.Array
+
+
+def token_rows(context_len_B: jax.Array, query_start: jax.Array, num_tokens: int) -> TokenRows:
+    token_T = jnp.arange(num_tokens, dtype=query_start.dtype)
+    row_T = jnp.searchsorted(query_start[1:], token_T, side="right", method="compare_all")
+    valid_T = token_T < query_start[-1]
+    row_T = jnp.minimum(row_T, context_len_B.shape[0] - 1).astype(query_start.dtype)
+    offset_T = token_T - query_start[row_T]
+    first_T = context_len_B[row_T] - (query_start[row_T + 1] - query_start[row_T])
+    return TokenRows(row_T, offset_T, first_T + offset_T, valid_T)
+
+
+def num_query_tiles(arguments: Arguments, tile: int) -> int:
+    """R: as many tiles of `tile` tokens as any rows of these shapes can need."""
+    num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
+    return num_rows if arguments.max_query_len <= tile else num_tokens // tile + num_rows
+
+
+def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
+    """tile: Q. The tiles of a row follow each other; where a tile holds any row whole, tile b is row b's."""
+    num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
+    num_tiles = num_query_tiles(arguments, tile)
+    rows = token_rows(arguments.context_len_B, arguments.query_start, num_tokens)
+    query_len_B = arguments.query_start[1:] - arguments.query_start[:-1]
+    if arguments.max_query_len <= tile:
+        tile_start_B = row_R = jnp.arange(num_rows)
+    else:
+        tile_end_B = jnp.cumsum((query_len_B + tile - 1) // tile)
+        tile_start_B = tile_end_B - (query_len_B + tile - 1) // tile
+        row_R = jnp.searchsorted(tile_end_B, jnp.arange(num_tiles), side="right", method="compare_all")
+        row_R = jnp.minimum(row_R, num_rows - 1)
+    offset_RQ = ((jnp.arange(num_tiles) - tile_start_B[row_R]) * tile)[:, None] + jnp.arange(tile)[None, :]
+    has_token_RQ = offset_RQ < query_len_B[row_R][:, None]
+    token_RQ = jnp.clip(arguments.query_start[row_R][:, None] + offset_RQ, 0, num_tokens - 1)
+    position_RQ = jnp.where(has_token_RQ, (arguments.context_len_B - query_len_B)[row_R][:, None] + offset_RQ, -1)
+    tile_T = tile_start_B[rows.row_T] + rows.offset_T // tile
+    return QueryTiles(row_R, token_RQ, position_RQ, tile_T, rows.offset_T % tile, rows.valid_T)

@@ -1,0 +1,109 @@
+"""How a kernel cuts its work: a checked config, what is chosen for a shape, and what was measured on a kind of GPU.
+
+A choice never depends on how many rows or blocks a call has, only on what `Shape` names. So a token meets the same sums in the same order
+in every bucket of one kind of step, whoever its neighbours are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+
+from pallas_kernels.paged_attention.arguments import Arguments
+
+TUNED = Path(__file__).parent / "tuned"  # a file per kind of GPU, written by tools/bench_kernels.py --tune
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """One way to cut. Raises ValueError, naming the field, for one that no kernel could take.
+
+    query_rows: rows of a tile's matrix products, query tokens times the query heads of one key/value head.
+    context: positions of a turn of the loop over the context.
+    max_splits: programs that may share the context of one tile; their results are reduced in float32. 1 needs no reduction.
+    split_context: positions of a split, at least: a shorter context is cut into fewer splits.
+    num_warps, num_stages: warps of a program, and turns of the loop whose loads are in flight.
+    """
+
+    query_rows: int
+    context: int
+    max_splits: int
+    split_context: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("query_rows", 16, 256), ("context", 16, 256), ("num_warps", 1, 16)):
+            value = getattr(self, name)
+            if not low <= value <= high or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two from {low} to {high}, not {value}")
+        for name, low, high in (("max_splits", 1, 64), ("num_stages", 1, 8)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be from {low} to {high}, not {getattr(self, name)}")
+        if self.split_context < self.context or self.split_context % self.context:
+            raise ValueError(f"split_context must be a multiple of context, {self.context}, not {self.split_context}")
+
+    def query_tokens(self, group: int) -> int:
+        """Q: query tokens of a tile, where `group` query heads share a key/value head."""
+        return max(1, self.query_rows // group)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a choice of tiles depends on."""
+
+    kind: str  # "decode": rows of one token; "verify": of a few; "chunk": of any number, mixed
+    group: int  # G
+    head_width: int  # H
+    block_size: int  # S
+    dtype: str
+    page_dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} g{self.group} h{self.head_width} s{self.block_size} {self.dtype} {self.page_dtype}"
+
+
+VERIFY_LEN = 64  # query tokens of a row, up to which a call verifies
+
+
+def shape_of(arguments: Arguments) -> Shape:
+    longest = arguments.max_query_len
+    return Shape(
+        kind="decode" if longest == 1 else "verify" if longest <= VERIFY_LEN else "chunk",
+        group=arguments.q_TNH.shape[1] // arguments.k_pages.shape[2],
+        head_width=arguments.q_TNH.shape[2],
+        block_size=arguments.k_pages.shape[1],
+        dtype=arguments.q_TNH.dtype.name,
+        page_dtype=arguments.k_pages.dtype.name,
+    )
+
+
+def tuned(backend: str, shape: Shape) -> Tiles | None:
+    """What was measured to be best on this process's kind of GPU, if anybody measured."""
+    device = jax.devices()[0]
+    found = _table(device.device_kind).get(backend, {}).get(str(shape)) if device.platform == "gpu" else None
+    return None if found is None else Tiles(**found)
+
+
+def write_tuned(device_kind: str, table: dict[str, dict[str, Tiles]], directory: Path = TUNED) -> Path:
+    """Writes `table[backend][str(shape)]` to the file of a kind of GPU."""
+    directory.mkdir(exist_ok=True)
+    path = _path(device_kind, directory)
+    plain = {backend: {key: asdict(tiles) for key, tiles in each.items()} for backend, each in table.items()}
+    path.write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    _table.cache_clear()
+    return path
+
+
+@functools.cache
+def _table(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, dict[str, int]]]:
+    path = _path(device_kind, directory)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _path(device_kind: str, directory: Path) -> Path:
+    return directory / (device_kind.lower().replace(" ", "-").replace("/", "-") + ".json")

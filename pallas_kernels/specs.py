@@ -1,0 +1,119 @@
+"""Named shapes of real models and steps. One list for tests (cut small), benchmarks and the tuner."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+MODELS: dict[str, tuple[int, int, int]] = {  # N query heads, K key/value heads, H head width
+    "llama-3-8b": (32, 8, 128),
+    "llama-3-70b": (64, 8, 128),
+    "qwen3-4b": (32, 8, 128),
+    "qwen2-0.5b": (14, 2, 64),
+    "mistral-7b": (32, 8, 128),
+    "opt-13b": (40, 40, 128),
+    "gpt2": (12, 12, 64),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One call of paged attention by its shapes: `queries[b]` query tokens at the end of `contexts[b]` positions."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    contexts: tuple[int, ...]
+    queries: tuple[int, ...]
+    block_size: int = 16
+    sliding_window: int | None = None
+    tree: bool = False  # verification of a tree of drafts
+    dtype: str = "bfloat16"
+    page_dtype: str = "bfloat16"
+
+    @property
+    def max_query_len(self) -> int:
+        return max(self.queries)
+
+    def cut(self, *, heads: int = 2, rows: int = 3, context: int = 96, queries: int = 40) -> Spec:
+        """The same call in small, for an interpreter: fewer heads in the same groups, fewer and shorter rows; in float32."""
+        num_kv_heads = min(heads, self.num_kv_heads)
+        return dataclasses.replace(
+            self,
+            num_heads=self.num_heads // self.num_kv_heads * num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            contexts=tuple(max(min(length, context), min(new, queries)) for length, new in self._rows(rows)),
+            queries=tuple(min(new, queries) for _, new in self._rows(rows)),
+            sliding_window=None if self.sliding_window is None else min(self.sliding_window, context // 3),
+            dtype="float32",
+            page_dtype="float32" if self.page_dtype == self.dtype else self.page_dtype,
+        )
+
+    def _rows(self, rows: int) -> list[tuple[int, int]]:
+        return list(zip(self.contexts, self.queries, strict=True))[:rows]
+
+
+def _spec(model: str, name: str, contexts: list[int], queries: list[int], **settings: object) -> Spec:
+    num_heads, num_kv_heads, width = MODELS[model]
+    spec = Spec(
+        name=f"{model} {name}",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_width=width,
+        contexts=tuple(contexts),
+        queries=tuple(queries),
+    )
+    return dataclasses.replace(spec, **settings)  # type: ignore[arg-type]
+
+
+def _decode(model: str, batch: int, context: int, **settings: object) -> Spec:
+    return _spec(model, f"decode {batch}x{context}", [context] * batch, [1] * batch, **settings)
+
+
+def _chunk(model: str, tokens: int, before: int = 0, **settings: object) -> Spec:
+    return _spec(model, f"chunk {tokens}+{before}", [before + tokens], [tokens], **settings)
+
+
+def _verify(model: str, batch: int, drafts: int, context: int, **settings: object) -> Spec:
+    kind = "tree" if settings.get("tree") else "chain"
+    return _spec(model, f"verify {kind} {batch}x{drafts}", [context + drafts] * batch, [1 + drafts] * batch, **settings)
+
+
+def _ragged(num: int, longest: int) -> list[int]:
+    """Contexts of a batch in service: from short to long, in no order."""
+    return [1 + (longest - 1) * ((7 * i) % num) // max(1, num - 1) for i in range(num)]
+
+
+SPECS: tuple[Spec, ...] = (
+    *(_decode("llama-3-8b", batch, 2048) for batch in (1, 4, 16, 64, 256)),
+    _decode("llama-3-8b", 1, 32768),
+    _decode("llama-3-8b", 16, 8192),
+    _spec("llama-3-8b", "decode 64 ragged", _ragged(64, 4096), [1] * 64),
+    *(_decode("llama-3-70b", batch, 2048) for batch in (16, 64)),
+    _decode("qwen3-4b", 64, 2048),
+    _decode("qwen2-0.5b", 64, 2048),
+    _decode("mistral-7b", 64, 8192, sliding_window=4096),
+    _decode("opt-13b", 64, 1024),
+    _decode("gpt2", 64, 512),
+    _decode("llama-3-8b", 64, 2048, page_dtype="int8"),
+    _decode("llama-3-8b", 64, 2048, page_dtype="uint8"),
+    *(_chunk("llama-3-8b", tokens) for tokens in (128, 512, 2048)),
+    _chunk("llama-3-8b", 512, before=3584),
+    _chunk("llama-3-70b", 2048),
+    _chunk("opt-13b", 2048),
+    _chunk("gpt2", 512),
+    _chunk("mistral-7b", 2048, before=6144, sliding_window=4096),
+    *(_verify("llama-3-8b", 16, drafts, 2048) for drafts in (4, 8, 16)),
+    *(_verify("llama-3-8b", 16, drafts, 2048, tree=True) for drafts in (16, 63)),
+    _verify("llama-3-8b", 64, 4, 2048),
+    _spec("llama-3-8b", "mixed 48 decodes and 2 chunks", [*_ragged(48, 2048), 512, 2000], [1] * 48 + [512, 500]),
+)
+
+
+def find(name: str) -> Spec:
+    """The spec of that name. Raises KeyError with the names there are."""
+    for spec in SPECS:
+        if spec.name == name:
+            return spec
+    raise KeyError(f"no shape is named {name!r}; there are: {', '.join(spec.name for spec in SPECS)}")

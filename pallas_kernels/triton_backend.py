@@ -1,0 +1,59 @@
+"""Pallas' Triton backend, which JAX has deprecated since 0.11 and may remove: everything of it that kernels here use comes from this file.
+
+The names below are the same from jax 0.10 to 0.12. When the backend goes, this file and the kernels' `triton*.py` go, and nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+
+# The interpreter of other backends is imported lazily by `pallas_call(interpret=True)`, which makes JAX trace the caller once more.
+from jax.experimental.pallas import tpu as _tpu  # noqa: F401
+from jax.experimental.pallas import triton as plt
+
+# Each lowering warns, and no frame of this project is on the stack then: so by its text, once for the process.
+DEPRECATION = "The Pallas Triton backend is deprecated"
+warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
+
+load = plt.load
+store = plt.store
+dot = plt.dot
+
+
+def kernel_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Any]:
+    """`pl.pallas_call` with every operand whole in global memory. The kernel gets one ref per operand (None for None), then the outputs'.
+
+    interpret: run on CPU, as plain JAX operations; warps and stages mean nothing then.
+    """
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    out_specs = [whole] * len(out_shape) if isinstance(out_shape, Sequence) else whole
+
+    def call(*operands: jax.Array | None) -> Any:
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=[None if operand is None else whole for operand in operands],
+            out_specs=out_specs,
+            out_shape=out_shape,
+            input_output_aliases=dict(input_output_aliases or {}),
+            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=interpret,
+            name=name,
+        )(*operands)
+
+    return call
