@@ -7,12 +7,20 @@ positions. A *block* is a KV block; what a kernel works on at a time is a *tile*
 
 from pallas_kernels.block_copy import copy_blocks
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import BACKENDS, INTERPRETABLE_BACKENDS, Tiles, paged_attention, pages_from_PSKH
+from pallas_kernels.paged_attention import (
+    BACKENDS,
+    INTERPRETABLE_BACKENDS,
+    XLA_BACKENDS,
+    Tiles,
+    paged_attention,
+    pages_from_PSKH,
+)
 from pallas_kernels.quantized_pages import is_quantized
 
 __all__ = [
     "BACKENDS",
     "INTERPRETABLE_BACKENDS",
+    "XLA_BACKENDS",
     "Tiles",
     "copy_blocks",
     "is_quantized",

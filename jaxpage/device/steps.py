@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flax import nnx
 from jaxtyping import Array, Int, UInt8
 
-from jaxpage.device.attention import make_attend
+from jaxpage.device.attention import Backend, make_attend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
@@ -32,7 +32,7 @@ class StepOptions(NamedTuple):
     vocab_size: int  # V
     context: int  # C: positions of the longest sequence
     table_width: int  # M
-    attention_backend: str
+    attention_backend: Backend
     sample_by_row: bool
 
 
