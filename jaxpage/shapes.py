@@ -2,7 +2,7 @@
 
 | letter | axis | letter | axis |
 |---|---|---|---|
-| B | rows: sequences of a step, or sampled positions | P | physical blocks of the pool |
+| B | rows: sequences of a step (R: its draws) | P | physical blocks of the pool |
 | T | query tokens of the stream (Q: of one row) | S | slots per block |
 | N | query heads | M | blocks per block-table row |
 | K | key/value heads (G = N / K query heads share one) | C | context positions |

@@ -18,7 +18,7 @@ from jaxpage.device.buckets import make_menu
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
 from jaxpage.interrupts import held_interrupts
 from jaxpage.request import Sequence, SequenceGroup
-from jaxpage.scheduling.draft import Draft
+from jaxpage.scheduling.open_plan import OpenPlan
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -673,15 +673,15 @@ def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
         want = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         assert llm.stats()["num_preemptions_total"]["swap"] > 0
         streams = [llm.stream(prompt, params) for prompt in prompts]
-        scheduler, freeze = llm._engine.scheduler, Draft.freeze
+        scheduler, freeze = llm._engine.scheduler, OpenPlan.freeze
 
-        def fails_once(draft, *rest):
-            if draft.swap_out:
+        def fails_once(step, *rest):
+            if step.swap_out:
                 monkeypatch.undo()
                 raise OSError("in the middle of planning")
-            return freeze(draft, *rest)
+            return freeze(step, *rest)
 
-        monkeypatch.setattr(Draft, "freeze", fails_once)
+        monkeypatch.setattr(OpenPlan, "freeze", fails_once)
         tokens = [[] for _ in prompts]
         with pytest.raises(OSError, match="in the middle"):
             for chunk in streams[0]:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpage import SamplingParams
 from jaxpage.errors import CapacityError, UnsupportedError
-from jaxpage.scheduling.draft import Draft
+from jaxpage.scheduling.open_plan import OpenPlan
 from tests.support.engines import LLAMA, invariants, lone_sample, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -142,7 +142,7 @@ def held(llm, sequence_id, num_tokens):
 def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
     """The first to write into the shared last block gets a copy of it, the last writes in place; the others keep what they had."""
     if mistaken:  # the table says that there is a copy, and there is none
-        monkeypatch.setattr(Draft, "add_copies", lambda *_: None)
+        monkeypatch.setattr(OpenPlan, "add_copies", lambda *_: None)
     engine, manager = llm._engine, llm._engine.scheduler.block_manager
     prompt, copied = prompts[3], llm.stats()["copy_on_write_blocks_total"]
     llm.reset_prefix_cache()

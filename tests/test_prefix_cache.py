@@ -334,8 +334,8 @@ class KeepsTheIndexWhenPagesAreLost(Scheduler):
 class CachesBeforeTheStep(Scheduler):
     """Others find the prompt of a request as soon as it is admitted, though the step that computes it may never happen."""
 
-    def _admit(self, group, draft):
-        admitted = super()._admit(group, draft)
+    def _admit(self, group, step):
+        admitted = super()._admit(group, step)
         if admitted:
             for s in group.unfinished:
                 salt, known = group.request.params.cache_salt, s.num_known_tokens

@@ -24,7 +24,7 @@ from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.errors import UnsupportedError
 from jaxpage.request import Request, Sequence
-from jaxpage.scheduling.draft import sample_of, suppressed_token_ids
+from jaxpage.scheduling.open_plan import sample_of, suppressed_token_ids
 from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.shapes import NOTHING_ALLOWED
 from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm, run_giving_way
@@ -220,7 +220,7 @@ def test_masks_of_a_grammar_are_met_by_the_rest():
     for token_id in (0, 31, 40, 64, 74):
         grammar[token_id // 32] |= np.uint32(1 << token_id % 32)
     made = adjustments_of((sample, sample), {1: grammar}, 4, vocab_size=VOCAB, context=CONTEXT)
-    bits = (made.mask_BU[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
+    bits = (made.mask_RU[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
     admitted = [np.flatnonzero(row.reshape(-1)[:VOCAB]).tolist() for row in bits]
     assert admitted == [sorted({*range(30, 70)} - {40}), [31, 64], [*range(VOCAB)], [*range(VOCAB)]]
 

@@ -14,8 +14,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.engine import runner as runner_module
 from jaxpage.errors import CapacityError
 from jaxpage.outputs import Logprob
-from jaxpage.scheduling import admitting, committing
-from jaxpage.scheduling import draft as draft_module
+from jaxpage.scheduling import admitting, committing, open_plan
 from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_demo import DEMO
@@ -152,9 +151,9 @@ def forgets_the_chunk_before(group, edit):
     group.prompt_logprobs[:] = [*edit.logprobs, *group.prompt_logprobs]
 
 
-_scoring, _unpack_drawn, _beginnings = draft_module._scoring, runner_module.unpack_drawn, admitting.beginnings
+_scoring, _unpack_drawn, _beginnings = open_plan._scoring, runner_module.unpack_drawn, admitting.beginnings
 MISTAKES = {
-    "one too early": (draft_module, "_scoring", one_too_early),
+    "one too early": (open_plan, "_scoring", one_too_early),
     "of the row before": (runner_module, "unpack_drawn", of_the_row_before),
     "cached all the same": (admitting, "beginnings", cached_all_the_same),
     "chunks in another order": (committing, "_score", forgets_the_chunk_before),

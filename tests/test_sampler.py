@@ -80,8 +80,8 @@ def test_ties_at_the_cutoff_stay_in(by_row):
 def inputs_for(**fields):
     packed = np.zeros(packed_size(BUCKET, 1), np.int32)
     held = views(packed, BUCKET, 1)
-    held["top_p_B"][:] = 1.0
-    held["repetition_penalty_B"][:] = 1.0
+    held["top_p_R"][:] = 1.0
+    held["repetition_penalty_R"][:] = 1.0
     held["flags"][0] = 1
     for name, value in fields.items():
         held[name][:] = value
@@ -106,7 +106,7 @@ def draws(num_batches=24, **fields):
     tokens = []
     for batch in range(num_batches):
         positions = batch * NUM_ROWS + np.arange(NUM_ROWS)
-        tokens.append(np.asarray(run_draw(logits, inputs_for(seed_B2=[0, 7], drawn_position_B=positions, **fields))))
+        tokens.append(np.asarray(run_draw(logits, inputs_for(seed_R2=[0, 7], drawn_position_R=positions, **fields))))
     return np.concatenate(tokens)
 
 
@@ -122,7 +122,7 @@ SAMPLERS = [
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 def test_draws_follow_the_distribution(sampler):
-    tokens = draws(**{f"{name}_B": value for name, value in sampler.items()})
+    tokens = draws(**{f"{name}_R": value for name, value in sampler.items()})
     counts = np.bincount(tokens, minlength=VOCAB)
     assert abs(z_score(counts, probabilities(LOGITS, **sampler))) < 4
     warmer = probabilities(LOGITS, **{**sampler, "temperature": sampler["temperature"] * 1.25})
@@ -131,14 +131,14 @@ def test_draws_follow_the_distribution(sampler):
 
 def test_a_draw_is_a_function_of_seed_sample_and_position():
     logits = np.broadcast_to(LOGITS, (NUM_ROWS, VOCAB))
-    fields = {"temperature_B": 1.0, "drawn_position_B": np.arange(NUM_ROWS), "sample_index_B": 3}
+    fields = {"temperature_R": 1.0, "drawn_position_R": np.arange(NUM_ROWS), "sample_index_R": 3}
     seeds = np.random.default_rng(0).integers(0, 2**32, (NUM_ROWS, 2), dtype=np.uint32)
-    plain = np.asarray(run_draw(logits, inputs_for(seed_B2=seeds, **fields)))
+    plain = np.asarray(run_draw(logits, inputs_for(seed_R2=seeds, **fields)))
     order = np.random.default_rng(1).permutation(NUM_ROWS)
-    shuffled = inputs_for(seed_B2=seeds[order], **{**fields, "drawn_position_B": np.arange(NUM_ROWS)[order]})
+    shuffled = inputs_for(seed_R2=seeds[order], **{**fields, "drawn_position_R": np.arange(NUM_ROWS)[order]})
     np.testing.assert_array_equal(run_draw(logits, shuffled), plain[order])
-    for name, value in (("sample_index_B", 4), ("drawn_position_B", np.arange(NUM_ROWS) + 1), ("seed_B2", seeds ^ 1)):
-        other = inputs_for(**{"seed_B2": seeds, **fields, name: value})
+    for name, value in (("sample_index_R", 4), ("drawn_position_R", np.arange(NUM_ROWS) + 1), ("seed_R2", seeds ^ 1)):
+        other = inputs_for(**{"seed_R2": seeds, **fields, name: value})
         assert (np.asarray(run_draw(logits, other)) != plain).mean() > 0.3
 
 
@@ -146,10 +146,10 @@ def test_rows_one_by_one_and_all_at_once_agree():
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((NUM_ROWS, VOCAB)).astype(np.float32) * 3
     packed = inputs_for(
-        temperature_B=rng.choice([0.0, 0.7, 1.0], NUM_ROWS),
-        top_k_B=rng.integers(0, VOCAB, NUM_ROWS),
-        top_p_B=rng.uniform(0.2, 1.0, NUM_ROWS),
-        drawn_position_B=np.arange(NUM_ROWS),
+        temperature_R=rng.choice([0.0, 0.7, 1.0], NUM_ROWS),
+        top_k_R=rng.integers(0, VOCAB, NUM_ROWS),
+        top_p_R=rng.uniform(0.2, 1.0, NUM_ROWS),
+        drawn_position_R=np.arange(NUM_ROWS),
     )
     np.testing.assert_array_equal(run_draw(logits, packed, by_row=True), run_draw(logits, packed, by_row=False))
 
@@ -160,7 +160,7 @@ def test_greedy_takes_the_first_of_the_largest_and_respects_suppression():
     for random in (0, 1):
         packed = inputs_for(flags=[random, 0, 0, 0, 0, 0])
         assert set(np.asarray(run_draw(logits, packed)).tolist()) == {2}
-        masked = NEUTRAL._replace(mask_BU=np.full_like(NEUTRAL.mask_BU, ~np.uint32(1 << 2)))
+        masked = NEUTRAL._replace(mask_RU=np.full_like(NEUTRAL.mask_RU, ~np.uint32(1 << 2)))
         packed = inputs_for(flags=[random, 0, 1, 0, 0, 0])
         assert set(np.asarray(run_draw(logits, packed, masked)).tolist()) == {5}
 
@@ -170,7 +170,7 @@ def test_logits_without_a_number_to_choose_by_give_minus_one():
     logits[0, 3] = np.nan
     logits[1] = -np.inf
     for temperature in (0.0, 1.0):
-        tokens = np.asarray(run_draw(logits, inputs_for(temperature_B=temperature)))
+        tokens = np.asarray(run_draw(logits, inputs_for(temperature_R=temperature)))
         assert tokens[:2].tolist() == [-1, -1] and (tokens[2:] >= 0).all()
 
 

@@ -339,39 +339,39 @@ def test_scheduler_agrees_with_every_request_alone(machine: type[Scheduling]) ->
 
 
 class PreemptsTheOldest(Scheduler):
-    def _preempt_last(self, draft):
+    def _preempt_last(self, step):
         oldest = next(iter(self._running))
         self._running[oldest] = self._running.pop(oldest)
-        return super()._preempt_last(draft)
+        return super()._preempt_last(step)
 
 
 class DrawsSamplesFromChunks(Scheduler):
-    def _add_chunks(self, draft, group, sequences):
+    def _add_chunks(self, step, group, sequences):
         child_ids, group.child_ids = group.child_ids, ()
-        super()._add_chunks(draft, group, sequences)
+        super()._add_chunks(step, group, sequences)
         group.child_ids = child_ids
 
 
 class KeepsCountAfterPreemption(Scheduler):
-    def _preempt_last(self, draft):
+    def _preempt_last(self, step):
         computed = {s: s.num_computed_tokens for s in list(self._running.values())[-1].sequences}
-        group = super()._preempt_last(draft)
+        group = super()._preempt_last(step)
         for sequence, num_computed in computed.items():
             sequence.num_computed_tokens = num_computed
         return group
 
 
 class OverfillsChunks(Scheduler):
-    def _has_room(self, draft):
-        return draft.num_tokens < self.limits.max_tokens
+    def _has_room(self, step):
+        return step.num_tokens < self.limits.max_tokens
 
 
 class DrawsAGroupApart(Scheduler):
     """Admits a group without room for all of its sequences."""
 
-    def _admit(self, group, draft):
+    def _admit(self, group, step):
         unfinished, group.sequences = group.sequences, group.sequences[:1]
-        admitted = super()._admit(group, draft)
+        admitted = super()._admit(group, step)
         group.sequences = unfinished
         return admitted
 
@@ -384,19 +384,19 @@ class LeaksSeats(Scheduler):
 
 
 class AdmitsOutOfOrder(Scheduler):
-    def _plan_chunks(self, draft, computing):
+    def _plan_chunks(self, step, computing):
         if len(self._queue) > 1:
             first = self._queue.first()
             self._queue.remove(first)
             self._queue.add(first)
-        super()._plan_chunks(draft, computing)
+        super()._plan_chunks(step, computing)
 
 
 class DropsCopies(Scheduler):
-    def _make_room(self, group, sequences, draft):
-        copies = draft.copies.copy()
-        has_room = super()._make_room(group, sequences, draft)
-        draft.copies[:] = copies
+    def _make_room(self, group, sequences, step):
+        copies = step.copies.copy()
+        has_room = super()._make_room(group, sequences, step)
+        step.copies[:] = copies
         return has_room
 
 
@@ -436,8 +436,8 @@ def test_the_state_machine_sees_planted_mistakes(mistaken: type[Scheduler]) -> N
 class ForgetsWhatIsScored(Scheduler):
     """After a preemption all of the prompt is scored once more, behind what was scored before."""
 
-    def _preempt_last(self, draft):
-        group = super()._preempt_last(draft)
+    def _preempt_last(self, step):
+        group = super()._preempt_last(step)
         group.prompt_logprobs = group.prompt_logprobs[:1] if group.num_unscored else group.prompt_logprobs
         return group
 
@@ -445,11 +445,11 @@ class ForgetsWhatIsScored(Scheduler):
 class ReadsWhatIsNotScored(Scheduler):
     """Asks for what is cached of the whole prompt, as who wants no scores does."""
 
-    def _admit(self, group, draft):
+    def _admit(self, group, step):
         request = group.request
         group.request = replace(request, params=replace(request.params, prompt_logprobs=None))
         try:
-            return super()._admit(group, draft)
+            return super()._admit(group, step)
         finally:
             group.request = request
 
@@ -480,10 +480,10 @@ class SharesNothing(BlockManager):
 
 
 class SwapsWhatIsNotComputed(Scheduler):
-    def _swap_out(self, group, draft):
+    def _swap_out(self, group, step):
         trim, self.block_manager.trim = self.block_manager.trim, lambda *_: None
         try:
-            return super()._swap_out(group, draft)
+            return super()._swap_out(group, step)
         finally:
             del self.block_manager.trim
             assert self.block_manager.trim == trim
@@ -630,8 +630,8 @@ def test_prompts_get_their_turn_beside_more_decoding_rows_than_a_chunk_step_hold
 
 
 class CountsRowsAlone(Scheduler):
-    def _has_room(self, draft):
-        return draft.num_tokens < self.limits.max_tokens and len(draft.work) < self.limits.max_chunk_rows
+    def _has_room(self, step):
+        return step.num_tokens < self.limits.max_tokens and len(step.work) < self.limits.max_chunk_rows
 
 
 @pytest.mark.parametrize("scheduler_class", [Scheduler, CountsRowsAlone])

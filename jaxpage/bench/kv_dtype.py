@@ -150,7 +150,7 @@ def _packed(token_ids: Sequence[int], start: int, width: int, block_size: int) -
     fields["block_table_BM"][0] = np.arange(1, width + 1)
     fields["context_len_B"][0] = start + count
     fields["query_start"][1:] = count
-    fields["drawn_token_B"][:] = np.arange(STEP_TOKENS)
+    fields["drawn_token_R"][:] = np.arange(STEP_TOKENS)
     return packed
 
 

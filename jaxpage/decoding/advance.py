@@ -28,7 +28,7 @@ def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Ma
     for index, sample in enumerate(plan.samples):
         if sample.params.structured_outputs is not None:
             try:
-                mask = strategies[sample.sequence_id].mask(sample.sequence_id)
+                mask = strategies[sample.sequence_id].mask(sample.sequence_id, sample.drafts)
             except Exception:
                 logger.exception("there is no mask for sequence %d, so nothing may be drawn", sample.sequence_id)
                 mask = _NOTHING
@@ -44,20 +44,34 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
         strategies: by sequence id. Draws of a sequence that has none (its request was aborted) are passed over.
     """
     edits: list[Edit] = [] if result.scored is None else _scores(plan, result.scored)
-    for strategy, drawn in groupby(enumerate(plan.samples), lambda item: strategies.get(item[1].sequence_id)):
+    for strategy, drawn in groupby(_that_count(plan, result), lambda item: strategies.get(item[1].sequence_id)):
         if strategy is None:
             continue
         draws = []
-        for index, sample in drawn:
-            draws.append(_draw(result, index, sample))
+        for index, sample, drafted in drawn:
+            draws.append(_draw(result, index, sample)._replace(drafted=drafted))
             if (parent_id := plan.rows[sample.row].sequence_id) != sample.sequence_id:
                 edits.append(Fork(parent_id, sample.sequence_id, sample.sample_index))
         try:
             edits += strategy.advance(draws)
         except Exception as error:  # of one request: it ends, and nobody else notices
             logger.exception("sequence %d ends with an error, and with it its request", draws[0].sequence_id)
-            edits += [Finish(draw.sequence_id, "error", f"{type(error).__name__}: {error}") for draw in draws]
+            ended = dict.fromkeys(draw.sequence_id for draw in draws)
+            edits += [Finish(sequence_id, "error", f"{type(error).__name__}: {error}") for sequence_id in ended]
     return edits
+
+
+def _that_count(plan: StepPlan, result: StepResult) -> Iterator[tuple[int, Sample, bool]]:
+    """The draws, by their place among the plan's samples, and whether a draft that is the same token follows.
+
+    Of a row with drafts only those count that stand behind right drafts.
+    """
+    if result.paths is None:
+        yield from ((index, sample, False) for index, sample in enumerate(plan.samples))
+        return
+    for path in result.paths.tolist():
+        counted = [index for index in path if index >= 0]
+        yield from ((index, plan.samples[index], index != counted[-1]) for index in counted)
 
 
 def _scores(plan: StepPlan, scored: StepResult) -> list[Edit]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +95,17 @@ class Constraint:
     def may_stop(self) -> bool:
         """Whether the text may end as it is, without a token for it."""
         return self._may_end and len(self._token_ids) >= self._min_tokens
+
+    def behind(self, token_ids: Sequence[int]) -> Mask | None:
+        """What may be drawn behind these tokens; None where they cannot follow, or end the sequence."""
+        if not token_ids:
+            return self.mask
+        ahead = copy.copy(self)
+        ahead._matcher, ahead._token_ids = self._matcher.deep_copy(), self._token_ids.copy()
+        for token_id in token_ids:
+            if not _has(ahead.mask, token_id) or not _has(ahead._text, token_id) or ahead.advance(token_id):
+                return None
+        return ahead.mask
 
     def advance(self, token_id: int) -> End | None:
         """The sequence gains a token that the mask admitted. Returns why it cannot go on behind it, if it cannot."""

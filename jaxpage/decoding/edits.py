@@ -15,6 +15,7 @@ class Append:
     token_id: int
     text: str = ""
     logprobs: TokenLogprobs | None = None
+    drafted: bool = False  # its keys and values are in place: it was a draft of the step that drew it
 
 
 @dataclass(frozen=True)

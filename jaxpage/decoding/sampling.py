@@ -8,7 +8,6 @@ from jaxpage.decoding.constraints import Constraint, Grammar
 from jaxpage.decoding.edits import Append, Edit, Finish
 from jaxpage.decoding.stopping import Detokenizer, Stopping
 from jaxpage.decoding.strategy import Draw, refusal
-from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Request
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.token_masks import Mask
@@ -28,11 +27,19 @@ class SamplingStrategy:
         self._constraint_of: dict[int, Constraint] = {}  # by sequence id
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
-        return [edit for draw in draws for edit in (self._advance(*draw) if draw.token_id >= 0 else [self._last(draw)])]
+        edits: list[Edit] = []
+        ended: set[int] = set()
+        for draw in draws:
+            if draw.sequence_id in ended:
+                continue  # behind a stop in a run of right drafts
+            edits += self._advance(draw) if draw.token_id >= 0 else [self._last(draw)]
+            if isinstance(edits[-1], Finish):
+                ended.add(draw.sequence_id)
+        return edits
 
-    def mask(self, sequence_id: int) -> Mask | None:
+    def mask(self, sequence_id: int, drafts: Sequence[int] = ()) -> Mask | None:
         constraint = self._constraint(sequence_id)
-        return None if constraint is None else constraint.mask
+        return None if constraint is None else constraint.behind(drafts)
 
     def _constraint(self, sequence_id: int) -> Constraint | None:
         """A sequence begins at the start of the grammar, also one that is forked off a prompt."""
@@ -40,12 +47,13 @@ class SamplingStrategy:
             self._constraint_of[sequence_id] = Constraint(self.grammar, self._request)
         return self._constraint_of.get(sequence_id)
 
-    def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:
+    def _advance(self, draw: Draw) -> list[Edit]:
         """The edits that one drawn token leads to: it is appended, and may end the sequence."""
+        sequence_id, token_id = draw.sequence_id, draw.token_id
         stopping = self._stopping(sequence_id)
         constraint = self._constraint(sequence_id)
         verdict = stopping.push(token_id, constraint.advance(token_id) if constraint else None)
-        append = Append(sequence_id, token_id, verdict.text, logprobs)
+        append = Append(sequence_id, token_id, verdict.text, draw.logprobs, draw.drafted)
         if verdict.reason is None:
             return [append]
         del self._stopping_of[sequence_id]

@@ -17,17 +17,22 @@ class Draw(NamedTuple):
     sequence_id: int
     token_id: int  # negative: none could be drawn, and `refusal` says why
     logprobs: TokenLogprobs | None = None
+    drafted: bool = False  # the token drawn is a draft of this step, and another draw behind it follows
 
 
 class Strategy(Protocol):
     """Decodes one request. Sees what its sequences drew and answers with edits; never touches a block."""
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
-        """What a step leads to. The draws are those of all sequences of the request that have not ended: they draw together."""
+        """What a step leads to. The draws are those of all sequences of the request that have not ended: they draw together.
+
+        A sequence whose drafts were right has several draws, one behind the other.
+        """
         ...
 
-    def mask(self, sequence_id: int) -> Mask | None:
-        """What a sequence that is about to draw may draw; None if no grammar says. Asked only if the request has structured outputs."""
+    def mask(self, sequence_id: int, drafts: Sequence[int] = ()) -> Mask | None:
+        """What a sequence that is about to draw may draw, behind these drafts; None if no grammar says. Asked only if the request has
+        structured outputs."""
         ...
 
 

@@ -24,21 +24,21 @@ def adjust(
     flags = inputs.flags
 
     def adjust_row(logits_V: jax.Array, given: Adjustments, *penalties: jax.Array) -> jax.Array:
-        logits_V = jax.lax.cond(flags[Flags.MASKED] > 0, lambda: _masked(logits_V, given.mask_BU), lambda: logits_V)
+        logits_V = jax.lax.cond(flags[Flags.MASKED] > 0, lambda: _masked(logits_V, given.mask_RU), lambda: logits_V)
         logits_V = jax.lax.cond(
-            flags[Flags.BIASED] > 0, lambda: _biased(logits_V, given.bias_ids_BE, given.bias_BE), lambda: logits_V
+            flags[Flags.BIASED] > 0, lambda: _biased(logits_V, given.bias_ids_RE, given.bias_RE), lambda: logits_V
         )
         return jax.lax.cond(
-            flags[Flags.PENALISED] > 0, lambda: _penalised(logits_V, given.history_BC, *penalties), lambda: logits_V
+            flags[Flags.PENALISED] > 0, lambda: _penalised(logits_V, given.history_RC, *penalties), lambda: logits_V
         )
 
     rows = (
         logits_BV,
         adjustments,
-        inputs.num_prompt_tokens_B,
-        inputs.repetition_penalty_B,
-        inputs.frequency_penalty_B,
-        inputs.presence_penalty_B,
+        inputs.num_prompt_tokens_R,
+        inputs.repetition_penalty_R,
+        inputs.frequency_penalty_R,
+        inputs.presence_penalty_R,
     )
 
     def adjusted() -> jax.Array:

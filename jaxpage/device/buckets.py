@@ -17,15 +17,22 @@ MOST_SWAPPED = 64
 class Bucket:
     """The static shape of a step.
 
-    num_tokens: T, query tokens of the stream. num_rows: B, sequences, and as many draws. max_query_len: the longest row, a promise.
+    num_tokens: T, query tokens of the stream. num_rows: B, sequences. max_query_len: the longest row, a promise.
+    verifies: rows are a token and drafts of what follows, and every token is drawn from; otherwise there are as many draws as rows.
     """
 
     num_tokens: int
     num_rows: int
     max_query_len: int
+    verifies: bool = False
+
+    @property
+    def num_draws(self) -> int:
+        """R."""
+        return self.num_tokens if self.verifies else self.num_rows
 
     def __str__(self) -> str:
-        kind = "decode" if self.max_query_len == 1 else "chunk"
+        kind = "verify" if self.verifies else "decode" if self.max_query_len == 1 else "chunk"
         return f"{kind} {self.num_tokens} tokens x {self.num_rows} rows"
 
 
@@ -35,24 +42,28 @@ class BucketMenu:
 
     decode: tuple[Bucket, ...]
     chunk: tuple[Bucket, ...]
+    verify: tuple[Bucket, ...] = ()
     num_copies: int = 16
     num_swapped: int = 0  # 0: nothing is swapped
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        return self.decode + self.chunk
+        return self.decode + self.verify + self.chunk
 
     @property
     def max_chunk_rows(self) -> int:
         return self.chunk[-1].num_rows
 
-    def choose(self, query_lens: list[int], num_draws: int = 0, *, scores: bool = False) -> Bucket:
+    def choose(
+        self, query_lens: list[int], num_draws: int = 0, *, scores: bool = False, verifies: bool = False
+    ) -> Bucket:
         """The smallest bucket for rows of these lengths and so many draws. Only chunk buckets score tokens.
 
         A step that fits none is a bug of the scheduler, not a reason to compile.
         """
-        for bucket in self.decode if max(query_lens) == 1 and not scores else self.chunk:
-            if sum(query_lens) <= bucket.num_tokens and max(len(query_lens), num_draws) <= bucket.num_rows:
+        longest, num_rows = max(query_lens), max(len(query_lens), 0 if verifies else num_draws)
+        for bucket in self.verify if verifies else self.decode if longest == 1 and not scores else self.chunk:
+            if sum(query_lens) <= bucket.num_tokens and num_rows <= bucket.num_rows and longest <= bucket.max_query_len:
                 return bucket
         raise ValueError(
             f"no bucket holds {len(query_lens)} rows of {sum(query_lens)} tokens and {num_draws} draws;"
@@ -60,17 +71,27 @@ class BucketMenu:
         )
 
 
-def make_menu(max_num_seqs: int, max_num_batched_tokens: int, *, mixed: bool = False) -> BucketMenu:
+def make_menu(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    *,
+    mixed: bool = False,
+    num_drafts: tuple[int, ...] = (),
+    max_verified_tokens: int = 0,
+) -> BucketMenu:
     """Decode buckets by doubling rows, chunk buckets by quadrupling tokens: few shapes, little padding.
 
     mixed: a chunk step holds a row of every sequence, since those that decode take part.
+    num_drafts: how many drafts a row may have: for each, buckets by doubling rows up to `max_verified_tokens` tokens.
     """
     rows = max(SMALLEST_ROWS, max_num_seqs)
-    if not mixed:
-        rows = min(CHUNK_ROWS, rows)
+    decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows, 2))
+    verify = [Bucket(b.num_rows * (1 + k), b.num_rows, 1 + k, verifies=True) for b in decode for k in num_drafts]
+    chunk_rows = rows if mixed else min(CHUNK_ROWS, rows)
     return BucketMenu(
-        decode=tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, max(SMALLEST_ROWS, max_num_seqs), 2)),
-        chunk=tuple(Bucket(size, rows, size) for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens, 4)),
+        decode=decode,
+        chunk=tuple(Bucket(size, chunk_rows, size) for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens, 4)),
+        verify=tuple(sorted(bucket for bucket in verify if bucket.num_tokens <= max_verified_tokens)),
     )
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, packed_size
-from jaxpage.device.steps import StepOptions, copy_step, gather_blocks, model_step, scatter_blocks
+from jaxpage.device.steps import StepOptions, StepOutput, copy_step, gather_blocks, model_step, scatter_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ class CompiledStep(NamedTuple):
 
     def __call__(
         self, parameters: Any, pages: KVPages, packed: Any, adjustments: Adjustments | None = None
-    ) -> tuple[jax.Array, jax.Array, KVPages]:
+    ) -> tuple[StepOutput, KVPages]:
         filled = self.neutral
         if adjustments is not None:
             filled = Adjustments(
                 *(own if given is None else given for given, own in zip(adjustments, filled, strict=True))
             )
-        result: tuple[jax.Array, jax.Array, KVPages] = self.executable(parameters, pages, packed, filled)
+        result: tuple[StepOutput, KVPages] = self.executable(parameters, pages, packed, filled)
         return result
 
 
@@ -58,7 +58,7 @@ class Executables:
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
-        self._neutral = {num_rows: _neutral(num_rows, options) for num_rows in {b.num_rows for b in menu.buckets}}
+        self._neutral = {num_draws: _neutral(num_draws, options) for num_draws in {b.num_draws for b in menu.buckets}}
         jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies)
         if menu.num_swapped:
             jobs["gather"] = functools.partial(_compile_gather, pages, menu.num_swapped)
@@ -72,7 +72,7 @@ class Executables:
         return self._compilations.count - self._num_before
 
     def step(self, bucket: Bucket) -> CompiledStep:
-        return CompiledStep(self._table[bucket], self._neutral[bucket.num_rows])
+        return CompiledStep(self._table[bucket], self._neutral[bucket.num_draws])
 
     @property
     def copy(self) -> Callable[[KVPages, Any], KVPages]:
@@ -118,17 +118,17 @@ def _watch_compilations() -> _Compilations:
 def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
     packed = jax.ShapeDtypeStruct((packed_size(bucket, options.table_width),), jnp.int32)
     step = functools.partial(model_step, bucket=bucket, options=options)
-    adjustments = _adjustment_shapes(bucket.num_rows, options)
+    adjustments = _adjustment_shapes(bucket.num_draws, options)
     return jax.jit(step, donate_argnums=1).lower(parameters, pages, packed, adjustments).compile()
 
 
-def _adjustment_shapes(num_rows: int, options: StepOptions) -> Adjustments:
-    return adjustment_shapes(num_rows, vocab_size=options.vocab_size, context=options.context)
+def _adjustment_shapes(num_draws: int, options: StepOptions) -> Adjustments:
+    return adjustment_shapes(num_draws, vocab_size=options.vocab_size, context=options.context)
 
 
-def _neutral(num_rows: int, options: StepOptions) -> Adjustments:
+def _neutral(num_draws: int, options: StepOptions) -> Adjustments:
     return jax.tree.map(
-        lambda shape: jax.device_put(np.zeros(shape.shape, shape.dtype)), _adjustment_shapes(num_rows, options)
+        lambda shape: jax.device_put(np.zeros(shape.shape, shape.dtype)), _adjustment_shapes(num_draws, options)
     )
 
 

@@ -38,13 +38,13 @@ def draw(
     def random() -> jax.Array:
         row_inputs = (
             logits_BV,
-            inputs.temperature_B,
-            inputs.top_k_B,
-            inputs.top_p_B,
-            inputs.min_p_B,
-            inputs.seed_B2,
-            inputs.sample_index_B,
-            inputs.drawn_position_B,
+            inputs.temperature_R,
+            inputs.top_k_R,
+            inputs.top_p_R,
+            inputs.min_p_R,
+            inputs.seed_R2,
+            inputs.sample_index_R,
+            inputs.drawn_position_R,
         )
         return _each_row(functools.partial(_draw_row, by_row=by_row), row_inputs, by_row)
 

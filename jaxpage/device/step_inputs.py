@@ -27,18 +27,21 @@ class StepInputs(NamedTuple):
     block_table_BM: jax.Array
     context_len_B: jax.Array
     query_start: jax.Array  # [B + 1]
-    drawn_token_B: jax.Array  # index into the stream of the token whose logits are drawn from
-    temperature_B: jax.Array  # 0 is greedy
-    top_k_B: jax.Array  # 0 is off
-    top_p_B: jax.Array
-    min_p_B: jax.Array
-    seed_B2: jax.Array  # the noise key's two words
-    sample_index_B: jax.Array
-    drawn_position_B: jax.Array  # the place that the drawn token takes in its sequence
-    repetition_penalty_B: jax.Array  # 1 is off
-    frequency_penalty_B: jax.Array
-    presence_penalty_B: jax.Array
-    num_prompt_tokens_B: jax.Array  # of the history: what follows is output
+    drawn_token_R: jax.Array  # index into the stream of the token whose logits are drawn from
+    temperature_R: jax.Array  # 0 is greedy
+    top_k_R: jax.Array  # 0 is off
+    top_p_R: jax.Array
+    min_p_R: jax.Array
+    seed_R2: jax.Array  # the noise key's two words
+    sample_index_R: jax.Array
+    drawn_position_R: jax.Array  # the place that the drawn token takes in its sequence
+    repetition_penalty_R: jax.Array  # 1 is off
+    frequency_penalty_R: jax.Array
+    presence_penalty_R: jax.Array
+    num_prompt_tokens_R: jax.Array  # of the history: what follows is output
+    parents_T: (
+        jax.Array
+    )  # of steps that verify: where in the stream the token before this one stands; -1: before the step
     scored_T: jax.Array  # the token whose log probability after this token is wanted; 0 where none is
     flags: jax.Array  # see `Flags`
 
@@ -55,34 +58,35 @@ class Flags:
 class Adjustments(NamedTuple):
     """What changes the logits of a draw before it is drawn. Wide, and rarely wanted: none of it travels when no draw of a step asks."""
 
-    mask_BU: Any  # uint32: a bit per token id: see jaxpage/token_masks.py
-    bias_ids_BE: Any  # padded with V
-    bias_BE: Any  # float32
-    history_BC: Any  # the known tokens, prompt first, padded with V
+    mask_RU: Any  # uint32: a bit per token id: see jaxpage/token_masks.py
+    bias_ids_RE: Any  # padded with V
+    bias_RE: Any  # float32
+    history_RC: Any  # the known tokens, prompt first, padded with V
 
 
 _FLOATS = frozenset(
-    {"temperature_B", "top_p_B", "min_p_B", "repetition_penalty_B", "frequency_penalty_B", "presence_penalty_B"}
+    {"temperature_R", "top_p_R", "min_p_R", "repetition_penalty_R", "frequency_penalty_R", "presence_penalty_R"}
 )
-_WORDS = frozenset({"seed_B2"})
+_WORDS = frozenset({"seed_R2"})
 
 
 def _shapes(bucket: Bucket, table_width: int) -> dict[str, tuple[int, ...]]:
-    tokens, rows = bucket.num_tokens, bucket.num_rows
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepInputs._fields, (rows,))
+    tokens, rows, draws = bucket.num_tokens, bucket.num_rows, bucket.num_draws
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepInputs._fields, (draws,))
     shapes |= dict.fromkeys(("token_ids_T", "positions_T", "slots_T", "scored_T"), (tokens,))
-    shapes |= {"block_table_BM": (rows, table_width), "query_start": (rows + 1,), "seed_B2": (rows, 2)}
+    shapes |= {"block_table_BM": (rows, table_width), "context_len_B": (rows,), "query_start": (rows + 1,)}
+    shapes |= {"seed_R2": (draws, 2), "parents_T": (tokens if bucket.verifies else 0,)}
     shapes["flags"] = (NUM_FLAGS,)
     return shapes
 
 
-def adjustment_shapes(num_rows: int, *, vocab_size: int, context: int) -> Adjustments:
+def adjustment_shapes(num_draws: int, *, vocab_size: int, context: int) -> Adjustments:
     """Shapes and types of the adjustments of a step with so many draws. `context`: C, positions of the longest sequence."""
     return Adjustments(
-        mask_BU=jax.ShapeDtypeStruct((num_rows, num_mask_words(vocab_size)), jnp.uint32),
-        bias_ids_BE=jax.ShapeDtypeStruct((num_rows, min(MAX_BIASES, vocab_size)), jnp.int32),
-        bias_BE=jax.ShapeDtypeStruct((num_rows, min(MAX_BIASES, vocab_size)), jnp.float32),
-        history_BC=jax.ShapeDtypeStruct((num_rows, context), jnp.int32),
+        mask_RU=jax.ShapeDtypeStruct((num_draws, num_mask_words(vocab_size)), jnp.uint32),
+        bias_ids_RE=jax.ShapeDtypeStruct((num_draws, min(MAX_BIASES, vocab_size)), jnp.int32),
+        bias_RE=jax.ShapeDtypeStruct((num_draws, min(MAX_BIASES, vocab_size)), jnp.float32),
+        history_RC=jax.ShapeDtypeStruct((num_draws, context), jnp.int32),
     )
 
 

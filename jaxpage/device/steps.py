@@ -17,6 +17,7 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
+from jaxpage.device.verify import accept
 from pallas_kernels import copy_blocks
 
 Pages = TypeVar("Pages")  # any pytree of arrays [P, ...]
@@ -34,6 +35,14 @@ class StepOptions(NamedTuple):
     table_width: int  # M
     attention_backend: Backend
     sample_by_row: bool
+
+
+class StepOutput(NamedTuple):
+    """What leaves the device after a step: int32 arrays, for `unpack_drawn` and as they are."""
+
+    drawn: jax.Array  # [R, 3 + 2 W], of the draws
+    scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
+    paths: jax.Array  # [B, Q] of a step that verifies, from `accept`; empty otherwise
 
 
 class Drawn(NamedTuple):
@@ -54,21 +63,20 @@ def model_step(
     *,
     bucket: Bucket,
     options: StepOptions,
-) -> tuple[jax.Array, jax.Array, KVPages]:
-    """Computes the step's tokens, writes their keys and values, and draws up to B tokens.
-
-    Returns two int32 arrays for `unpack_drawn`, of the draws [B, 3 + 2 W] and of the scored tokens [T, 3 + 2 W], and the pages. A step
-    of single tokens scores none: then the second array is empty. Donate `pages`.
-    """
+) -> tuple[StepOutput, KVPages]:
+    """Computes the step's tokens, writes their keys and values, and draws up to R tokens. Donate `pages`."""
     inputs = unpack(packed, bucket, options.table_width)
     by_row = options.sample_by_row
     model, hidden_TD, pages = _hidden(parameters, pages, inputs, bucket, options)
-    logits_BV = model.logits(hidden_TD[inputs.drawn_token_B])
-    token_ids_B = draw(logits_BV, inputs, adjustments, by_row=by_row)
-    drawn = _pack_drawn(logits_BV, token_ids_B, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
-    if bucket.max_query_len == 1:
-        return drawn, jnp.zeros((0, drawn.shape[1]), jnp.int32), pages
-    return drawn, _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row), pages
+    logits_RV = model.logits(hidden_TD[inputs.drawn_token_R])
+    token_ids_R = draw(logits_RV, inputs, adjustments, by_row=by_row)
+    drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+    scored, paths = jnp.zeros((0, drawn.shape[1]), jnp.int32), jnp.zeros((0, 0), jnp.int32)
+    if bucket.verifies:
+        paths = accept(token_ids_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
+    elif bucket.max_query_len > 1:
+        scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)
+    return StepOutput(drawn, scored, paths), pages
 
 
 def _score(
@@ -100,7 +108,7 @@ def logits_step(
 ) -> tuple[jax.Array, KVPages]:
     """The part before the draw: the model's logits [B, V] in float32 of the tokens to draw from, and the pages."""
     model, hidden_TD, pages = _hidden(parameters, pages, inputs, bucket, options)
-    return model.logits(hidden_TD[inputs.drawn_token_B]), pages
+    return model.logits(hidden_TD[inputs.drawn_token_R]), pages
 
 
 def _hidden(

@@ -17,13 +17,13 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 def adjustments_of(
-    samples: tuple[Sample, ...], masks: Mapping[int, Mask], num_rows: int, *, vocab_size: int, context: int
+    samples: tuple[Sample, ...], masks: Mapping[int, Mask], num_draws: int, *, vocab_size: int, context: int
 ) -> Adjustments:
     """None in place of what no draw of the step asks for.
 
     Args:
         masks: by place among the samples: what may be drawn besides what the sample itself says.
-        num_rows: B, of the arrays.
+        num_draws: R, of the arrays.
     """
     asking = [(i, s) for i, s in enumerate(samples) if s.params.adjusts or s.suppressed_token_ids or i in masks]
     if not asking:
@@ -35,25 +35,25 @@ def adjustments_of(
     ]
     biased = [(index, sample.params.logit_bias) for index, sample in asking if sample.params.logit_bias]
     penalised = [(index, sample) for index, sample in asking if sample.params.penalises]
-    shapes = adjustment_shapes(num_rows, vocab_size=vocab_size, context=context)
-    mask_BU: Any = None
+    shapes = adjustment_shapes(num_draws, vocab_size=vocab_size, context=context)
+    mask_RU: Any = None
     if masked:
-        mask_BU = np.full(shapes.mask_BU.shape, _ALL, np.uint32)
+        mask_RU = np.full(shapes.mask_RU.shape, _ALL, np.uint32)
         for index, sample in masked:
-            _mask(mask_BU[index], sample, masks.get(index), vocab_size)
+            _mask(mask_RU[index], sample, masks.get(index), vocab_size)
     ids_BE: Any = None
-    bias_BE: Any = None
+    bias_RE: Any = None
     if biased:
-        ids_BE = np.full(shapes.bias_ids_BE.shape, vocab_size, np.int32)
-        bias_BE = np.zeros(shapes.bias_BE.shape, np.float32)
+        ids_BE = np.full(shapes.bias_ids_RE.shape, vocab_size, np.int32)
+        bias_RE = np.zeros(shapes.bias_RE.shape, np.float32)
         for index, biases in biased:
-            ids_BE[index, : len(biases)], bias_BE[index, : len(biases)] = zip(*biases, strict=True)
-    history_BC: Any = None
+            ids_BE[index, : len(biases)], bias_RE[index, : len(biases)] = zip(*biases, strict=True)
+    history_RC: Any = None
     if penalised:
-        history_BC = np.full(shapes.history_BC.shape, vocab_size, np.int32)
+        history_RC = np.full(shapes.history_RC.shape, vocab_size, np.int32)
         for index, sample in penalised:
-            history_BC[index, : len(sample.history)] = sample.history
-    return Adjustments(mask_BU, ids_BE, bias_BE, history_BC)
+            history_RC[index, : len(sample.history)] = sample.history
+    return Adjustments(mask_RU, ids_BE, bias_RE, history_RC)
 
 
 def _mask(words: Mask, sample: Sample, mask: Mask | None, vocab_size: int) -> None:

@@ -35,6 +35,7 @@ class Batch:
     swap_in: tuple[Pairs, ...]  # each [num_swapped, 2]: (host block, block), padded likewise
     copies: tuple[Pairs, ...]  # each [num_copies, 2], padded with the null block
     num_draws: int
+    num_rows: int
     num_scored: int  # tokens of the stream up to the last that is scored
 
 
@@ -63,20 +64,22 @@ class BatchBuilder:
         """masks: by place among the plan's samples: the tokens that a grammar admits."""
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
-        bucket = self.menu.choose(lengths, len(plan.samples), scores=num_scored > 0)
+        bucket = self.menu.choose(lengths, len(plan.samples), scores=num_scored > 0, verifies=plan.verifies)
         packed = np.zeros(packed_size(bucket, self.table_width), np.int32)
         fields: dict[str, Any] = views(packed, bucket, self.table_width)
         self._fill_rows(fields, plan.rows)
+        if bucket.verifies:
+            self._fill_drafts(fields, plan.rows)
         if num_scored:
             self._fill_scored(fields, plan.rows)
         self._fill_draws(fields, plan.samples)
         context = self.table_width * self.block_size
-        adjustments = adjustments_of(plan.samples, masks, bucket.num_rows, vocab_size=self.vocab_size, context=context)
-        if adjustments.history_BC is not None:
+        adjustments = adjustments_of(plan.samples, masks, bucket.num_draws, vocab_size=self.vocab_size, context=context)
+        if adjustments.history_RC is not None:
             self._fill_penalties(fields, plan.samples)
-        fields["flags"][Flags.MASKED] = adjustments.mask_BU is not None
-        fields["flags"][Flags.BIASED] = adjustments.bias_BE is not None
-        fields["flags"][Flags.PENALISED] = adjustments.history_BC is not None
+        fields["flags"][Flags.MASKED] = adjustments.mask_RU is not None
+        fields["flags"][Flags.BIASED] = adjustments.bias_RE is not None
+        fields["flags"][Flags.PENALISED] = adjustments.history_RC is not None
         fields["flags"][Flags.SCORED] = num_scored
         self._check(fields)
         device, host = self.num_blocks, self.num_host_blocks + 1
@@ -88,6 +91,7 @@ class BatchBuilder:
             swap_in=_pad("swap_in", plan.swap_in, (host, device), self.menu.num_swapped),
             copies=_pad("copies", plan.copies, (device, device), self.menu.num_copies),
             num_draws=len(plan.samples),
+            num_rows=len(plan.rows),
             num_scored=num_scored,
         )
 
@@ -110,6 +114,17 @@ class BatchBuilder:
         block_T = tables[row_T, position_T // self.block_size]
         fields["slots_T"][:total] = block_T * self.block_size + position_T % self.block_size
 
+    def _fill_drafts(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
+        """Where each token's parent stands. Slots go by the place in the row, positions by the depth in the tree."""
+        fields["parents_T"][:] = -1
+        for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
+            depths = [0]
+            for parent in row.parents:
+                depths.append(depths[parent] + 1)
+            stop = first + len(depths)
+            fields["parents_T"][first + 1 : stop] = np.add(first, row.parents, dtype=np.int32)
+            fields["positions_T"][first:stop] = np.add(row.start, depths)
+
     def _fill_scored(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         starts = fields["query_start"].tolist()
         for start, row in zip(starts, rows, strict=False):
@@ -120,28 +135,28 @@ class BatchBuilder:
         count = len(samples)
         params = [sample.params for sample in samples]
         starts = fields["query_start"]
-        fields["drawn_token_B"][:count] = [starts[sample.row] + sample.offset for sample in samples]
-        fields["temperature_B"][:count] = [p.temperature for p in params]
-        fields["top_k_B"][:count] = [min(p.top_k, self.vocab_size) for p in params]
-        fields["top_p_B"][:] = 1.0
-        fields["top_p_B"][:count] = [p.top_p for p in params]
-        fields["min_p_B"][:count] = [p.min_p for p in params]
+        fields["drawn_token_R"][:count] = [starts[sample.row] + sample.offset for sample in samples]
+        fields["temperature_R"][:count] = [p.temperature for p in params]
+        fields["top_k_R"][:count] = [min(p.top_k, self.vocab_size) for p in params]
+        fields["top_p_R"][:] = 1.0
+        fields["top_p_R"][:count] = [p.top_p for p in params]
+        fields["min_p_R"][:count] = [p.min_p for p in params]
         seeds = np.array([sample.seed for sample in samples], np.uint64)
-        fields["seed_B2"][:count, 0] = seeds >> np.uint64(32)
-        fields["seed_B2"][:count, 1] = seeds & np.uint64(0xFFFFFFFF)
-        fields["sample_index_B"][:count] = [sample.sample_index for sample in samples]
-        fields["drawn_position_B"][:count] = [sample.position for sample in samples]
+        fields["seed_R2"][:count, 0] = seeds >> np.uint64(32)
+        fields["seed_R2"][:count, 1] = seeds & np.uint64(0xFFFFFFFF)
+        fields["sample_index_R"][:count] = [sample.sample_index for sample in samples]
+        fields["drawn_position_R"][:count] = [sample.position for sample in samples]
         fields["flags"][Flags.RANDOM] = any(p.temperature > 0 for p in params)
         fields["flags"][Flags.LOGPROBS] = any(sample.num_logprobs is not None for sample in samples)
 
     def _fill_penalties(self, fields: dict[str, Any], samples: tuple[Sample, ...]) -> None:
         """Only of steps that penalise: the others do not look at them."""
         count = len(samples)
-        fields["repetition_penalty_B"][:] = 1.0
-        fields["repetition_penalty_B"][:count] = [sample.params.repetition_penalty for sample in samples]
-        fields["frequency_penalty_B"][:count] = [sample.params.frequency_penalty for sample in samples]
-        fields["presence_penalty_B"][:count] = [sample.params.presence_penalty for sample in samples]
-        fields["num_prompt_tokens_B"][:count] = [sample.num_prompt_tokens for sample in samples]
+        fields["repetition_penalty_R"][:] = 1.0
+        fields["repetition_penalty_R"][:count] = [sample.params.repetition_penalty for sample in samples]
+        fields["frequency_penalty_R"][:count] = [sample.params.frequency_penalty for sample in samples]
+        fields["presence_penalty_R"][:count] = [sample.params.presence_penalty for sample in samples]
+        fields["num_prompt_tokens_R"][:count] = [sample.num_prompt_tokens for sample in samples]
 
     def _check(self, fields: dict[str, Any]) -> None:
         for name, limit in (

@@ -169,9 +169,9 @@ def refused_settings(config: EngineConfig, form: Form) -> tuple[str, ...]:
 def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
     """Before compilation: logits with what draws or scores make of them, a dozen activations of the widest step, in float32, and the
     arrays that stand in for adjustments."""
-    num_rows = {bucket.num_rows for bucket in menu.buckets}
+    num_draws = {bucket.num_draws for bucket in menu.buckets}
     tokens = max(bucket.num_tokens for bucket in menu.buckets)
-    logits = max(9 * max(num_rows), 3 * min(tokens, SCORED_AT_ONCE)) * spec.vocab_size
-    shapes = [adjustment_shapes(rows, vocab_size=spec.vocab_size, context=context) for rows in num_rows]
+    logits = max(9 * max(num_draws), 3 * min(tokens, SCORED_AT_ONCE)) * spec.vocab_size
+    shapes = [adjustment_shapes(draws, vocab_size=spec.vocab_size, context=context) for draws in num_draws]
     neutral: int = sum(math.prod(array.shape) for each in shapes for array in each)
     return 4 * (logits + 24 * tokens * spec.model_width + neutral)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.plan import StepPlan
 from jaxpage.shapes import NOT_FINITE
+from jaxpage.speculation import Draft
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Engine:
         )
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
         self.new_strategy = self._new_strategy  # a replay has its own
+        self.propose: Callable[[], Mapping[int, Draft]] = dict  # drafts for the next step, by sequence id
         self._strategies: dict[int, Strategy] = {}  # by sequence id
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
@@ -129,7 +131,7 @@ class Engine:
     def step(self) -> list[SequenceGroup]:
         """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
         self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.propose())
         self._blocks_may_be_missing = plan is not None and bool(plan.swap_out or plan.swap_in or plan.copies)
         if plan is None:
             return []

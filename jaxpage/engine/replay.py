@@ -25,7 +25,6 @@ from jaxpage.engine.events import Record, Recorder
 from jaxpage.engine.log_header import compare_engines, header, logged_config, read_header
 from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
-from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
@@ -236,9 +235,9 @@ class _LoggedEnds(SamplingStrategy):
         super().__init__(group.request, NoText, grammar)
         self._ends = ends
 
-    def _advance(self, sequence_id: int, token_id: int, logprobs: TokenLogprobs | None) -> list[Edit]:
-        append, *own = super()._advance(sequence_id, token_id, logprobs)
-        end = self._ends.get(sequence_id)
+    def _advance(self, draw: Draw) -> list[Edit]:
+        append, *own = super()._advance(draw)
+        end = self._ends.get(draw.sequence_id)
         if end is None:
             return [append, *own]
         has_raised = end.reason == "error" and own != [

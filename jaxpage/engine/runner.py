@@ -37,10 +37,12 @@ class Runner:
         for pairs in batch.copies:
             self._pages = self.executables.copy(self._pages, pairs)
         step = self.executables.step(batch.bucket)
-        drawn, scored, self._pages = step(self._parameters, self._pages, batch.packed, batch.adjustments)
-        result = StepResult(*unpack_drawn(np.asarray(drawn), batch.num_draws))
+        output, self._pages = step(self._parameters, self._pages, batch.packed, batch.adjustments)
+        result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
         if batch.num_scored:
-            result = replace(result, scored=StepResult(*unpack_drawn(np.asarray(scored), batch.num_scored)))
+            result = replace(result, scored=StepResult(*unpack_drawn(np.asarray(output.scored), batch.num_scored)))
+        if batch.bucket.verifies:
+            result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
         self._under_way = False
         return result
 

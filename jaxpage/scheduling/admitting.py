@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jaxpage.memory import BlockManager
 from jaxpage.memory.sliding import most_blocks
 from jaxpage.request import Sequence, SequenceGroup
-from jaxpage.scheduling.draft import Draft
+from jaxpage.scheduling.open_plan import OpenPlan
 
 
 class Hit(NamedTuple):
@@ -97,7 +97,7 @@ def blocks_to_admit(hits: list[Hit], manager: BlockManager, max_tokens: int) -> 
 
 
 def admit_with_hits(
-    group: SequenceGroup, hits: list[Hit], manager: BlockManager, draft: Draft, max_tokens: int, counts: PrefixCounts
+    group: SequenceGroup, hits: list[Hit], manager: BlockManager, step: OpenPlan, max_tokens: int, counts: PrefixCounts
 ) -> None:
     """Begins the block tables of the group."""
     for sequence, blocks, num_tokens in hits:  # all of them before any reserves, which may evict cached blocks
@@ -105,7 +105,7 @@ def admit_with_hits(
         sequence.num_computed_tokens = num_tokens
     for hit in hits:
         stop = admitted_until(hit, manager, max_tokens)
-        draft.add_copies(manager.reserve(hit.sequence.sequence_id, hit.num_tokens, stop), manager)
+        step.add_copies(manager.reserve(hit.sequence.sequence_id, hit.num_tokens, stop), manager)
     counts.note(group, hits, may_hit=manager.prefix_index is not None or bool(manager.pins))
 
 
@@ -118,11 +118,11 @@ def blocks_to_swap_in(group: SequenceGroup, manager: BlockManager, max_tokens: i
     return manager.num_swap_in_blocks(_spans(group, manager, max_tokens))
 
 
-def admit_swapped(group: SequenceGroup, manager: BlockManager, draft: Draft, max_tokens: int) -> None:
+def admit_swapped(group: SequenceGroup, manager: BlockManager, step: OpenPlan, max_tokens: int) -> None:
     """Takes the block tables of the group back from host memory."""
-    draft.swap_in += manager.swap_in([sequence.sequence_id for sequence in group.unfinished])
+    step.swap_in += manager.swap_in([sequence.sequence_id for sequence in group.unfinished])
     for span in _spans(group, manager, max_tokens):
-        draft.add_copies(manager.reserve(*span), manager)
+        step.add_copies(manager.reserve(*span), manager)
 
 
 def _spans(group: SequenceGroup, manager: BlockManager, max_tokens: int) -> list[tuple[int, int, int]]:

@@ -14,25 +14,27 @@ from jaxpage.sampling_params import SamplingParams
 class Row(NamedTuple):
     """The part of one sequence in a step: `token_ids` are computed at positions `start`, `start + 1`, ...
 
-    `block_table` covers every position up to the last of them; `start` tokens are already in it.
+    `block_table` covers every position up to the last of them; `start` tokens are already in it. A row with drafts is one known token and
+    a tree of what may follow it, each draft behind its parent; a token stands at the position that its depth in the tree gives it.
     """
 
     sequence_id: int
     start: int
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
+    parents: tuple[int, ...] = ()  # the row's last tokens are drafts: which of the row's tokens each of them follows
     scored: tuple[int, ...] = ()  # tokens of the prompt whose log probabilities are wanted, one behind the other
     first_scored: int = 0  # which of the row's tokens stands before the first of them
     num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
 
     @property
     def context_length(self) -> int:
-        """Positions that the last query token sees, itself included."""
+        """Slots that are filled when the row is computed."""
         return self.start + len(self.token_ids)
 
 
 class Sample(NamedTuple):
-    """One draw of a step: from the logits of query token `offset` of row `row`.
+    """One draw of a step: from the logits of query token `offset` of row `row`. A row with drafts has a draw behind each of its tokens.
 
     Where `sequence_id` is not that of the row, the draw begins a new sequence, forked off the row's as it was before its own draw: the
     draws of a row stand one after the other, its own last.
@@ -52,6 +54,7 @@ class Sample(NamedTuple):
     num_logprobs: int | None = None  # likeliest candidates wanted beside the drawn token; None: not even its own
     history: tuple[int, ...] = ()  # the known tokens, prompt first, where a penalty counts them
     num_prompt_tokens: int = 0  # of the history
+    drafts: tuple[int, ...] = ()  # what stands between the known tokens and the draw, where a grammar asks
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class StepPlan:
     preempted: tuple[str, ...] = ()  # ids of the requests that gave up their blocks for this step
 
     @property
+    def verifies(self) -> bool:
+        """Whether any row has drafts."""
+        return any([row.parents for row in self.rows])
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
@@ -87,4 +95,7 @@ class StepResult:
     ranks: npt.NDArray[np.int32]  # [B] of the drawn token, 1 = likeliest; 0 where no sample of the step asks
     top_token_ids: npt.NDArray[np.int32]  # [B, W]
     top_logprobs: npt.NDArray[np.float32]  # [B, W]
+    paths: npt.NDArray[np.int32] | None = (
+        None  # [B, Q] of rows with drafts: the draws that count, in order; -1 behind the last
+    )
     scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored

@@ -22,11 +22,16 @@ class StepLimits:
     max_tokens: int  # query tokens of a step with longer rows
     max_chunk_rows: int  # rows of such a step
     mixed: bool  # whether decoding rows join a step with longer rows; if not, the two kinds alternate
+    verified: tuple[tuple[int, int], ...] = ()  # of steps with drafts: (rows, query tokens of a row) that a shape holds
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_tokens", "max_chunk_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def most_drafts(self, num_rows: int) -> int:
+        """How many drafts a row may have in a step of so many rows, all of which decode."""
+        return max((length - 1 for rows, length in self.verified if rows >= num_rows), default=0)
 
     def holds_chunks_beside(self, num_decoding: int) -> bool:
         """Whether a step with this many decoding rows has room for a longer row."""

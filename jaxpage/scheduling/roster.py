@@ -8,7 +8,7 @@ from jaxpage.memory.sliding import most_blocks
 from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling import admitting
 from jaxpage.scheduling.admitting import PrefixCounts
-from jaxpage.scheduling.draft import Draft
+from jaxpage.scheduling.open_plan import OpenPlan
 from jaxpage.scheduling.policy import Preemption, StepLimits, spare_blocks
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
 
@@ -152,7 +152,7 @@ class Roster:
         self._forget(group)
         return group
 
-    def _admit(self, group: SequenceGroup, draft: Draft) -> bool:
+    def _admit(self, group: SequenceGroup, step: OpenPlan) -> bool:
         """Moves a waiting group to the running ones if there is room for all that is known of it."""
         manager, width, max_tokens = self.block_manager, group.request.num_sequences, self.limits.max_tokens
         resumes = group.num_preemptions > 0
@@ -165,14 +165,14 @@ class Roster:
         if admitting.is_swapped(group, manager):
             if admitting.blocks_to_swap_in(group, manager, max_tokens) > num_free:
                 return False
-            admitting.admit_swapped(group, manager, draft, max_tokens)
+            admitting.admit_swapped(group, manager, step, max_tokens)
         else:
             beginnings = admitting.beginnings(group, manager)
             fitting = (hits for hits in beginnings if admitting.blocks_to_admit(hits, manager, max_tokens) <= num_free)
             if (hits := next(fitting, None)) is None:
                 return False
-            admitting.admit_with_hits(group, hits, manager, draft, max_tokens, self.prefix_counts)
-        draft.num_admitted += 1
+            admitting.admit_with_hits(group, hits, manager, step, max_tokens, self.prefix_counts)
+        step.num_admitted += 1
         self._queue.remove(group)
         if not resumes:
             self._num_admissions += 1
@@ -189,11 +189,11 @@ class Roster:
         if last is not None and self._queue.rank(group) < self._queue.rank(last):
             self._running = dict(sorted(self._running.items(), key=lambda item: self._queue.rank(item[1])))
 
-    def _preempt_last(self, draft: Draft | None) -> SequenceGroup:
-        """The running group of the highest rank gives its blocks up and goes back to the queue. Without a draft nothing is swapped."""
+    def _preempt_last(self, step: OpenPlan | None) -> SequenceGroup:
+        """The running group of the highest rank gives its blocks up and goes back to the queue. Outside of a step nothing is swapped."""
         request_id, group = self._running.popitem()
         self._num_seats -= group.request.num_sequences
-        if draft is not None and self._swap_out(group, draft):
+        if step is not None and self._swap_out(group, step):
             self.num_preemptions["swap"] += 1
         else:
             self._give_blocks_back(group)
@@ -201,11 +201,11 @@ class Roster:
         self._queue.put_back(group)
         self._gave_way.add(request_id)
         group.num_preemptions += 1
-        if draft is not None:
-            draft.preempted.append(request_id)
+        if step is not None:
+            step.preempted.append(request_id)
         return group
 
-    def _swap_out(self, group: SequenceGroup, draft: Draft) -> bool:
+    def _swap_out(self, group: SequenceGroup, step: OpenPlan) -> bool:
         """Moves what is computed of a group to host memory, if the mode wants it and there is room."""
         manager, sequences = self.block_manager, group.unfinished
         if not self.preemption.swaps(len(sequences)) or not any(s.num_computed_tokens for s in sequences):
@@ -216,7 +216,7 @@ class Roster:
         sequence_ids = [sequence.sequence_id for sequence in sequences]
         if not manager.can_swap_out(sequence_ids):
             return False
-        draft.swap_out += manager.swap_out(sequence_ids)
+        step.swap_out += manager.swap_out(sequence_ids)
         return True
 
     def preempt_all(self) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from jaxpage.decoding.edits import Append, Edit, Score
 from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling.admitting import held_until
 from jaxpage.scheduling.committing import apply_edit
-from jaxpage.scheduling.draft import Draft
+from jaxpage.scheduling.open_plan import OpenPlan
 from jaxpage.scheduling.plan import StepPlan
 from jaxpage.scheduling.roster import Roster
+from jaxpage.speculation import Draft
 
+NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
 Members = tuple[SequenceGroup, list[Sequence]]  # a group and those of its sequences that are not finished
 
 
@@ -32,31 +35,37 @@ class Scheduler(Roster):
     _last_was_chunk = False  # where the two kinds of steps alternate: whose turn it is
     _num_steps = 0  # that were planned
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts."""
-        draft = Draft()
+    def plan(self, drafts: Mapping[int, Draft] = NO_DRAFTS) -> StepPlan | None:
+        """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts.
+
+        drafts: by sequence id, what may follow. They are suggestions: as many are verified as fit in a step in which everybody decodes,
+        and in the blocks that are free.
+        """
+        step = OpenPlan()
         decoding, computing = self._divide()
         num_decoding = sum(len(sequences) + len(group.children_due) for group, sequences in decoding)
         if self.limits.holds_chunks_beside(num_decoding):
-            self._plan_decoding(draft, decoding)
-            self._plan_chunks(draft, computing)
+            self._plan_decoding(step, decoding)
+            self._plan_chunks(step, computing)
         elif self._last_was_chunk:
-            self._plan_decoding(draft, decoding)
+            self._plan_decoding(step, decoding)
             self._last_was_chunk = False
-        if not draft.work:
-            self._plan_chunks(draft, computing)
-            self._last_was_chunk = bool(draft.work) or draft.num_admitted > 0
-        if not draft.work:
+        if not step.work:
+            self._plan_chunks(step, computing)
+            self._last_was_chunk = bool(step.work) or step.num_admitted > 0
+        if not step.work:
             decoding, _ = self._divide()  # once more: who was just admitted with one token per sequence decodes
-            self._plan_decoding(draft, decoding)
-        while not draft.work and len(self._running) > 1 and not draft.num_admitted:
-            self._preempt_last(draft)  # nobody's chunk has room: see _reserve_chunk
-            self._plan_chunks(draft, computing)
-        if not draft.work:
+            self._plan_decoding(step, decoding)
+        while not step.work and len(self._running) > 1 and not step.num_admitted:
+            self._preempt_last(step)  # nobody's chunk has room: see _reserve_chunk
+            self._plan_chunks(step, computing)
+        if not step.work:
             assert not self._groups, "there are unfinished groups, and none can run"
             return None
+        if drafts:
+            self._plan_drafts(step, drafts)
         self._num_steps += 1
-        return draft.freeze(self._num_steps, self.block_manager)
+        return step.freeze(self._num_steps, self.block_manager)
 
     def _divide(self) -> tuple[list[Members], list[Members]]:
         """The running groups with their unfinished sequences: those that decode, and those with more to compute."""
@@ -67,16 +76,35 @@ class Scheduler(Roster):
             (decoding if decodes(sequences) else computing).append((group, sequences))
         return decoding, computing
 
-    def _plan_decoding(self, draft: Draft, decoding: list[Members]) -> None:
+    def _plan_decoding(self, step: OpenPlan, decoding: list[Members]) -> None:
         """One token for every sequence that decodes, the lowest rank first; the highest gives way when blocks run out."""
         for group, sequences in decoding:
-            if draft.preempted and group.request.request_id not in self._running:
+            if step.preempted and group.request.request_id not in self._running:
                 return  # gave way, and with it all of higher rank
-            if self._make_room(group, sequences, draft):
+            if self._make_room(group, sequences, step):
                 for sequence in sequences:
-                    draft.compute(group, sequence, 1)
+                    step.compute(group, sequence, 1)
 
-    def _make_room(self, group: SequenceGroup, sequences: list[Sequence], draft: Draft) -> bool:
+    def _plan_drafts(self, step: OpenPlan, drafts: Mapping[int, Draft]) -> None:
+        """Adds drafts to a step of single tokens, the lowest rank first. Nobody gives way for them, and nobody waits: they come last."""
+        if any(num_tokens > 1 or group.children_due for group, _, num_tokens in step.work):
+            return
+        most, manager = self.limits.most_drafts(len(step.work)), self.block_manager
+        for group, sequence, _ in step.work:
+            draft = drafts.get(sequence.sequence_id)
+            if draft is None or sequence.num_pending_tokens != 1:
+                continue
+            start = sequence.num_known_tokens
+            num_drafts = min(len(draft.token_ids), most, group.request.max_total_tokens - start - 1)
+            while num_drafts > 0:
+                span = (sequence.sequence_id, start, start + num_drafts)
+                if manager.num_new_blocks(*span) <= manager.pool.num_free:
+                    step.add_copies(manager.reserve(*span), manager)
+                    step.drafts[sequence.sequence_id] = draft.cut(num_drafts)
+                    break
+                num_drafts -= 1
+
+    def _make_room(self, group: SequenceGroup, sequences: list[Sequence], step: OpenPlan) -> bool:
         """Reserves a token for each sequence of the group. False: there is no room in this step, or the group itself gave way.
 
         A step admits or preempts, never both: the blocks of who was just admitted are filled in this very step.
@@ -89,53 +117,53 @@ class Scheduler(Roster):
             return True  # as fifteen times in sixteen
         spans = [(s.sequence_id, s.num_computed_tokens, s.num_computed_tokens + 1) for s in sequences]
         while (num_new := manager.num_new_blocks_together(spans)) > manager.pool.num_free:
-            if draft.num_admitted or self._preempt_last(draft) is group:
+            if step.num_admitted or self._preempt_last(step) is group:
                 return False
         if num_new:
             for span in spans:
-                draft.add_copies(manager.reserve(*span), manager)
+                step.add_copies(manager.reserve(*span), manager)
         return True
 
-    def _plan_chunks(self, draft: Draft, computing: list[Members]) -> None:
+    def _plan_chunks(self, step: OpenPlan, computing: list[Members]) -> None:
         """Tokens for the running groups that do not decode yet, then for those that can be admitted, up to the step's limits.
 
         Who comes first takes all it can. Only who found all but the last token in place decodes before an older group does.
         """
         for group, sequences in computing:
-            if not draft.preempted or group.request.request_id in self._running:
-                self._add_chunks(draft, group, sequences)
+            if not step.preempted or group.request.request_id in self._running:
+                self._add_chunks(step, group, sequences)
         has_decoding = False
-        while not draft.preempted and self._has_room(draft):
+        while not step.preempted and self._has_room(step):
             newcomer = self._queue.first()
-            if newcomer is None or not self._admit(newcomer, draft):
+            if newcomer is None or not self._admit(newcomer, step):
                 return
             sequences = newcomer.unfinished
             if decodes(sequences) and (sequences[0].num_computed_tokens or newcomer.children_due):
                 has_decoding = True  # all but the last token was in place
-            elif has_decoding and not draft.work:
+            elif has_decoding and not step.work:
                 return  # who is older decodes first; the newcomer's turn comes next
             else:
-                self._add_chunks(draft, newcomer, sequences)
+                self._add_chunks(step, newcomer, sequences)
 
-    def _has_room(self, draft: Draft) -> bool:
-        return draft.num_tokens < self.limits.max_tokens and draft.num_rows < self.limits.max_chunk_rows
+    def _has_room(self, step: OpenPlan) -> bool:
+        return step.num_tokens < self.limits.max_tokens and step.num_rows < self.limits.max_chunk_rows
 
-    def _add_chunks(self, draft: Draft, group: SequenceGroup, sequences: list[Sequence]) -> None:
+    def _add_chunks(self, step: OpenPlan, group: SequenceGroup, sequences: list[Sequence]) -> None:
         # Sequences of one group draw in the same step or not at all: the last token waits until each has one left. Where the first
         # draws are several it waits too: a step of single tokens has as many rows, and draws, as there are seats.
         num_kept = 1 if len(sequences) > 1 or group.children_due else 0
         for sequence in sequences:
-            num_tokens = min(sequence.num_pending_tokens - num_kept, self.limits.max_tokens - draft.num_tokens)
-            if num_tokens > 0 and self._has_room(draft) and self._reserve_chunk(draft, sequence, num_tokens):
-                draft.compute(group, sequence, num_tokens)
+            num_tokens = min(sequence.num_pending_tokens - num_kept, self.limits.max_tokens - step.num_tokens)
+            if num_tokens > 0 and self._has_room(step) and self._reserve_chunk(step, sequence, num_tokens):
+                step.compute(group, sequence, num_tokens)
 
-    def _reserve_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> bool:
+    def _reserve_chunk(self, step: OpenPlan, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for a chunk: they are there since the admission, unless a window slides over what others share by now."""
         manager, sequence_id, start = self.block_manager, sequence.sequence_id, sequence.num_computed_tokens
         manager.slide(sequence_id, start)
         for stop in (held_until(sequence, start, manager, self.limits.max_tokens), start + num_tokens):
             if manager.num_new_blocks(sequence_id, start, stop) <= manager.pool.num_free:
-                draft.add_copies(manager.reserve(sequence_id, start, stop), manager)
+                step.add_copies(manager.reserve(sequence_id, start, stop), manager)
                 return True
         return False
 
@@ -148,11 +176,12 @@ class Scheduler(Roster):
             The groups that an edit touched, in the order of their first one. Scores alone are no news: a draw always follows.
         """
         block_size = self.block_manager.block_size
-        for sequence_id, start, token_ids, *_ in plan.rows:
-            if sequence_id in self._sequences:
-                group, sequence = self._sequences[sequence_id]
+        for row in plan.rows:
+            if row.sequence_id in self._sequences:
+                group, sequence = self._sequences[row.sequence_id]
+                start = row.start
                 assert sequence.num_computed_tokens == start, f"step {plan.step_id} is committed out of turn"
-                sequence.num_computed_tokens = stop = start + len(token_ids)
+                sequence.num_computed_tokens = stop = start + len(row.token_ids) - len(row.parents)
                 if stop // block_size > start // block_size:
                     self._cache(group, sequence)
         touched: dict[str, SequenceGroup] = {}
@@ -162,10 +191,23 @@ class Scheduler(Roster):
                 touched[changed.request.request_id] = changed
                 if type(edit) is Append:
                     self._queue.served(changed, 1)
+                    if edit.drafted:
+                        self._computed_ahead(changed, edit.sequence_id)
+        for row in plan.rows:
+            if row.parents and row.sequence_id in self.block_manager.sequence_ids:
+                _, sequence = self._sequences[row.sequence_id]
+                self.block_manager.trim(row.sequence_id, sequence.num_computed_tokens)  # what wrong drafts had
         for group in touched.values():
             if group.finished:
                 self._forget(group)
         return list(touched.values())
+
+    def _computed_ahead(self, group: SequenceGroup, sequence_id: int) -> None:
+        """A draft became a token of its sequence: it is computed already."""
+        _, sequence = self._sequences[sequence_id]
+        sequence.num_computed_tokens += 1
+        if sequence.num_computed_tokens % self.block_manager.block_size == 0:
+            self._cache(group, sequence)
 
     def _cache(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Another block of the sequence is full and computed: from now on others find it."""

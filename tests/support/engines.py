@@ -18,7 +18,7 @@ from jaxpage.engine.engine import Engine
 from jaxpage.outputs import CompletionOutput
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling import scheduler as planning
-from jaxpage.scheduling.draft import Draft
+from jaxpage.scheduling.open_plan import OpenPlan
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,14 +58,14 @@ def invariants(llm: LLM) -> None:
 def give_way(scheduler: Scheduler) -> None:
     """Makes the newest running group give way at the beginning of the next step, whatever there is room for."""
 
-    class Forced(Draft):
+    class Forced(OpenPlan):
         def __init__(self) -> None:
             super().__init__()
-            planning.Draft = Draft  # type: ignore[misc]
+            planning.OpenPlan = OpenPlan  # type: ignore[misc]
             if scheduler.num_running > 1:
                 scheduler._preempt_last(self)
 
-    planning.Draft = Forced  # type: ignore[misc]
+    planning.OpenPlan = Forced  # type: ignore[misc]
 
 
 def run_giving_way(engine: Engine, step: int) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from jaxpage.memory import BlockManager
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.speculation import Draft
 
 
-class Draft:
+class OpenPlan:
     """Collects work, memory commands and preemptions until they are frozen into a plan."""
 
     def __init__(self) -> None:
@@ -21,6 +22,7 @@ class Draft:
         self.copies: list[tuple[int, int]] = []
         self.preempted: list[str] = []
         self.num_admitted = 0  # groups
+        self.drafts: dict[int, Draft] = {}  # by sequence id, of sequences that compute one token
 
     def compute(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
         self.work.append((group, sequence, num_tokens))
@@ -57,6 +59,11 @@ class Draft:
                 samples.append(sample)
             token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
             row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
+            if draft := self.drafts.get(sequence_id):
+                row = row._replace(
+                    token_ids=token_ids + draft.token_ids, parents=tuple(parent + 1 for parent in draft.parents)
+                )
+                samples += drafted_samples(samples[-1], draft, sequence, group.request)
             decodes = draws and num_tokens == 1  # as most rows do: no token of the prompt stands behind it
             rows.append(row if decodes else _scoring(row, group))
         return StepPlan(
@@ -96,12 +103,28 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
         len(known),
         num_logprobs=request.num_logprobs,
     )
-    if not request.adjusts:  # as most
-        return sample
+    return _adjusted(sample, request, known) if request.adjusts else sample  # most are not
+
+
+def drafted_samples(sample: Sample, draft: Draft, sequence: Sequence, request: Request) -> list[Sample]:
+    """The draws behind each draft, as if the drafts before it were known. `sample`: the draw from the last known token."""
+    samples = [
+        sample._replace(offset=1 + index, position=sample.position + depth) for index, depth in enumerate(draft.depths)
+    ]
+    if not request.adjusts:
+        return samples
+    paths = [draft.path(index) for index in range(len(samples))]
+    return [
+        _adjusted(sample._replace(drafts=path), request, [*sequence.token_ids, *path])
+        for sample, path in zip(samples, paths, strict=True)
+    ]
+
+
+def _adjusted(sample: Sample, request: Request, known: list[int]) -> Sample:
     return sample._replace(
         suppressed_token_ids=suppressed_token_ids(request, known),
-        history=tuple(known) if params.penalises else (),
-        num_prompt_tokens=sequence.num_prompt_tokens,
+        history=tuple(known) if request.params.penalises else (),
+        num_prompt_tokens=len(request.prompt_token_ids),
     )
 
 
