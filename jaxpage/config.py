@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from jaxpage.argument_checks import shown
 from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.speculative_config import SpeculativeConfig
 
 Problem = tuple[str, str]  # (setting, what is wrong with it)
 
@@ -78,7 +79,7 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = True  # requests share the KV blocks of what was computed before
     attention_backend: Literal["auto", "reference", "scan", "triton", "mosaic", "cpu"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # of the seeds that requests without one are given
-    speculative_config: dict[str, Any] | None = None
+    speculative_config: SpeculativeConfig | None = None  # how what follows is drafted; None: it is not
     tensor_parallel_size: _Count = 1
     event_log: _Name | None = None  # new file of everything that a replay needs, prompts included
 
@@ -114,7 +115,7 @@ def unknown_setting(name: str) -> Problem:
 
 def _explain(error: ValidationError) -> Iterable[Problem]:
     for item in error.errors(include_url=False, include_context=False):
-        name = str(item["loc"][0])
+        name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             yield unknown_setting(name)
         else:
@@ -147,6 +148,8 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
             "new_requests_wait_until",
             "cannot be 'completed' while scheduling_policy is 'priority': the urgent go first",
         )
+    if config.speculative_config is not None:
+        yield from (("speculative_config", text) for text in config.speculative_config.problems())
     if config.max_num_batched_tokens is not None:
         for name in ("max_num_seqs", "block_size"):
             if config.max_num_batched_tokens < getattr(config, name):
@@ -159,12 +162,13 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
 _REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # setting: (the values that are honoured, why the others are not)
     "attention_backend": (("auto", "reference", "scan", "triton", "mosaic"), "this version has no such kernel"),
-    "speculative_config": ((None,), "this version does not speculate"),
     "tensor_parallel_size": ((1,), "this version runs on one device"),
 }
 
 
 def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
+    if config.speculative_config is not None:
+        yield from (("speculative_config", text) for text in config.speculative_config.refused())
     for name, (honoured, reason) in _REASONS.items():
         value = getattr(config, name)
         if value not in honoured:

@@ -122,8 +122,8 @@ class BatchBuilder:
             for parent in row.parents:
                 depths.append(depths[parent] + 1)
             stop = first + len(depths)
-            fields["parents_T"][first + 1 : stop] = np.add(first, row.parents, dtype=np.int32)
-            fields["positions_T"][first:stop] = np.add(row.start, depths)
+            fields["parents_T"][first + 1 : stop] = [first + parent for parent in row.parents]
+            fields["positions_T"][first:stop] = [row.start + depth for depth in depths]
 
     def _fill_scored(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         starts = fields["query_start"].tolist()

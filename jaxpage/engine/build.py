@@ -45,6 +45,10 @@ from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
+from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.ngram import NGramProposer
+from jaxpage.speculation.speculation import Speculation
+from jaxpage.speculative_config import SpeculativeConfig
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -97,8 +101,9 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
+    scheduler = _scheduler(config, place, menu, memory, files.spec.kv)
     engine = Engine(
-        scheduler=_scheduler(config, place, menu, memory, files.spec.kv),
+        scheduler=scheduler,
         builder=BatchBuilder(
             menu,
             table_width=table_width,
@@ -117,6 +122,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
+        speculation=_speculation(config.speculative_config, scheduler.limits),
     )
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
     if config.event_log is not None:
@@ -168,12 +174,21 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
+def _speculation(config: SpeculativeConfig | None, limits: StepLimits) -> Speculation | None:
+    if config is None:
+        return None
+    choices = tuple(sorted({length - 1 for _, length in limits.verified}))
+    controller = Controller(choices) if config.num_speculative_tokens == "auto" else None
+    return Speculation(NGramProposer(config.prompt_lookup_min, config.prompt_lookup_max), limits, controller)
+
+
 def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
     limits = StepLimits(
         max_rows=config.max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,
         max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
         mixed=mixes(config, place),
+        verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
     )
     manager = BlockManager(
         BlockPool(memory.num_blocks),

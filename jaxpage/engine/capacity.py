@@ -26,6 +26,7 @@ from jaxpage.models.base import KVSpec, ModelSpec
 
 BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
+AUTO_DRAFTS = (1, 3, 7)  # with the token before them powers of two
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,25 @@ def mixes(config: EngineConfig, place: Place) -> bool:
 
 def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = None) -> BucketMenu:
     """The shapes of an engine's steps; with its memory, also those in which blocks move to the host and back."""
-    menu = make_menu(config.max_num_seqs, max_num_batched_tokens(config, place), mixed=mixes(config, place))
+    most = max_num_batched_tokens(config, place)
+    menu = make_menu(
+        config.max_num_seqs,
+        most,
+        mixed=mixes(config, place),
+        num_drafts=draft_lengths(config),
+        max_verified_tokens=most,
+    )
     if memory is not None and memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     return menu
+
+
+def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
+    """How many drafts a sequence may have in a step: the one number that is asked for, or a few to choose from."""
+    if config.speculative_config is None:
+        return ()
+    wanted = config.speculative_config.num_speculative_tokens
+    return AUTO_DRAFTS if wanted == "auto" else (wanted,)
 
 
 def max_num_batched_tokens(config: EngineConfig, place: Place) -> int:

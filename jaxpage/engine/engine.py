@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
@@ -23,8 +23,10 @@ from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.plan import StepPlan
+from jaxpage.scheduling.scheduler import NO_DRAFTS
 from jaxpage.shapes import NOT_FINITE
-from jaxpage.speculation import Draft
+from jaxpage.speculation.proposal import Draft
+from jaxpage.speculation.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         seed: int,
+        speculation: Speculation | None = None,
     ):
         self.scheduler = scheduler
         self.builder = builder
@@ -59,7 +62,8 @@ class Engine:
         )
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
         self.new_strategy = self._new_strategy  # a replay has its own
-        self.propose: Callable[[], Mapping[int, Draft]] = dict  # drafts for the next step, by sequence id
+        self.speculation = speculation
+        self.propose = speculation.propose if speculation else _nothing  # a replay has its own
         self._strategies: dict[int, Strategy] = {}  # by sequence id
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
@@ -131,7 +135,7 @@ class Engine:
     def step(self) -> list[SequenceGroup]:
         """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
         self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
-        plan = self.scheduler.plan(self.propose())
+        plan = self.scheduler.plan(self.propose(self.scheduler.running))
         self._blocks_may_be_missing = plan is not None and bool(plan.swap_out or plan.swap_in or plan.copies)
         if plan is None:
             return []
@@ -194,7 +198,9 @@ class Engine:
 
     def _commit(self, plan: StepPlan, edits: list[Edit]) -> list[SequenceGroup]:
         groups = self.scheduler.commit(plan, edits)
-        self.metrics.committed(plan, edits, groups, self._groups)
+        seconds = self.metrics.committed(plan, edits, groups, self._groups)
+        if self.speculation is not None:
+            self.speculation.verified(plan, edits, seconds)
         self._forget_finished(groups)
         return groups
 
@@ -228,6 +234,8 @@ class Engine:
 
     def _forget(self, group: SequenceGroup) -> None:
         self.metrics.ended(group)
+        if self.speculation is not None:
+            self.speculation.forget(group.sequence_ids)
         for sequence_id in group.sequence_ids:
             self._strategies.pop(sequence_id, None)
             self._groups.pop(sequence_id, None)
@@ -243,6 +251,11 @@ class Engine:
             return NoText()
         skip = request.params.skip_special_tokens
         return StreamDetokenizer(self.tokenizer, request.prompt_token_ids, skip_special_tokens=skip)
+
+
+def _nothing(groups: Iterable[SequenceGroup]) -> Mapping[int, Draft]:
+    """The drafts of an engine that does not speculate."""
+    return NO_DRAFTS
 
 
 def _speller(tokenizer: Any) -> Callable[[tuple[str, ...]], Words]:
