@@ -40,6 +40,7 @@ from jaxpage.engine.event_log import EventLog, check_new
 from jaxpage.engine.log_header import header
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
+from jaxpage.engine.shape_costs import measure_shapes
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
@@ -102,6 +103,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
     scheduler = _scheduler(config, place, menu, memory, files.spec.kv)
+    controller = _controller(config.speculative_config, scheduler.limits)
     engine = Engine(
         scheduler=scheduler,
         builder=BatchBuilder(
@@ -122,8 +124,10 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=_speculation(config.speculative_config, scheduler.limits),
+        speculation=_speculation(config.speculative_config, scheduler.limits, controller),
     )
+    if controller is not None:
+        measure_shapes(engine.builder, engine.runner, controller.costs)
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
     if config.event_log is not None:
         engine.events = EventLog(config.event_log, header(config, engine, memory))
@@ -174,11 +178,15 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
-def _speculation(config: SpeculativeConfig | None, limits: StepLimits) -> Speculation | None:
+def _controller(config: SpeculativeConfig | None, limits: StepLimits) -> Controller | None:
+    return Controller(limits) if config is not None and config.num_speculative_tokens == "auto" else None
+
+
+def _speculation(
+    config: SpeculativeConfig | None, limits: StepLimits, controller: Controller | None
+) -> Speculation | None:
     if config is None:
         return None
-    choices = tuple(sorted({length - 1 for _, length in limits.verified}))
-    controller = Controller(choices) if config.num_speculative_tokens == "auto" else None
     return Speculation(NGramProposer(config.prompt_lookup_min, config.prompt_lookup_max), limits, controller)
 
 
@@ -188,7 +196,9 @@ def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: Mem
         max_tokens=menu.chunk[-1].num_tokens,
         max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
         mixed=mixes(config, place),
-        verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
+        decoded=tuple(bucket.num_rows for bucket in menu.decode),
+        verified=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
+        max_drafts=max((bucket.max_query_len - 1 for bucket in menu.verify), default=0),
     )
     manager = BlockManager(
         BlockPool(memory.num_blocks),

@@ -46,8 +46,8 @@ class EngineMetrics:
 
     def committed(
         self, plan: StepPlan, edits: list[Edit], groups: list[SequenceGroup], group_of: dict[int, SequenceGroup]
-    ) -> float:
-        """Books a step that happened, and returns its seconds; one that failed has computed nothing."""
+    ) -> None:
+        """Books a step that happened; one that failed has computed nothing."""
         now = time.monotonic()
         self.engine_steps_total += 1
         self.memory.end(now - self._step_began)
@@ -61,7 +61,6 @@ class EngineMetrics:
             metrics.num_preemptions = group.num_preemptions
             if metrics.first_token_time is None and any(s.num_output_tokens for s in group.sequences):
                 metrics.first_token_time = now
-        return now - self._step_began
 
     def ended(self, group: SequenceGroup) -> None:
         if metrics := self.requests.pop(group.request.request_id, None):

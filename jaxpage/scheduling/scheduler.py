@@ -89,18 +89,20 @@ class Scheduler(Roster):
         """Adds drafts to a step of single tokens, the lowest rank first. Nobody gives way for them, and nobody waits: they come last."""
         if any(num_tokens > 1 or group.children_due for group, _, num_tokens in step.work):
             return
-        most, manager = self.limits.most_drafts(len(step.work)), self.block_manager
+        num_left, manager = self.limits.draft_budget(len(step.work)), self.block_manager
         for group, sequence, _ in step.work:
             draft = drafts.get(sequence.sequence_id)
             if draft is None or sequence.num_pending_tokens != 1:
                 continue
             start = sequence.num_known_tokens
-            num_drafts = min(len(draft.token_ids), most, group.request.max_total_tokens - start - 1)
+            most = min(num_left, self.limits.max_drafts, group.request.max_total_tokens - start - 1)
+            num_drafts = min(len(draft.token_ids), most)
             while num_drafts > 0:
                 span = (sequence.sequence_id, start, start + num_drafts)
                 if manager.num_new_blocks(*span) <= manager.pool.num_free:
                     step.add_copies(manager.reserve(*span), manager)
                     step.drafts[sequence.sequence_id] = draft.cut(num_drafts)
+                    num_left -= num_drafts
                     break
                 num_drafts -= 1
 
