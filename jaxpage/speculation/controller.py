@@ -18,7 +18,7 @@ SHARE = 0.01  # of the time that may be lost by looking elsewhere
 CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
 LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
-GAIN = 1.03  # how much more drafting has to promise before it begins
+BEGINS, ENDS = 1.02, 0.98  # how much better drafting promises to be than not to draft, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
 LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
@@ -84,7 +84,7 @@ class Controller:
         if may_look and (look := self._elsewhere(goodput | {shapes[0]: num_rows / plain}, chosen, num_rows)):
             self._look = chosen = look
             nodes = sorted(nodes, key=lambda node: (node.depth, -node.rank))
-        self._asked = self._fill(nodes, chosen[1] - num_rows)
+        self._asked = self._fill(nodes, _room(chosen, num_rows))
         return self._asked
 
     def cut(self, num_rows: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
@@ -98,14 +98,14 @@ class Controller:
             nodes += _nodes(sequence_id, draft.parents, rates[1:], 1.0)
         if self._look is not None:
             nodes.sort(key=lambda node: (node.depth, -node.rank))
-            return self._fill(nodes, self._look[1] - num_rows)
+            return self._fill(nodes, _room(self._look, num_rows))
         nodes = _in_order(nodes)
         gains = [0.0]
         for node in nodes:
             gains.append(gains[-1] + node.chance)
         best, most = 0, 0.0
         for shape in self._shapes(num_rows):
-            count = min(shape[1] - num_rows, len(nodes))
+            count = min(_room(shape, num_rows), len(nodes))
             goodput = (num_rows + gains[count]) / self.costs.of(shape)
             if goodput > most:
                 best, most = count, goodput
@@ -124,7 +124,7 @@ class Controller:
             self._asking[shape[0]] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
         if self._look is not None:
             lost = min(seconds, MOST_SURPRISING * self.costs.of(shape)) + asking - num_tokens / self._best
-            self._paid = lost < 0.0
+            self._paid = lost < 0.0 and num_tokens > num_rows and not self._drafts
             self._credit -= lost
         self._credit = min(self._credit + SHARE * seconds, CREDIT_STEPS * seconds)
 
@@ -145,9 +145,9 @@ class Controller:
 
     def _decide(self, ratio: float) -> None:
         """ratio: how much better drafting promises to be. It ends at once, so that a mistake costs little, and begins with more care."""
-        if self._drafts and ratio < 1.0:
+        if self._drafts and ratio < ENDS:
             self._drafts, self._since = False, 0
-        elif not self._drafts and ratio > GAIN and self._since >= DWELL:
+        elif not self._drafts and ratio > BEGINS and self._since >= DWELL:
             self._drafts, self._since = True, 0
 
     def _elsewhere(self, goodput: Mapping[Shape, float], chosen: Shape, num_rows: int) -> Shape | None:
@@ -165,7 +165,7 @@ class Controller:
 
     def _loss(self, shape: Shape, num_rows: int, best: float) -> float:
         """Seconds that a step of this shape loses if no draft is right."""
-        asking = self._asking.get(shape[0], 0.0) * (shape[1] - num_rows)
+        asking = self._asking.get(shape[0], 0.0) * _room(shape, num_rows)
         return self.costs.of(shape) + asking - num_rows / best
 
     def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
@@ -180,7 +180,7 @@ class Controller:
 
     def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> float:
         """Tokens per second, if drafts fill the shape in the order of the nodes. A step for which none is found is one without drafts."""
-        left, gained, none, num_asked = float(shape[1] - num_rows), 0.0, 1.0, 0
+        left, gained, none, num_asked = float(_room(shape, num_rows)), 0.0, 1.0, 0
         for node in nodes:
             left -= node.weight
             if left < -1e-9 or node.rank < LEAST_CHANCE:
@@ -204,6 +204,12 @@ class Controller:
             if node.rank >= LEAST_CHANCE or self._look is not None:
                 counts[node.sequence_id] = counts.get(node.sequence_id, 0) + 1
         return counts
+
+
+def _room(shape: Shape, num_rows: int) -> int:
+    """For drafts."""
+    rows, num_tokens = shape
+    return num_tokens - num_rows if num_tokens > rows else 0
 
 
 def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float], weight: float) -> list[_Node]:

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 
 Shape = tuple[int, int]  # rows, query tokens in all; of a step without drafts they are as many
 
-PACE_WEIGHT = 0.05  # of a new measurement in how fast the machine is just now
-SHAPE_WEIGHT = 0.1  # and in what its shape takes
-MOST_SURPRISING = 1.5  # factor by which a measurement may differ from what was expected: what differs more, counts as this
+PACE_WEIGHT = 0.1  # of a new measurement in how fast the machine is just now
+SHAPE_WEIGHT = 0.05  # and in what its shape takes
+MOST_SURPRISING = 1.25  # factor by which a measurement may differ from what was expected: what differs more, counts as this
 
 PRIOR_DRAFTS = 20  # a sequence is taken for the average until it has had so many drafts
-FIRST_GUESS, GUESS_DRAFTS = 0.5, 4  # of the average, and how many drafts weigh as much
+FIRST_GUESSES = (1.0, 0.5)  # of the average: that there are drafts at all, and that one is right
+GUESS_DRAFTS = 4.0  # what a guess weighs
 MEMORY = 64  # steps after which what was seen has lost two thirds of its weight
-LEAST_WEIGHT = 16.0  # that the average keeps however long ago it was
+LEAST_WEIGHT = 32.0  # that the average keeps however long ago it was
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Costs:
     def at_start(self, shape: Shape, seconds: Iterable[float]) -> None:
         """Measured before the first request: the device alone, the host's part is still to come."""
         self._seconds[shape] = min(seconds)
-        self._counts[shape] = 1
+        self._counts[shape] = round(1 / SHAPE_WEIGHT)
 
     def add(self, shape: Shape, seconds: float) -> None:
         """A step of this shape took so long."""
@@ -95,15 +96,17 @@ class _Counts:
 class Acceptance:
     """How often drafts are right, by their place behind right ones: of all sequences, and of each, which is shrunk to that of all."""
 
-    _overall: _Counts = field(default_factory=_Counts)
+    _overall: _Counts = field(
+        default_factory=lambda: _Counts([GUESS_DRAFTS * guess for guess in FIRST_GUESSES], [GUESS_DRAFTS] * 2)
+    )
     _own: dict[int, _Counts] = field(default_factory=dict)  # by sequence id
 
     def average(self) -> list[float]:
         """By place, as far as any draft came. What is seldom reached is as the place before it."""
-        rates = [FIRST_GUESS, FIRST_GUESS]
+        rates: list[float] = []
         for place, (right, reached) in enumerate(zip(self._overall.right, self._overall.reached, strict=True)):
-            guess = rates[place - 1] if place > 1 else FIRST_GUESS
-            rates[place : place + 1] = [(right + GUESS_DRAFTS * guess) / (reached + GUESS_DRAFTS)]
+            guess, weight = (rates[place - 1], GUESS_DRAFTS) if place > 1 else (0.0, 0.0)
+            rates.append((right + weight * guess) / (reached + weight))
         return rates
 
     def rates(self, sequence_id: int, average: Sequence[float], num_places: int, step: int) -> list[float]:
