@@ -127,6 +127,13 @@ def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     run(arguments, _resolved(arguments, without=("seed",)).config)
 
 
+def bench_speculation(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench speculation`."""
+    from jaxpage.bench.speculation import run
+
+    run(arguments, _resolved(arguments, without=("seed",)).config)
+
+
 def replay(arguments: argparse.Namespace) -> int:
     """`jaxpage replay LOG`: status 1 at a difference."""
     if not Path(arguments.log).is_file():

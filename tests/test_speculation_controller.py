@@ -1,4 +1,4 @@
-"""The number of drafts that the controller chooses: never a loss, near the best fixed number at every batch, and back when drafts are right.
+"""The number of drafts that the controller chooses: no loss, near the best fixed number at every batch, and back when drafts are right.
 
 The engine's own scheduler, shapes, `Speculation` and `Controller` on a simulated device whose times vary; tokens per second are counted by
 a clock that does not. The regression of vLLM issue #49548: a switch at a threshold made some batches many times slower.
@@ -34,7 +34,9 @@ PROFILES: dict[str, tuple[float, ...]] = {
 FEW_STEPS = 100  # in which a controller learns what it is with
 
 
-def expected(device: ShapedDevice, limits: StepLimits, rates: tuple[float, ...], num_rows: int, num_drafts: int) -> float:
+def expected(
+    device: ShapedDevice, limits: StepLimits, rates: tuple[float, ...], num_rows: int, num_drafts: int
+) -> float:
     """Tokens per second of always so many drafts, by the sum over what may come of them."""
     chance, tokens = 1.0, 1.0
     for rate in rates[:num_drafts]:
@@ -66,7 +68,7 @@ def test_no_batch_loses(device: str, profile: str) -> None:
         print(f"{device} {profile} batch {num_rows}: {of_best:.3f} of the best, {of_none:.3f} of none")
         assert of_best >= 0.95, f"batch {num_rows}: {progress.num_by_shape}"
         assert of_none >= 0.97, f"batch {num_rows}: {progress.num_by_shape}"
-        assert progress.num_switches <= 2 * steps / controlling.DWELL / 4, f"batch {num_rows} goes to and fro"
+        assert progress.num_switches <= steps / 50, f"batch {num_rows} goes to and fro"
 
 
 def test_the_simulated_device_counts_right() -> None:
@@ -136,11 +138,11 @@ def no_costs(patch: pytest.MonkeyPatch) -> None:
 
 
 def acceptance_alone(patch: pytest.MonkeyPatch) -> None:
-    """Seven drafts where more than half of the first are right, else none."""
+    """Seven drafts where three in ten of the first are right, else none."""
 
     def ask(self: Controller, num_rows: int, sequence_ids: list[int]) -> dict[int, int]:
         self._step += 1
-        self._asked = dict.fromkeys(sequence_ids, 7) if self.acceptance.average()[1] >= 0.5 else {}
+        self._asked = dict.fromkeys(sequence_ids, 7) if self.acceptance.average()[1] >= 0.3 else {}
         return dict(self._asked)
 
     patch.setattr(Controller, "ask", ask)
@@ -159,10 +161,12 @@ def no_hysteresis(patch: pytest.MonkeyPatch) -> None:
         (no_costs, lambda: measure(CPU, PROFILES["seldom"], 16)[2] < 0.9),
         (acceptance_alone, lambda: measure(A100, PROFILES["mostly"], 128)[1] < 0.9),
         (acceptance_alone, lambda: measure(CPU, PROFILES["often"], 16)[2] < 0.6),
-        (no_hysteresis, lambda: measure(CPU, PROFILES["seldom"], 1)[0].num_switches > 50),
+        (no_hysteresis, lambda: measure(CPU, PROFILES["seldom"], 2)[0].num_switches > 30),
     ],
 )
-def test_a_mistake_is_seen(mistake: Callable[..., None], seen: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_seen(
+    mistake: Callable[..., None], seen: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not seen(), "without the mistake"
     mistake(monkeypatch)
     assert seen()
@@ -199,7 +203,9 @@ def test_a_shape_is_filled_with_the_best_drafts() -> None:
 def test_a_tree_is_cut_where_its_nodes_are_seldom_right() -> None:
     acceptance = Acceptance()
     tree = Draft((1, 2, 3, 4), (-1, -1, 0, 1))
-    for number in range(300):  # the first child nine times in ten, and what follows it always; the second child the tenth time
+    for number in range(
+        300
+    ):  # the first child nine times in ten, and what follows it always; the second child the tenth time
         path = {1} if number % 10 == 0 else {0, 2}
         acceptance.add(1, tree.parents, path, 0)
     rates = acceptance.rates(1, acceptance.average(), 5, 0)[1:]

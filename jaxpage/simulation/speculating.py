@@ -5,6 +5,7 @@ A closed loop: as many requests as the batch has rows, and whenever one ends ano
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ NUM_DRAFTS = (1, 3, 7)
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 8, 400
 WRONG = -1
 
-Rates = Callable[[int, int], Sequence[float]]  # of a place in the batch at a step: how often each draft is right behind right ones
+Rates = Callable[
+    [int, int], Sequence[float]
+]  # of a place in the batch at a step: how often each draft is right behind right ones
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Progress:
         drafts = [tokens > rows for rows, tokens in self.shapes]
         triples = zip(drafts, drafts[1:], drafts[2:], strict=False)
         smooth = [sum(triple) > 1 for triple in triples]
-        return sum(before != after for before, after in zip(smooth, smooth[1:], strict=False))
+        return sum(before != after for before, after in itertools.pairwise(smooth))
 
     @property
     def num_by_shape(self) -> Counter[Shape]:
@@ -99,7 +102,11 @@ class SpeculativeLoop:
     ) -> None:
         """num_drafts: of each sequence in each step; None: as many as a controller finds worth it, which knows the shapes' costs."""
         menu = make_menu(
-            num_rows, 2048, mixed=True, num_drafts=NUM_DRAFTS if num_drafts is None else (num_drafts,), max_verified_tokens=2048
+            num_rows,
+            2048,
+            mixed=True,
+            num_drafts=NUM_DRAFTS if num_drafts is None else (num_drafts,),
+            max_verified_tokens=2048,
         )
         self.limits = StepLimits(
             num_rows,

@@ -46,7 +46,9 @@ class Controller:
         self._step = 0
         self._drafts = False  # whether steps ask for drafts, but for looks
         self._since = DWELL  # steps since that changed
-        self._reviewed: tuple[int, int] | None = None  # rows of the shape, and the step, of the last decision without drafts
+        self._reviewed: tuple[int, int] | None = (
+            None  # rows of the shape, and the step, of the last decision without drafts
+        )
         self._credit = 0.0  # seconds
         self._look: Shape | None = None  # that this step takes, whatever is best
         self._looked = 0  # the step of the last look

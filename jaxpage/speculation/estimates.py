@@ -9,7 +9,9 @@ Shape = tuple[int, int]  # rows, query tokens in all; of a step without drafts t
 
 PACE_WEIGHT = 0.1  # of a new measurement in how fast the machine is just now
 SHAPE_WEIGHT = 0.05  # and in what its shape takes
-MOST_SURPRISING = 1.25  # factor by which a measurement may differ from what was expected: what differs more, counts as this
+MOST_SURPRISING = (
+    1.25  # factor by which a measurement may differ from what was expected: what differs more, counts as this
+)
 
 PRIOR_DRAFTS = 20  # a sequence is taken for the average until it has had so many drafts
 FIRST_GUESSES = (1.0, 0.5)  # of the average: that there are drafts at all, and that one is right
