@@ -58,22 +58,14 @@ def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax
 
 def heuristic(shape: Shape) -> Tiles:
     """Tiles for a GPU on which nobody has measured."""
-    lanes = max(16, pl.next_power_of_2(shape.group))
     wide = shape.head_width > 128
-    if shape.dtype == "float32":  # without tensor cores, and products keep their operands in registers
-        rows = lanes if shape.kind == "decode" or wide else max(lanes, 32)
-        return Tiles(
-            query_rows=rows,
-            context=32 if shape.kind == "decode" and not wide else 16,
-            max_splits=16 if shape.kind == "decode" else 8 if shape.kind == "verify" else 1,
-            split_context=256,
-            num_warps=4 if shape.kind == "decode" else 8,
-            num_stages=3,
-        )
     rows, warps, splits = {"decode": (16, 4, 16), "verify": (64, 8 if wide else 4, 8), "chunk": (128, 8, 1)}[shape.kind]
+    context = 32 if wide else 64
+    if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
+        rows, warps, context = 16, 8, 16
     return Tiles(
-        query_rows=max(lanes, rows),
-        context=32 if wide else 64,
+        query_rows=max(rows, pl.next_power_of_2(shape.group)),
+        context=context,
         max_splits=splits,
         split_context=256,
         num_warps=warps,
