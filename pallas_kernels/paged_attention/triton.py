@@ -217,6 +217,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         at_A = tile.token + lanes.token_A, lanes.head_A
         at_AH = at_A[0][:, None], at_A[1][:, None], at_H[None, :]
         q_AH = tb.load(q_ref.at[at_AH], mask=mask_AH, other=0.0)
+        factor, exp2_of = _factor(config), functools.partial(tb.exp2_of, interpret=config.interpret)
 
         def turn(index, carry, *, masked):  # type: ignore[no-untyped-def]
             position_C = index * config.tiles.context + jnp.arange(config.tiles.context)
@@ -229,9 +230,9 @@ def _kernel(  # type: ignore[no-untyped-def]
                 seen_AC = _seen(tile, lanes, position_C, tree_ref, config)
                 scores_AC = jnp.where(seen_AC & needed_C[None, :], scores_AC, -jnp.inf)
             top_A, total_A, sum_AH = carry
-            new_top_A = jnp.maximum(top_A, jnp.max(scores_AC, axis=1))
-            weights_AC = jnp.exp2(scores_AC * factor - (new_top_A * factor)[:, None])
-            shrink_A = jnp.exp2((top_A - new_top_A) * factor)
+            new_top_A = jnp.maximum(top_A, jnp.max(scores_AC, axis=1) * factor)
+            weights_AC = exp2_of(scores_AC, factor, new_top_A[:, None])
+            shrink_A = exp2_of(top_A, 1.0, new_top_A)
             total_A = total_A * shrink_A + jnp.sum(weights_AC, axis=1)
             v_CH = _read(v_ref, place, kv_head, at_H, needed_C, q_AH.dtype)
             v_scale_C = _read_scale(v_scale_ref, place, kv_head, needed_C)
@@ -240,7 +241,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             values_AH = tb.dot(weights_AC.astype(v_CH.dtype), v_CH, precision=lax.Precision.HIGHEST)
             return new_top_A, total_A, sum_AH * shrink_A[:, None] + values_AH
 
-        size, factor = config.tiles.query_rows, _factor(config)
+        size = config.tiles.query_rows
         carry = jnp.full(size, LOWEST), jnp.zeros(size), jnp.zeros(q_AH.shape, jnp.float32)
         for low, high, masked in _stretches(tile, first, stop, config, tree=tree_ref is not None):
             carry = lax.fori_loop(low, high, functools.partial(turn, masked=masked), carry)
@@ -250,7 +251,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             tb.store(out_refs[0].at[at_AH], out_AH.astype(q_AH.dtype), mask=mask_AH)
         else:
             tb.store(out_refs[0].at[(split, *at_AH)], out_AH, mask=mask_AH)
-            weight_A = jnp.where(total_A == 0.0, LOWEST, top_A * factor + jnp.log2(total_A))
+            weight_A = jnp.where(total_A == 0.0, LOWEST, top_A + jnp.log2(total_A))
             tb.store(out_refs[1].at[(split, *at_A)], weight_A, mask=lanes.used_A)
 
 
