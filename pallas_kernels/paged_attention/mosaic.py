@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.mosaic_kernel import ROWS, TREE_WORDS, Operands, Plan, entry, turns_per_split
-from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles
+from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles, token_rows
 from pallas_kernels.paged_attention.tiles import Shape, Tiles, shape_of, tuned
 
 INTERPRETABLE = MOSAIC_INTERPRETABLE
@@ -174,10 +174,13 @@ def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
 
 
 def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
-    """Of each query row, which new tokens of its sequence it sees, 32 to a word."""
+    """Of each query row, which new tokens of its own sequence it sees, 32 to a word."""
     assert arguments.tree_mask_TQ is not None
-    width = arguments.tree_mask_TQ.shape[1]
-    bits = jnp.pad(arguments.tree_mask_TQ, ((0, 0), (0, _TREE_WIDTH - width))).reshape(-1, TREE_WORDS, 32)
+    num_tokens, width = arguments.tree_mask_TQ.shape
+    row_T = token_rows(arguments.context_len_B, arguments.query_start, num_tokens).row_T
+    query_len_T = (arguments.query_start[1:] - arguments.query_start[:-1])[row_T]
+    mask = arguments.tree_mask_TQ & (jnp.arange(width)[None, :] < query_len_T[:, None])
+    bits = jnp.pad(mask, ((0, 0), (0, _TREE_WIDTH - width))).reshape(num_tokens, TREE_WORDS, 32)
     words = jnp.sum(bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
     words_RXW = jnp.repeat(jax.lax.bitcast_convert_type(words, jnp.int32)[cut.token_RQ], plan.group, axis=1)
     missing = plan.consumers * ROWS - words_RXW.shape[1]
