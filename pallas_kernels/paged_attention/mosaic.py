@@ -25,19 +25,22 @@ _TREE_WIDTH = 32 * TREE_WORDS
 def heuristic(shape: Shape) -> Tiles:
     """Tiles for a shape that nobody has measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
 
-    Chunks take two consumers and no splits, since a split writes its partial results in float32. Fewer query rows take one consumer.
+    Chunks take two consumers and no splits, since every split writes its partial results in float32. Fewer query rows take one consumer.
     """
     chunk = shape.kind == "chunk"
     query_rows = 128 if chunk else 64
-    context = max(128 if chunk and shape.head_width <= 128 else 64, shape.block_size)
-    fixed = query_rows * shape.head_width * (2 if chunk else 6) + _RESERVED_BYTES + (0 if chunk else query_rows * 8)
+    context = 128 if chunk and shape.head_width <= 128 else 64
+    max_splits, split_context = {"chunk": (1, context), "verify": (4, 512), "decode": (16, 256)}[shape.kind]
+    queries = query_rows * shape.head_width * 2
+    partials = query_rows * (shape.head_width + 2) * 4 if max_splits > 1 else 0
+    buffer = 4 * context * shape.head_width  # keys and values of a turn
     return Tiles(
         query_rows=query_rows,
         context=context,
-        max_splits=1 if chunk else 16,
-        split_context=context if chunk else max(256, context),
+        max_splits=max_splits,
+        split_context=split_context,
         num_warps=query_rows // 16,
-        num_stages=max(1, min(5, (SHARED_BYTES - fixed) // (4 * context * shape.head_width))),
+        num_stages=max(1, min(5, (SHARED_BYTES - _RESERVED_BYTES - queries - partials) // buffer)),
     )
 
 
@@ -99,8 +102,8 @@ def _refuse(arguments: Arguments, interpret: bool) -> None:
         reason = f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"
     elif head_width % 64 or head_width > 256:
         reason = f"head width {head_width}: a swizzled row has 64 elements, and registers hold up to 256"
-    elif block_size % 8 or block_size > 256:
-        reason = f"block size {block_size}: a swizzled tile has 8 rows, and a turn of the loop at most 256"
+    elif block_size % 8:
+        reason = f"block size {block_size}: a swizzled tile has 8 rows"
     elif tree is not None and arguments.sliding_window is not None:
         reason = "a tree mask with a sliding window"
     elif tree is not None and tree.shape[1] > _TREE_WIDTH:
@@ -120,8 +123,8 @@ def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
         reason = f"tiles.num_warps={tiles.num_warps}: {ROWS} query rows take 4"
     elif tiles.context % 64:
         reason = f"tiles.context={tiles.context}: no multiple of 64"
-    elif tiles.context % block_size:
-        reason = f"tiles.context={tiles.context}: no multiple of the block size, {block_size}"
+    elif tiles.context % block_size and block_size % tiles.context:
+        reason = f"tiles.context={tiles.context}: neither a multiple nor a part of the block size, {block_size}"
     if reason:
         raise NotImplementedError(reason)
 

@@ -47,7 +47,7 @@ class Plan:
 
     consumers: int
     used_rows: int
-    context: int  # positions of a turn, a multiple of block_size
+    context: int  # positions of a turn, a multiple of block_size or a part of it
     stages: int
     num_tiles: int
     splits: int
@@ -64,9 +64,14 @@ class Plan:
     interpret: bool
 
     @property
-    def blocks(self) -> int:
-        """Blocks of a turn."""
-        return self.context // self.block_size
+    def copy_slots(self) -> int:
+        """Slots of a block that one copy brings."""
+        return min(self.context, self.block_size)
+
+    @property
+    def copies(self) -> int:
+        """Copies of a turn: one of each of its blocks, or of a part of one."""
+        return self.context // self.copy_slots
 
     @property
     def rows_each(self) -> int:
@@ -130,7 +135,7 @@ def entry(plan: Plan, operands: Operands) -> None:
         top_total = mg.SMEM((plan.consumers, 2, ROWS), jnp.float32)
     if plan.interpret:
         weights = mg.SMEM((plan.consumers, ROWS, plan.context), plan.dtype, transforms=_SWIZZLED)
-    filled = mg.Barrier(num_arrivals=plan.blocks, num_barriers=plan.stages)
+    filled = mg.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages)
     freed = mg.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
     shared = Shared(
         q=queries,
@@ -188,15 +193,23 @@ def _first_seen(plan: Plan, tiles: Any, tile: jax.Array) -> jax.Array:
     return jnp.maximum(tiles[tile, FIRST] - (plan.sliding_window - 1), 0)
 
 
-def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array) -> None:
-    def ids(turn: jax.Array) -> list[jax.Array]:
-        """Of a turn's blocks. Behind the table the last entry stands in: nobody sees those positions."""
-        first = (turns.begin + turn) * plan.blocks
-        return [operands.table[row, jnp.minimum(first + j, plan.table_width - 1)] for j in range(plan.blocks)]
+_IDS_AHEAD = 8  # that fit the producer's registers
 
-    def body(turn: jax.Array, blocks: list[jax.Array]) -> list[jax.Array]:
+
+def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array) -> None:
+    def block_of(turn: jax.Array, copy: int) -> jax.Array:
+        """Behind the table the last entry stands in: nobody sees those positions."""
+        position = (turns.begin + turn) * plan.context + copy * plan.copy_slots
+        return operands.table[row, jnp.minimum(lax.div(position, jnp.int32(plan.block_size)), plan.table_width - 1)]
+
+    def ids_of(turn: jax.Array) -> list[jax.Array]:
+        return [block_of(turn, copy) for copy in range(plan.copies)] if plan.copies <= _IDS_AHEAD else []
+
+    def body(turn: jax.Array, ids: list[jax.Array]) -> list[jax.Array]:
         slot = lax.rem(turn, jnp.int32(plan.stages))
-        following = ids(turn + 1)  # long before they are needed
+        following = ids_of(turn + 1)  # long before they are needed
+        start = lax.rem((turns.begin + turn) * plan.context, jnp.int32(plan.block_size))  # in the block
+        start = pl.multiple_of(start, 8) if plan.context < plan.block_size else 0
         for pages, buffer, full, free in (
             (operands.k_pages, shared.k, shared.k_full, shared.k_free),
             (operands.v_pages, shared.v, shared.v_full, shared.v_free),
@@ -206,12 +219,13 @@ def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: 
             def _(free: Any = free) -> None:
                 mg.barrier_wait(free.at[slot])
 
-            for j, block in enumerate(blocks):
-                place = buffer.at[slot, pl.ds(j * plan.block_size, plan.block_size)]
-                mg.copy_gmem_to_smem(pages.at[block, :, head], place, full.at[slot])
+            for copy in range(plan.copies):
+                block = ids[copy] if ids else block_of(turn, copy)
+                place = buffer.at[slot, pl.ds(copy * plan.copy_slots, plan.copy_slots)]
+                mg.copy_gmem_to_smem(pages.at[block, pl.ds(start, plan.copy_slots), head], place, full.at[slot])
         return following
 
-    lax.fori_loop(0, turns.count, body, ids(jnp.int32(0)))
+    lax.fori_loop(0, turns.count, body, ids_of(jnp.int32(0)))
     for slot in range(plan.stages):  # whoever waits at a barrier sees all of its phases: the interpreter insists
 
         @pl.when(slot < turns.count)
