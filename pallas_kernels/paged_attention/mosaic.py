@@ -6,12 +6,15 @@ and its results are gathered back. `mosaic_kernel` has the kernel, where the int
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel
 from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.mosaic_kernel import ROWS, TREE_WORDS, Operands, Plan, entry, turns_per_split
+from pallas_kernels.paged_attention.mosaic_kernel import entry
+from pallas_kernels.paged_attention.mosaic_plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
 from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles, token_rows
 from pallas_kernels.paged_attention.tiles import Shape, Tiles, shape_of, tuned
 
@@ -62,25 +65,27 @@ def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax
             f"max_splits={tiles.max_splits}, head width {plan.head_width}"
         )
     description_R3 = _describe(arguments, cut)
-    operands = [_gathered(arguments, plan, cut), arguments.k_pages, arguments.v_pages]
-    operands += [arguments.block_table_BM.astype(jnp.int32), description_R3]
-    if plan.tree:
-        operands.append(_tree_words(arguments, plan, cut))
-    outputs = _outputs(plan, arguments.k_pages.shape[2])
+    inputs = [
+        _gathered(arguments, plan, cut),
+        arguments.k_pages,
+        arguments.v_pages,
+        arguments.block_table_BM.astype(jnp.int32),
+        description_R3,
+        *([_tree_words(arguments, plan, cut)] if plan.tree else []),
+    ]
 
-    def paged_attention(*refs: object) -> None:
-        inputs, outs = refs[: len(operands)], refs[len(operands) :]
-        tree = inputs[5] if plan.tree else None
-        entry(plan, Operands(*inputs[:5], tree=tree, out=outs[0], top_total=outs[1] if plan.splits > 1 else None))
+    def paged_attention(*refs: Any) -> None:
+        missing = [None] * (not plan.tree)
+        entry(plan, Operands(*refs[: len(inputs)], *missing, *refs[len(inputs) :], *[None] * (plan.splits == 1)))
 
     results = mosaic_kernel(
         paged_attention,
-        out_type=outputs,
+        out_type=_outputs(plan, arguments.k_pages.shape[2]),
         grid={"tile": plan.num_tiles, "head": arguments.k_pages.shape[2], "split": plan.splits},
         thread_name="warpgroup",
         num_threads=plan.consumers + 1,
         interpret=interpret,
-    )(*operands)
+    )(*inputs)
     out_RKXH = results[0] if plan.splits == 1 else _reduced(plan, description_R3, *results)
     return _per_token(arguments, plan, cut, out_RKXH)
 
