@@ -94,4 +94,4 @@ def step_shapes(
 
 
 def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * int(leaf.dtype.itemsize)
+    return int(math.prod(leaf.shape)) * int(leaf.dtype.itemsize)

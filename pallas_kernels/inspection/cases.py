@@ -72,10 +72,14 @@ def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
     return Case("paged_attention", backend, _label(spec), *_by_name(function, shapes))
 
 
-def write_case(num_tokens: int, *, page_dtype: str = "bfloat16", num_blocks: int = 4096, backend: str = "triton") -> Case:
+def write_case(
+    num_tokens: int, *, page_dtype: str = "bfloat16", num_blocks: int = 4096, backend: str = "triton"
+) -> Case:
     """The keys and values of a step of Llama-3-8B."""
     new = _shape((num_tokens, 8, 128), "bfloat16")
-    shapes = dict(k_TKH=new, v_TKH=new, slots_T=_shape((num_tokens,), "int32"), **_pages(8, 128, num_blocks, 16, page_dtype))
+    shapes = dict(
+        k_TKH=new, v_TKH=new, slots_T=_shape((num_tokens,), "int32"), **_pages(8, 128, num_blocks, 16, page_dtype)
+    )
     donated = tuple(name for name in shapes if name.endswith(("_pages", "_scale")))
     function = functools.partial(write_kv, backend=backend)
     label = f"llama-3-8b {num_tokens} tokens, {page_dtype} pages"
@@ -106,7 +110,11 @@ def _is_chosen(spec: Spec) -> bool:
 
 def _label(spec: Spec) -> str:
     """Specs that differ in the pages' type may share a name."""
-    return spec.name if spec.page_dtype == spec.dtype or spec.page_dtype in spec.name else f"{spec.name}, {spec.page_dtype} pages"
+    return (
+        spec.name
+        if spec.page_dtype == spec.dtype or spec.page_dtype in spec.name
+        else f"{spec.name}, {spec.page_dtype} pages"
+    )
 
 
 def _pages(num_kv_heads: int, head_width: int, num_blocks: int, block_size: int, dtype: str) -> dict[str, Any]:

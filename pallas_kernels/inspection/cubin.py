@@ -1,6 +1,7 @@
 """Reads the machine code of kernels: CUDA's ELF images, and what they say about each kernel.
 
-The layout was read off images of CUDA 13 for sm_90 and compared with `cuobjdump -res-usage`; NVIDIA documents none of it.
+The layout was read off images of CUDA 13 for sm_90 and compared with `cuobjdump -res-usage`, which counts CUDA's own
+shared memory as the kernel's; NVIDIA documents none of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ _CUDA = 190  # EM_CUDA, the machine
 _SECTION_BYTES, _SYMBOL_BYTES = 64, 24
 _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11  # EIATTR_...: attributes in the section .nv.info
 _SIZED = 4  # EIFMT_SVAL: the form of an attribute whose size follows
+_RESERVED, _RESERVED_BYTES = (
+    ".nv.shared.reserved.0",
+    1024,
+)  # where it is, a kernel's own section begins with CUDA's part
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Machine:
     name: str
     registers: int  # of a thread, at most 255; Mosaic's warps may trade theirs at run time
     stack_bytes: int  # of a thread: registers spilled to memory, and arrays indexed at run time
-    static_shared_bytes: int  # of a program; of sm_90, CUDA's own 1024 included
+    static_shared_bytes: int  # of a program, without the 1024 that CUDA keeps to itself on a Hopper
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,10 @@ def machines(image: bytes) -> list[Machine]:
         values = attributes.get(symbols.index(name), {}) if name in symbols else {}
         if _REGCOUNT not in values:
             raise ValueError(f"the image does not say how many registers {name} has")
-        shared = by_name.get(f".nv.shared.{name}")
-        found.append(Machine(name, values[_REGCOUNT], values.get(_FRAME_SIZE, 0), shared.size if shared else 0))
+        shared = by_name[f".nv.shared.{name}"].size if f".nv.shared.{name}" in by_name else 0
+        if _RESERVED in by_name:
+            shared = max(0, shared - _RESERVED_BYTES)
+        found.append(Machine(name, values[_REGCOUNT], values.get(_FRAME_SIZE, 0), shared))
     return found
 
 

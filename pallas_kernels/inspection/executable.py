@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pallas_kernels.inspection.cubin import ELF, Machine, images, machines
 from pallas_kernels.inspection.records import FormatError, leaves, varint
@@ -37,12 +36,11 @@ class Kernel:
         return self.machine.static_shared_bytes + self.dynamic_shared_bytes
 
 
-def kernels(compiled: Any) -> list[Kernel]:
-    """Every launch of a kernel in a `jax.stages.Compiled`, XLA's own fusions among them, in the order in which they are kept."""
-    return kernels_of(compiled.runtime_executable().serialize())
+def kernels(serialised: bytes) -> list[Kernel]:
+    """Every launch of a kernel in an executable, XLA's own fusions among them, in the order in which they are kept.
 
-
-def kernels_of(serialised: bytes) -> list[Kernel]:
+    serialised: what `jax.stages.Compiled.runtime_executable().serialize()` gives. Raises ValueError for what cannot be read.
+    """
     return [kernel for leaf in leaves(serialised) for kernel in _launches(leaf)]
 
 

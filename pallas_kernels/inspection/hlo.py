@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 # These name an array that is already there, or hold what computations inside them make.
 _VIEWS = frozenset(
@@ -55,6 +54,7 @@ class Made:
 
 
 def computations(text: str) -> dict[str, Computation]:
+    """By name, of what `jax.stages.Compiled.as_text` says."""
     found: dict[str, Computation] = {}
     current: Computation | None = None
     for line in text.splitlines():
@@ -68,17 +68,12 @@ def computations(text: str) -> dict[str, Computation]:
     return found
 
 
-def made(compiled: Any, at_least: int) -> list[Made]:
-    """Arrays of so many bytes or more that a `jax.stages.Compiled` makes, be it by a copy, a slice, a transposition or a sum.
+def made(found: Mapping[str, Computation], at_least: int) -> list[Made]:
+    """Arrays of so many bytes or more that a function makes, be it by a copy, a slice, a transposition or a sum.
 
-    What it updates in place (a scatter, a kernel's aliased output) is not among them. That a large enough array of pages is never made
-    means that none is ever copied.
+    What it updates in place (a scatter, a kernel's aliased output) is not among them. Where no array as large as a layer's pages is made,
+    none is copied.
     """
-    return made_in(compiled.as_text(), at_least)
-
-
-def made_in(text: str, at_least: int) -> list[Made]:
-    found = computations(text)
     fused = {name for each in found.values() for item in each.instructions for name in _fused(item)}
     return [
         one
@@ -89,17 +84,13 @@ def made_in(text: str, at_least: int) -> list[Made]:
     ]
 
 
-def kernel_calls(compiled: Any) -> Counter[str]:
+def kernel_calls(found: Mapping[str, Computation]) -> Counter[str]:
     """How often each Pallas kernel is called, by its name. A call inside a loop counts once."""
-    return kernel_calls_in(compiled.as_text())
-
-
-def kernel_calls_in(text: str) -> Counter[str]:
-    every = (item.kernel for each in computations(text).values() for item in each.instructions)
+    every = (item.kernel for each in found.values() for item in each.instructions)
     return Counter(name for name in every if name is not None)
 
 
-def _makes(item: Instruction, found: dict[str, Computation], at_least: int) -> Iterator[Made]:
+def _makes(item: Instruction, found: Mapping[str, Computation], at_least: int) -> Iterator[Made]:
     large = max(item.sizes, default=0)
     if (
         large < at_least

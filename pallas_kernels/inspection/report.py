@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from pallas_kernels.inspection import sass
 from pallas_kernels.inspection.cases import Case
 from pallas_kernels.inspection.deviceless import compile_for
-from pallas_kernels.inspection.executable import Kernel, kernels
-from pallas_kernels.inspection.hlo import kernel_calls
+from pallas_kernels.inspection.executable import Kernel
+from pallas_kernels.inspection.findings import inspect, stem
 
 INSTRUCTIONS = {  # a column each: instructions of that name with these modifiers
     "wgmma": (("HGMMA",), ("IGMMA",), ("QGMMA",)),
@@ -43,37 +41,18 @@ class Row:
 
 def rows(case: Case, *, gpu: str = "h200") -> list[Row]:
     """A row for each Pallas kernel in what the case compiles to. Raises NotImplementedError where the backend does not take the call."""
-    compiled = compile_for(case.function, *case.arguments, gpu=gpu)
-    found = dict.fromkeys(_row(kernel, case.shape) for kernel in pallas_kernels(compiled))
-    return list(found)
+    findings = inspect(compile_for(case.function, *case.arguments, gpu=gpu))
+    return list(dict.fromkeys(_row(kernel, case) for kernel in findings.kernels))
 
 
-def pallas_kernels(compiled: Any) -> list[Kernel]:
-    """The launches in a `jax.stages.Compiled` that are not XLA's own.
-
-    Raises:
-        ValueError: a kernel that is called has no code in the executable.
-    """
-    calls = kernel_calls(compiled)
-    found = [kernel for kernel in kernels(compiled) if stem(kernel.name) in calls]
-    missing = set(calls) - {stem(kernel.name) for kernel in found}
-    if missing:
-        raise ValueError(f"no code is found of {', '.join(sorted(missing))}")
-    return found
-
-
-def stem(name: str) -> str:
-    """The name that a kernel was given: XLA numbers those that share one, Mosaic adds its own."""
-    return re.sub(r"(__\d+|_mosaic_gpu_kernel)$", "", name)
-
-
-def _row(kernel: Kernel, shape: str) -> Row:
+def _row(kernel: Kernel, case: Case) -> Row:
     counts = None
     if sass.disassembler() is not None:
         opcodes = sass.opcodes(kernel.image)
         counts = tuple(sum(sass.count(opcodes, *one) for one in wanted) for wanted in INSTRUCTIONS.values())
     machine = kernel.machine
-    return Row(stem(kernel.name), shape, machine.registers, machine.stack_bytes, kernel.shared_bytes, counts)
+    name = f"{stem(kernel.name)} ({case.backend})"
+    return Row(name, case.shape, machine.registers, machine.stack_bytes, kernel.shared_bytes, counts)
 
 
 def markdown(found: Iterable[Row], refusals: Sequence[str], *, gpu: str) -> str:
