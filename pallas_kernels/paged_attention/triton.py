@@ -58,24 +58,18 @@ def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax
 
 def heuristic(shape: Shape) -> Tiles:
     """Tiles for a GPU on which nobody has measured."""
-    lanes = max(16, pl.next_power_of_2(shape.group))
-    wide, slow = shape.head_width > 128, shape.dtype == "float32"  # slow: no tensor cores, so registers go to the sums
-    context = 32 if wide or slow else 64
-    if shape.kind == "decode":
-        rows, warps, splits = lanes, 4, 16
-    elif shape.kind == "verify":
-        rows, warps, splits = max(lanes, 32 if slow else 64), 4, 8
-    else:
-        rows, warps, splits = max(lanes, 32 if slow else 128), 8, 1
-    if shape.kind == "verify" and wide:
-        warps = 8
+    wide = shape.head_width > 128
+    rows, warps, splits = {"decode": (16, 4, 16), "verify": (64, 8 if wide else 4, 8), "chunk": (128, 8, 1)}[shape.kind]
+    context = 32 if wide else 64
+    if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
+        rows, warps, context = 16, 8, 16
     return Tiles(
-        query_rows=rows,
+        query_rows=max(rows, pl.next_power_of_2(shape.group)),
         context=context,
         max_splits=splits,
         split_context=256,
         num_warps=warps,
-        num_stages=2 if wide and rows >= 64 else 3,
+        num_stages=3,
     )
 
 
@@ -148,7 +142,7 @@ def _attend(arrays: dict[str, jax.Array | None], config: _Config) -> jax.Array:
         arguments.k_pages,
         arguments.v_pages,
         arguments.block_table_BM.astype(jnp.int32),
-        arguments.tree_mask_TQ,
+        None if arguments.tree_mask_TQ is None else _packed(arguments.tree_mask_TQ),
         arguments.k_scale,
         arguments.v_scale,
     )
@@ -231,7 +225,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             k_CH = _read(k_ref, place, kv_head, at_H, needed_C, q_AH.dtype)
             scores_AC = tb.dot(q_AH, k_CH, trans_b=True, precision=lax.Precision.HIGHEST)
             scores_AC = _scores(scores_AC, _read_scale(k_scale_ref, place, kv_head, needed_C), config)
-            if masked:
+            if needed_C is not None:
                 seen_AC = _seen(tile, lanes, position_C, tree_ref, config)
                 scores_AC = jnp.where(seen_AC & needed_C[None, :], scores_AC, -jnp.inf)
             top_A, total_A, sum_AH = carry
@@ -336,10 +330,28 @@ def _seen(tile: _Tile, lanes: _Lanes, position_C, tree_ref, config: _Config):  #
         seen_AC = position_C[None, :] <= own_A[:, None]
     else:
         place_C = position_C - tile.origin  # among the query tokens of the row
-        inside_C = (place_C >= 0) & (place_C < tree_ref.shape[1])
-        at = tree_ref.at[(tile.token + lanes.token_A)[:, None], place_C[None, :]]
-        branch_AC = tb.load(at, mask=lanes.used_A[:, None] & inside_C[None, :], other=False)
+        branch_AC = _branch(tree_ref, tile, lanes, place_C, config.tiles.context)
         seen_AC = branch_AC | (place_C < 0)[None, :]
     if config.sliding_window is not None:
         seen_AC &= position_C[None, :] > own_A[:, None] - config.sliding_window
     return seen_AC
+
+
+def _branch(tree_ref, tile: _Tile, lanes: _Lanes, place_C, context: int):  # type: ignore[no-untyped-def]
+    """The tree mask at those places. A lane reads the few words that hold its bits, since a gather of bits would fill the registers."""
+    word_C = place_C >> 5
+    first_word = jnp.min(word_C)
+    found_AC = jnp.zeros((lanes.token_A.shape[0], context), jnp.int32)
+    for index in range(pl.cdiv(context, 32) + 1):
+        word = first_word + index
+        inside_A = lanes.used_A & (word >= 0) & (word < tree_ref.shape[1])
+        bits_A = tb.load(tree_ref.at[tile.token + lanes.token_A, word], mask=inside_A, other=0)
+        found_AC = jnp.where((word_C == word)[None, :], bits_A[:, None], found_AC)
+    return ((found_AC >> (place_C & 31)[None, :]) & 1) != 0
+
+
+def _packed(tree_mask_TQ: jax.Array) -> jax.Array:
+    """The tree mask with 32 query tokens to a word."""
+    padded = jnp.pad(tree_mask_TQ, ((0, 0), (0, -tree_mask_TQ.shape[1] % 32)))
+    bits = padded.reshape(len(padded), -1, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(jnp.sum(bits, axis=2, dtype=jnp.uint32), jnp.int32)
