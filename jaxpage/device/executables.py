@@ -116,11 +116,16 @@ def _watch_compilations() -> _Compilations:
     return _Compilations()
 
 
-def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
+def step_call(bucket: Bucket, options: StepOptions) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted step of a bucket, and the shapes of what it takes behind the parameters and the pages, which are donated."""
     packed = jax.ShapeDtypeStruct((packed_size(bucket, options.table_width),), jnp.int32)
     step = functools.partial(model_step, bucket=bucket, options=options)
-    adjustments = _adjustment_shapes(bucket.num_rows, options)
-    return jax.jit(step, donate_argnums=1).lower(parameters, pages, packed, adjustments).compile()
+    return jax.jit(step, donate_argnums=1), (packed, _adjustment_shapes(bucket.num_rows, options))
+
+
+def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
+    step, rest = step_call(bucket, options)
+    return step.lower(parameters, pages, *rest).compile()
 
 
 def _adjustment_shapes(num_rows: int, options: StepOptions) -> Adjustments:
