@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,82 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import BACKENDS, copy_blocks, paged_attention, write_kv
-
-
-@dataclasses.dataclass
-class Case:
-    """A random call: contexts, query lengths and everything that the oracle and the backends need."""
-
-    q_TNH: np.ndarray
-    k_pages: np.ndarray
-    v_pages: np.ndarray
-    block_table_BM: np.ndarray
-    context_len_B: np.ndarray
-    query_start: np.ndarray
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
-
-
-def make_case(seed, contexts, queries, *, heads=(4, 2), width=16, block_size=8, padding=3, table_width=None) -> Case:
-    rng = np.random.default_rng(seed)
-    num_heads, num_kv_heads = heads
-    needed = [-(-length // block_size) for length in contexts]
-    table_width = table_width or max(1, *needed) + 1
-    num_blocks = sum(needed) + 3
-    shape = (num_blocks, block_size, num_kv_heads, width)
-    blocks = iter(1 + rng.permutation(num_blocks - 1))
-    table = np.zeros((len(contexts), table_width), np.int32)
-    for row, count in enumerate(needed):
-        table[row, :count] = [next(blocks) for _ in range(count)]
-    k_pages, v_pages = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
-    num_tokens = sum(queries) + padding
-    return Case(
-        q_TNH=rng.standard_normal((num_tokens, num_heads, width)).astype(np.float32),
-        k_pages=k_pages,
-        v_pages=v_pages,
-        block_table_BM=table,
-        context_len_B=np.array(contexts, np.int32),
-        query_start=np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
-    )
-
-
-def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_mask_TQ=None) -> np.ndarray:
-    """One token and one head at a time, in float64."""
-    out = np.zeros(case.q_TNH.shape)
-    block_size, num_kv_heads = case.k_pages.shape[1:3]
-    group = case.q_TNH.shape[1] // num_kv_heads
-    for row, length in enumerate(case.context_len_B):
-        start, stop = case.query_start[row : row + 2]
-        keys, values = (
-            np.array(
-                [pages[case.block_table_BM[row, c // block_size], c % block_size] for c in range(length)], np.float64
-            )
-            for pages in (case.k_pages, case.v_pages)
-        )
-        for token in range(start, stop):
-            position = length - (stop - token)
-            seen = [c for c in range(length) if c <= position]
-            if tree_mask_TQ is not None:
-                first = length - (stop - start)
-                seen = [c for c in range(length) if c < first or tree_mask_TQ[token, c - first]]
-            if sliding_window is not None:
-                seen = [c for c in seen if c > position - sliding_window]
-            for head in range(case.q_TNH.shape[1]):
-                scores = keys[seen, head // group] @ case.q_TNH[token, head].astype(np.float64) * scale
-                if logit_softcap is not None:
-                    scores = logit_softcap * np.tanh(scores / logit_softcap)
-                weights = np.exp(scores - scores.max())
-                out[token, head] = weights @ values[seen, head // group] / weights.sum()
-    return out
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "logit_softcap", "backend", "max_query_len"))
-def run(*arrays, **options):
-    return paged_attention(*arrays, **options)
-
+from pallas_kernels import copy_blocks, paged_attention, write_kv
+from tests.support.attention import SHARED_BACKENDS, make_case, oracle, run
 
 ROWS = [
     pytest.param([1, 17, 64, 90], [1, 1, 1, 1], id="decode"),
@@ -96,7 +21,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize(("contexts", "queries"), ROWS)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"logit_softcap": 2.0}], ids=str)
@@ -137,7 +62,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_planted_mistake_is_seen(backend, mutation):
     case = make_case(5, [33, 40], [2, 7])
@@ -145,7 +70,7 @@ def test_a_planted_mistake_is_seen(backend, mutation):
     assert np.abs(np.asarray(got) - oracle(case, scale=0.3)).max() > 1e-2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
 def test_what_nobody_sees_may_be_nan(backend):
     case = make_case(6, [10, 70], [3, 1])
     clean = np.asarray(run(*case.arrays, scale=0.3, backend=backend))
@@ -156,7 +81,7 @@ def test_what_nobody_sees_may_be_nan(backend):
     np.testing.assert_array_equal(run(*case.arrays, scale=0.3, backend=backend), clean)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize(("contexts", "queries"), [([200, 70, 9], [1, 1, 1]), ([200, 150, 30], [20, 1, 30])])
 def test_what_no_window_reaches_may_be_nan(backend, contexts, queries):
     """Blocks that every window has left are replaced by the null block, and nothing is known of what that holds."""

@@ -9,7 +9,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -18,29 +17,12 @@ from hypothesis import strategies as st
 from jaxpage import LLM, SamplingParams
 from jaxpage.device.kv_pages import bytes_per_block, page_dtype
 from jaxpage.models.base import KVSpec
-from pallas_kernels import BACKENDS, copy_blocks, paged_attention, write_kv
+from pallas_kernels import copy_blocks, paged_attention, write_kv
+from tests.support.attention import SHARED_BACKENDS, dequantized, make_case, oracle, quantized, run
 from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
-from tests.test_paged_attention import make_case, oracle, run
 
-E4M3 = ml_dtypes.float8_e4m3fn
 DTYPES = ("int8", "uint8", "float8_e4m3fn")
-
-
-def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """The formats as the documentation has them, in numpy."""
-    largest = np.float32(1 / 127) if dtype == "int8" else np.float32(1 / 448)
-    scale = np.maximum(np.abs(x).max(-1) * largest, np.float32(2.0**-100))
-    scaled = x / scale[..., None]
-    if dtype == "int8":
-        return np.rint(scaled).astype(np.int8), scale
-    kept = scaled.astype(E4M3)
-    return (kept.view(np.uint8) if dtype == "uint8" else kept), scale
-
-
-def dequantized(kept: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    kept = kept.view(E4M3) if kept.dtype == np.uint8 else kept
-    return kept.astype(np.float64) * scale[..., None].astype(np.float64)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -80,7 +62,7 @@ def test_what_is_read_is_near_what_was_written(values):
         np.testing.assert_array_equal(dequantized(v_pages, v_scale), -dequantized(k_pages, k_scale))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_stays_none(dtype, backend, wrong):
@@ -118,7 +100,7 @@ def quantized_case(dtype: str, **options):
     return kept, {"k_scale": k_scale, "v_scale": v_scale}, read
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 9}], ids=str)
 def test_attention_over_quantized_pages_matches_float64(backend, dtype, options):
@@ -138,7 +120,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_planted_mistake_is_seen(backend, mutation):
     kept, scales, read = quantized_case("int8")
@@ -147,7 +129,7 @@ def test_a_planted_mistake_is_seen(backend, mutation):
     assert np.abs(np.asarray(got) - oracle(read, scale=0.3)).max() > 1e-2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_what_nobody_sees_may_have_any_scale(backend, dtype):
     kept, scales, _ = quantized_case(dtype)

@@ -21,6 +21,20 @@ class TokenRows:
 
 
 @dataclass(frozen=True)
+class QueryCut:
+    """The stream cut into R tiles of at most Q tokens, of one row each: where each tile begins, and where each token went."""
+
+    row_R: jax.Array
+    token_R: jax.Array  # its first token in the stream
+    count_R: jax.Array  # its tokens; 0 for a tile that no row needs
+    position_R: jax.Array  # of its first token
+    origin_R: jax.Array  # of the first query token of its row
+    tile_T: jax.Array  # where to find each token again
+    offset_T: jax.Array
+    valid_T: jax.Array
+
+
+@dataclass(frozen=True)
 class QueryTiles:
     """The query tokens cut into tiles of one row each. R tiles of Q tokens."""
 
@@ -48,7 +62,7 @@ def num_query_tiles(arguments: Arguments, tile: int) -> int:
     return num_rows if arguments.max_query_len <= tile else num_tokens // tile + num_rows
 
 
-def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
+def query_cut(arguments: Arguments, tile: int) -> QueryCut:
     """tile: Q. The tiles of a row follow each other; where a tile holds any row whole, tile b is row b's."""
     num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
     num_tiles = num_query_tiles(arguments, tile)
@@ -61,9 +75,25 @@ def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
         tile_start_B = tile_end_B - (query_len_B + tile - 1) // tile
         row_R = jnp.searchsorted(tile_end_B, jnp.arange(num_tiles), side="right", method="compare_all")
         row_R = jnp.minimum(row_R, num_rows - 1)
-    offset_RQ = ((jnp.arange(num_tiles) - tile_start_B[row_R]) * tile)[:, None] + jnp.arange(tile)[None, :]
-    has_token_RQ = offset_RQ < query_len_B[row_R][:, None]
-    token_RQ = jnp.clip(arguments.query_start[row_R][:, None] + offset_RQ, 0, num_tokens - 1)
-    position_RQ = jnp.where(has_token_RQ, (arguments.context_len_B - query_len_B)[row_R][:, None] + offset_RQ, -1)
-    tile_T = tile_start_B[rows.row_T] + rows.offset_T // tile
-    return QueryTiles(row_R, token_RQ, position_RQ, tile_T, rows.offset_T % tile, rows.valid_T)
+    offset_R = (jnp.arange(num_tiles) - tile_start_B[row_R]) * tile
+    origin_R = (arguments.context_len_B - query_len_B)[row_R]
+    return QueryCut(
+        row_R=row_R,
+        token_R=arguments.query_start[row_R] + offset_R,
+        count_R=jnp.clip(query_len_B[row_R] - offset_R, 0, tile),
+        position_R=origin_R + offset_R,
+        origin_R=origin_R,
+        tile_T=tile_start_B[rows.row_T] + rows.offset_T // tile,
+        offset_T=rows.offset_T % tile,
+        valid_T=rows.valid_T,
+    )
+
+
+def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
+    """The same cut, written out: one entry per token of a tile. tile: Q."""
+    cut = query_cut(arguments, tile)
+    offset_Q = jnp.arange(tile)
+    has_token_RQ = offset_Q < cut.count_R[:, None]
+    token_RQ = jnp.clip(cut.token_R[:, None] + offset_Q, 0, arguments.q_TNH.shape[0] - 1)
+    position_RQ = jnp.where(has_token_RQ, cut.position_R[:, None] + offset_Q, -1)
+    return QueryTiles(cut.row_R, token_RQ, position_RQ, cut.tile_T, cut.offset_T, cut.valid_T)

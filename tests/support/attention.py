@@ -1,0 +1,144 @@
+"""Random calls of paged attention, what numpy says that they give, in float64, and one compiled function that runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import is_quantized, paged_attention
+
+E4M3 = ml_dtypes.float8_e4m3fn
+SHARED_BACKENDS = ("reference", "scan", "triton")  # that the shared tests run
+
+
+@dataclasses.dataclass
+class Case:
+    """A random call: contexts, query lengths and everything that the oracle and the backends need."""
+
+    q_TNH: np.ndarray
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    block_table_BM: np.ndarray
+    context_len_B: np.ndarray
+    query_start: np.ndarray
+    k_scale: np.ndarray | None = None
+    v_scale: np.ndarray | None = None
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What `paged_attention` takes by position."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)[:6])
+
+    @property
+    def scales(self) -> dict[str, np.ndarray]:
+        """What it takes by keyword, where pages are quantised."""
+        return {} if self.k_scale is None else {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+
+def make_case(
+    seed,
+    contexts,
+    queries,
+    *,
+    heads=(4, 2),
+    width=16,
+    block_size=8,
+    padding=3,
+    table_width=None,
+    num_blocks=None,
+    dtype="float32",
+    page_dtype="float32",
+) -> Case:
+    """num_blocks, table_width: at least what the rows need, to give several cases one shape."""
+    rng = np.random.default_rng(seed)
+    num_heads, num_kv_heads = heads
+    needed = [-(-length // block_size) for length in contexts]
+    table_width = table_width or max(1, *needed) + 1
+    num_blocks = num_blocks or sum(needed) + 3
+    shape = (num_blocks, block_size, num_kv_heads, width)
+    blocks = iter(1 + rng.permutation(num_blocks - 1))
+    table = np.zeros((len(contexts), table_width), np.int32)
+    for row, count in enumerate(needed):
+        table[row, :count] = [next(blocks) for _ in range(count)]
+    pages = [rng.standard_normal(shape).astype(np.float32) for _ in range(2)]
+    num_tokens = sum(queries) + padding
+    q_TNH = rng.standard_normal((num_tokens, num_heads, width)).astype(np.float32)
+    if is_quantized(page_dtype):
+        spread = np.exp(rng.standard_normal((*shape[:3], 1)) / 2).astype(np.float32)  # scales that differ
+        (k_pages, k_scale), (v_pages, v_scale) = (quantized(each * spread, page_dtype) for each in pages)
+    else:
+        k_pages, v_pages = (each.astype(page_dtype) for each in pages)
+        k_scale = v_scale = None
+    return Case(
+        q_TNH=q_TNH.astype(dtype),
+        k_pages=k_pages,
+        v_pages=v_pages,
+        block_table_BM=table,
+        context_len_B=np.array(contexts, np.int32),
+        query_start=np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """The formats as the documentation has them, in numpy."""
+    largest = np.float32(1 / 127) if dtype == "int8" else np.float32(1 / 448)
+    scale = np.maximum(np.abs(x).max(-1) * largest, np.float32(2.0**-100))
+    scaled = x / scale[..., None]
+    if dtype == "int8":
+        return np.rint(scaled).astype(np.int8), scale
+    kept = scaled.astype(E4M3)
+    return (kept.view(np.uint8) if dtype == "uint8" else kept), scale
+
+
+def dequantized(kept: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    """In float64."""
+    kept = kept.view(E4M3) if kept.dtype == np.uint8 else kept
+    wide = kept.astype(np.float64)
+    return wide if scale is None else wide * scale[..., None].astype(np.float64)
+
+
+def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_mask_TQ=None) -> np.ndarray:
+    """One token and one head at a time, in float64, from what the arrays hold. Zeros where a token sees nothing."""
+    out = np.zeros(case.q_TNH.shape)
+    num_kv_heads, width = case.k_pages.shape[2:]
+    group = case.q_TNH.shape[1] // num_kv_heads
+    k_pages, v_pages = dequantized(case.k_pages, case.k_scale), dequantized(case.v_pages, case.v_scale)
+    for row, length in enumerate(case.context_len_B):
+        start, stop = case.query_start[row : row + 2]
+        keys, values = (
+            pages[case.block_table_BM[row]].reshape(-1, num_kv_heads, width)[:length] for pages in (k_pages, v_pages)
+        )
+        for token in range(start, stop):
+            position = length - (stop - token)
+            seen = [c for c in range(length) if c <= position]
+            if tree_mask_TQ is not None:
+                first = length - (stop - start)
+                seen = [c for c in range(length) if c < first or tree_mask_TQ[token, c - first]]
+            if sliding_window is not None:
+                seen = [c for c in seen if c > position - sliding_window]
+            for head in range(case.q_TNH.shape[1] if seen else 0):
+                scores = keys[seen, head // group] @ case.q_TNH[token, head].astype(np.float64) * scale
+                if logit_softcap is not None:
+                    scores = logit_softcap * np.tanh(scores / logit_softcap)
+                weights = np.exp(scores - scores.max())
+                out[token, head] = weights @ values[seen, head // group] / weights.sum()
+    return out
+
+
+STATIC = ("scale", "sliding_window", "logit_softcap", "backend", "max_query_len", "interpret", "tiles")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def _run(*arrays, **options):
+    return paged_attention(*arrays, **options)
+
+
+def run(*arrays, backend="auto", **options):
+    """`paged_attention`, compiled; kernels are interpreted."""
+    return _run(*arrays, backend=backend, interpret=backend == "triton", **options)
