@@ -199,9 +199,7 @@ def seen_slots(spec: Spec, table_BM: np.ndarray, num_blocks: int) -> np.ndarray:
     return seen_PS
 
 
-def _host_pages(
-    rng: np.random.Generator, shape: tuple[int, ...], page_dtype: str, seen_PS: np.ndarray | None
-) -> Pages:
+def _host_pages(rng: np.random.Generator, shape: tuple[int, ...], page_dtype: str, seen_PS: np.ndarray | None) -> Pages:
     """Made by numpy, which has nothing to compile. What seen_PS leaves out gets NaN, in the scales where there are some."""
     arrays: list[Any] = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Runs parts of a check as processes of their own, some side by side: what hangs, crashes or breaks its GPU context takes no other along."""
+"""Runs parts of a check as processes of their own: what hangs, crashes or breaks its GPU context takes no other along."""
 
 from __future__ import annotations
 
