@@ -31,7 +31,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What was measured on this GPU: bytes per second of a large copy (read and written) and of a large sum, FLOP/s of a large bf16 product."""
+    """What was measured on this GPU.
+
+    copied: bytes per second of a large copy, read and written. read: of a large sum. matmul: FLOP/s of a large bfloat16 product.
+    """
 
     copied: float
     read: float

@@ -16,7 +16,6 @@ from pallas_kernels.paged_attention.tiles import VERIFY_LEN, Shape
 from pallas_kernels.quantized_pages import is_quantized, quantize
 from pallas_kernels.specs import Spec
 
-
 HOST_ELEMENTS = 2**23  # of a pool that numpy makes; larger ones are made on the device
 
 

@@ -8,6 +8,7 @@ thousands.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pallas_kernels.bench.bounds import Ceilings, work
 from pallas_kernels.bench.cases import Case, label, make_case, shape_of_spec
 from pallas_kernels.bench.timing import Program, compiled, num_layers, time_program
+from pallas_kernels.paged_attention import mosaic, triton
 from pallas_kernels.paged_attention.tiles import Shape, Tiles
 from pallas_kernels.specs import Spec
 
@@ -31,11 +33,7 @@ VALUES: dict[str, tuple[int, ...]] = {  # in the order in which they are tried
     "max_splits": (1, 4, 8, 16, 32),
     "split_context": (128, 256, 512, 1024, 2048),
 }
-STARTS = {
-    "decode": Tiles(query_rows=16, context=64, max_splits=16, split_context=256, num_warps=4, num_stages=3),
-    "verify": Tiles(query_rows=64, context=64, max_splits=8, split_context=512, num_warps=4, num_stages=3),
-    "chunk": Tiles(query_rows=128, context=64, max_splits=1, split_context=512, num_warps=8, num_stages=3),
-}
+STARTS: dict[str, Callable[[Shape], Tiles]] = {"triton": triton.heuristic, "mosaic": mosaic.heuristic}
 
 
 @dataclass
@@ -71,13 +69,14 @@ def neighbours(tiles: Tiles) -> list[Tiles]:
                 continue
             if name == "split_context" and tiles.max_splits == 1:
                 continue  # nothing is split
-            change = {name: value}
+            changes = [{name: value}]
             if name == "context" and tiles.split_context % value:
-                change["split_context"] = max(value, tiles.split_context // value * value)
-            try:
-                found.append(dataclasses.replace(tiles, **change))
-            except ValueError:
-                continue  # no kernel could take them
+                changes = [{name: value, "split_context": max(value, tiles.split_context // value * value)}]
+            if name == "query_rows":  # more rows go with more warps, and Mosaic takes nothing else
+                changes.append({name: value, "num_warps": value // 16})
+            for change in changes:
+                with contextlib.suppress(ValueError):  # no kernel could take them
+                    found.append(dataclasses.replace(tiles, **change))
     return found
 
 
@@ -86,13 +85,13 @@ def tune(
     specs: Sequence[Spec],
     measure: Measure,
     *,
-    starts: Sequence[Tiles] = (),
+    starts: Sequence[Tiles],
     prefetch: Callable[[Sequence[Tiles]], None] = lambda _: None,
     deadline: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tuned:
-    """Measures `starts` (by default the one of the kind of step), then walks from the best of them.
+    """Measures `starts`, then walks from the best of them.
 
     prefetch: is told what will be measured next. deadline: of `clock`.
     """
@@ -104,7 +103,7 @@ def tune(
             progress(f"{shape}: {len(tuned.seconds)} tried, {len(tuned.failures)} failed")
         return tuned.seconds[tiles]
 
-    for tiles in starts or (STARTS[shape.kind],):
+    for tiles in starts:
         seconds(tiles)
     while clock() < deadline:
         here = min(tuned.seconds, key=tuned.seconds.__getitem__)
