@@ -29,7 +29,7 @@ from pallas_kernels.bench import ceilings, environment, goals, pages
 from pallas_kernels.bench.bounds import Ceilings
 from pallas_kernels.bench.cases import label
 from pallas_kernels.bench.compare import ceilings_table, compare, table
-from pallas_kernels.bench.findings import Finding, Table, read
+from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, read
 from pallas_kernels.bench.parts import best_of, chosen, contiguous_seconds, measured_ceilings
 from pallas_kernels.bench.record import append_section, section
 from pallas_kernels.bench.timing import XLA_BACKENDS
@@ -37,11 +37,7 @@ from pallas_kernels.bench.tuner import STARTS, OnDevice, Tuned, by_shape, tune
 from pallas_kernels.paged_attention import BACKENDS
 from pallas_kernels.paged_attention.tiles import TUNED, Tiles, read_tuned, write_tuned
 from pallas_kernels.specs import Spec
-
-try:
-    from tqdm import tqdm
-except ImportError:  # without a bar, then
-    tqdm = None
+from tools.progress import Bar
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,18 +115,17 @@ def time_contiguous(specs: str, directory: Path) -> None:
 def timing(
     specs: Sequence[Spec], arguments: argparse.Namespace, measured: Ceilings, deadline: float, directory: Path
 ) -> Finding:
-    bar = tqdm(total=len(specs) * len(arguments.backends), unit="timing") if tqdm else None
+    bar = Bar(len(specs) * len(arguments.backends), "timing")
     rows = compare(
         specs,
         arguments.backends,
         measured,
         interpret=[name for name in arguments.backends if arguments.interpret and name not in XLA_BACKENDS],
         time_left=lambda: time.monotonic() < deadline - 20,
-        done=lambda row: bar.update() if bar else None,
+        done=lambda row: bar.step(f"{label(row.spec)} {row.backend}"),
         layers=2 if arguments.small else None,
     )
-    if bar:
-        bar.close()
+    bar.close()
     others = contiguous_seconds(directory)
     tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
     data: dict[str, Any] = {"rows": [row.as_data(measured) for row in rows]}
@@ -140,7 +135,8 @@ def timing(
         tables, data["pages"] = [*tables, *copied.tables], copied.data["rows"]
     tables += [one for finding in read(directory / "contiguous.jsonl") for one in finding.tables]
     timed = sum(row.seconds is not None for row in rows)
-    return Finding("bench_kernels", "passed", f"{timed} of {len(rows)} timed", tables=tables, data=data)
+    status = FAILED if any(row.failed for row in rows) else PASSED
+    return Finding("bench_kernels", status, f"{timed} of {len(rows)} timed", tables=tables, data=data)
 
 
 def tuning(
@@ -152,7 +148,7 @@ def tuning(
     made = Table("Tiles", ["backend and shape", "tiles", "x ceiling", "of the start", "tried", "failed", "finished"])
     data: list[dict[str, Any]] = []
     path = ""
-    bar = tqdm(total=len(jobs), unit="shape") if tqdm else None
+    bar = Bar(len(jobs), "shape")
     for index, (backend, shape, group) in enumerate(jobs):
         until = time.monotonic() + (deadline - time.monotonic()) / (len(jobs) - index)
         start = read_tuned(kind, arguments.tuned_directory).get(backend, {}).get(str(shape))
@@ -160,8 +156,7 @@ def tuning(
         device = OnDevice(
             backend, group, measured, interpret=arguments.interpret, layers=2 if arguments.small else None
         )
-        progress = bar.set_postfix_str if bar else lambda _: None
-        tuned = tune(shape, group, device.measure, starts, prefetch=device.prefetch, deadline=until, progress=progress)
+        tuned = tune(shape, group, device.measure, starts, prefetch=device.prefetch, deadline=until, progress=bar.show)
         device.close()
         if tuned.best:
             found = read_tuned(kind, arguments.tuned_directory)
@@ -169,10 +164,8 @@ def tuning(
             path = str(write_tuned(kind, found, arguments.tuned_directory))
         made.rows.append(_tuned_row(backend, tuned, len(group), starts[0]))
         data.append(_tuned_data(backend, tuned))
-        if bar:
-            bar.update()
-    if bar:
-        bar.close()
+        bar.step()
+    bar.close()
     return Finding(
         "tuning", "passed", f"written to {path or 'nothing'}", tables=[made], data={"tuned": data, "path": path}
     )
@@ -214,7 +207,7 @@ def report(finding: Finding, arguments: argparse.Namespace, measured: Ceilings) 
     if arguments.json:
         arguments.json.write_text(data + "\n", encoding="utf-8")
     print(data, flush=True)
-    return 0
+    return int(finding.status == FAILED)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ compared with the same among others, tokens and log probabilities: recorded, sin
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,10 @@ def main(argv: list[str] | None = None) -> None:
         append(arguments.to, judged(f"engine {definition}: float32 tokens", define))
         for backend in backends if wanted else []:
             name = f"engine {backend}: float32 tokens"
-            append(arguments.to, judged(name, lambda backend=backend: same_tokens(backend, wanted, definition)))
+            append(arguments.to, judged(name, functools.partial(same_tokens, backend, wanted, definition)))
     for backend in backends:
         name = f"engine {backend}: path independence"
-        append(arguments.to, judged(name, lambda backend=backend: path_independence(backend)))
+        append(arguments.to, judged(name, functools.partial(path_independence, backend)))
 
 
 if __name__ == "__main__":

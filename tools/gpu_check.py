@@ -23,11 +23,7 @@ from pallas_kernels.bench.findings import FAILED, Finding
 from pallas_kernels.bench.record import append_section, as_data, counted, line, section
 from pallas_kernels.bench.session import Session, exit_status, has_gpu
 from pallas_kernels.paged_attention import BACKENDS
-
-try:
-    from tqdm import tqdm
-except ImportError:  # the kernels' parts do without
-    tqdm = None
+from tools.progress import Bar
 
 NO_GPU = "There is no GPU here, or JAX does not see it. --interpret runs a miniature on CPU."
 
@@ -79,24 +75,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(session: Session, num_parts: int) -> list[Finding]:
-    bar = tqdm(total=num_parts, desc="parts", unit="part", disable=None) if tqdm else None
+    bar = Bar(num_parts, "part")
 
     def found(finding: Finding) -> None:
         text = line(finding)
         if finding.status == FAILED:
             text += "".join(f"\n{finding.data[key]}" for key in ("traceback", "log") if key in finding.data)
-        tqdm.write(text) if bar else print(text, flush=True)
-
-    def ended(name: str, verdict: str) -> None:
-        if bar:
-            bar.set_postfix_str(f"{name}: {verdict}")
-            bar.update()
+        bar.write(text)
 
     try:
-        return session.run(found=found, ended=ended)
+        return session.run(found=found, ended=lambda name, verdict: bar.step(f"{name}: {verdict}"))
     finally:
-        if bar:
-            bar.close()
+        bar.close()
 
 
 def report(session: Session, arguments: argparse.Namespace, findings: list[Finding]) -> int:

@@ -56,40 +56,43 @@ class Case:
     def scale(self) -> float:
         return float(self.spec.head_width**-0.5)
 
-    def attend(
-        self,
-        q_TNH: jax.Array,
-        step: Step,
-        pages: Pages,
-        *,
-        backend: str,
-        tiles: Tiles | None = None,
-        interpret: bool = False,
-    ) -> jax.Array:
-        """The call of the spec on these arrays."""
-        return paged_attention(
-            q_TNH,
-            pages.k_pages,
-            pages.v_pages,
-            step.block_table_BM,
-            step.context_len_B,
-            step.query_start,
-            scale=self.scale,
-            sliding_window=self.spec.sliding_window,
-            logit_softcap=self.logit_softcap,
-            tree_mask_TQ=step.tree_mask_TQ,
-            k_scale=pages.k_scale,
-            v_scale=pages.v_scale,
-            backend=backend,
-            interpret=interpret,
-            max_query_len=self.max_query_len or self.spec.max_query_len,
-            tiles=tiles,
-        )
+    def attend(self, q_TNH: jax.Array, step: Step, pages: Pages, **options: Any) -> jax.Array:
+        """The call of the spec on these arrays. options: backend, tiles, interpret."""
+        return _attend(q_TNH, step, pages, **self._static, **options)
 
     def run(self, backend: str, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
-        """out_TNH of the first layer."""
-        call = jax.jit(functools.partial(self.attend, backend=backend, tiles=tiles, interpret=interpret))
-        return call(self.q_TNH, self.step, self.layers[0])
+        """out_TNH of the first layer, compiled."""
+        options = {"backend": backend, "tiles": tiles, "interpret": interpret}
+        return _compiled(self.q_TNH, self.step, self.layers[0], **self._static, **options)
+
+    @property
+    def _static(self) -> dict[str, Any]:
+        spec = self.spec
+        return {
+            "scale": self.scale,
+            "sliding_window": spec.sliding_window,
+            "logit_softcap": self.logit_softcap,
+            "max_query_len": self.max_query_len or spec.max_query_len,
+        }
+
+
+def _attend(q_TNH: jax.Array, step: Step, pages: Pages, **static: Any) -> jax.Array:
+    return paged_attention(
+        q_TNH,
+        pages.k_pages,
+        pages.v_pages,
+        step.block_table_BM,
+        step.context_len_B,
+        step.query_start,
+        tree_mask_TQ=step.tree_mask_TQ,
+        k_scale=pages.k_scale,
+        v_scale=pages.v_scale,
+        **static,
+    )
+
+
+_STATIC = ("scale", "sliding_window", "logit_softcap", "max_query_len", "backend", "tiles", "interpret")
+_compiled = jax.jit(_attend, static_argnames=_STATIC)
 
 
 def label(spec: Spec) -> str:

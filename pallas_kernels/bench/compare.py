@@ -26,6 +26,7 @@ class Row:
     seconds: float | None
     note: str = ""
     timing: Timing | None = None
+    failed: bool = False  # neither measured nor refused
 
     def fraction(self, ceilings: Ceilings) -> float | None:
         """Of the measured ceiling that binds this call."""
@@ -38,6 +39,7 @@ class Row:
             "backend": self.backend,
             "seconds": self.seconds,
             "note": self.note,
+            "failed": self.failed,
         }
         if self.timing:
             plain["timing"] = dataclasses.asdict(self.timing)
@@ -75,10 +77,9 @@ def compare(
                     row = _row(
                         case, backend, ceilings, backend in interpret, limit_s, time_one, (tiles or {}).get(backend)
                     )
-                except (
-                    Exception
-                ) as error:  # a refusal, no memory, or no compilation: reported in its row, and the others go on
-                    row = Row(spec, backend, None, first_line(error))
+                except Exception as error:  # reported in its row, and the others go on
+                    refused = isinstance(error, NotImplementedError) or "RESOURCE_EXHAUSTED" in str(error)
+                    row = Row(spec, backend, None, first_line(error), failed=not refused)
             rows.append(row)
             done(row)
     return rows
@@ -146,11 +147,11 @@ def table(rows: Sequence[Row], ceilings: Ceilings, others: Mapping[str, Mapping[
 
 def ceilings_table(ceilings: Ceilings) -> Table:
     return Table(
-        "Measured ceilings.",
+        "Measured ceilings (of 1 GiB and of 8192 x 8192 x 8192; smaller in a miniature)",
         ["what", "reached"],
         [
-            ["copy of 1 GiB, bytes read and written", f"{ceilings.copied / 1e9:.0f} GB/s"],
-            ["sum over 1 GiB, bytes read", f"{ceilings.read / 1e9:.0f} GB/s"],
-            ["bfloat16 matrix product 8192 x 8192 x 8192", f"{ceilings.matmul / 1e12:.0f} TFLOP/s"],
+            ["copy, bytes read and written", f"{ceilings.copied / 1e9:.0f} GB/s"],
+            ["sum, bytes read", f"{ceilings.read / 1e9:.0f} GB/s"],
+            ["bfloat16 matrix product", f"{ceilings.matmul / 1e12:.0f} TFLOP/s"],
         ],
     )

@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 
 import jax
-import jaxlib
 import numpy as np
 
 _FIELDS = "name,memory.total,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
@@ -25,7 +24,7 @@ def describe() -> dict[str, str]:
         "device": device.device_kind,
         "platform": device.platform,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": metadata.version("jaxlib"),
         "numpy": np.__version__,
         "python": platform.python_version(),
         "runtime": " ".join(str(getattr(device.client, "platform_version", "")).split()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PASSED, FAILED, LEFT_OUT = "passed", "FAILED", "left out"
+_NUMBER = re.compile(r"[-+\d.e]+")
 
 
 @dataclass
@@ -22,22 +24,24 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def markdown(self) -> str:
-        lines = [self.columns, ["---"] + ["---:"] * (len(self.columns) - 1), *self.rows]
-        cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-        return f"{self.title}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
+        rule = ["---:" if numeric else "---" for numeric in self._numeric()]
+        cells = [
+            [cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (self.columns, rule, *self.rows)
+        ]
+        return f"{self.title}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in cells) + "\n"
 
     def plain(self) -> str:
         """Columns side by side, for a terminal."""
-        lines = [self.columns, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.columns))]
-        padded = [
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        ]
-        return self.title + "\n" + "\n".join("  " + line.rstrip() for line in padded)
+        rows = [self.columns, *self.rows]
+        columns = []
+        for column, numeric in enumerate(self._numeric()):
+            width = max(len(row[column]) for row in rows)
+            columns.append([row[column].rjust(width) if numeric else row[column].ljust(width) for row in rows])
+        return self.title + "\n" + "\n".join(f"  {'  '.join(cells).rstrip()}" for cells in zip(*columns, strict=True))
+
+    def _numeric(self) -> list[bool]:
+        """Which columns hold nothing but numbers, and dashes for none."""
+        return [all(_NUMBER.fullmatch(row[column]) for row in self.rows) for column in range(len(self.columns))]
 
 
 @dataclass

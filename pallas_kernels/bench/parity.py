@@ -8,6 +8,7 @@ scores may be too), 1e-4 in float32 (no TF32; exponentials from hardware). A pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -120,7 +121,7 @@ def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]
         if small and not trial.interpreted:
             continue
         trial = trial.cut() if small else trial
-        yield judged(f"parity {backend}: {trial.spec.name}", lambda trial=trial: _checked(backend, trial, interpret))
+        yield judged(f"parity {backend}: {trial.spec.name}", functools.partial(_checked, backend, trial, interpret))
 
 
 def _checked(backend: str, trial: Trial, interpret: bool) -> Finding:

@@ -161,10 +161,12 @@ def _bench(options: Options) -> Iterator[Finding]:
         rows += compare(
             [spec], backends, measured, time_left=lambda: time.monotonic() < end, layers=2 if small else None
         )
-    data = {"rows": [row.as_data(measured) for row in rows]}
+    found = {"rows": [row.as_data(measured) for row in rows]}
     tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
     timed = sum(row.seconds is not None for row in rows)
-    yield Finding("bench", PASSED, f"{timed} of {len(rows)} timed", tables=tables, data=data)
+    failed = [f"{label(row.spec)} {row.backend}: {row.note}" for row in rows if row.failed]
+    summary = "; ".join([f"{timed} of {len(rows)} timed", *failed])
+    yield Finding("bench", FAILED if failed else PASSED, summary, tables=tables, data=found)
     yield judged("pages: timings", lambda: pages.timings(measured, interpret=small, small=small))
 
 

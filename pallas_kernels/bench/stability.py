@@ -58,14 +58,21 @@ def decode_settings(spec: Spec, batches: tuple[int, ...]) -> Settings:
     yield "alone, other blocks", moved(pick(whole, [0]))
 
 
+def last_tokens(whole: Case, size: int, num_tokens: int) -> Case:
+    """A step with the last `size` query tokens of row 0 alone, padded to `num_tokens`, which is then the longest that it may be."""
+    queries = whole.spec.queries[0]
+    step = Step(whole.step.block_table_BM[:1], whole.step.context_len_B[:1], jnp.array([0, size], jnp.int32))
+    q_TNH = jnp.pad(whole.q_TNH[queries - size : queries], ((0, num_tokens - size), (0, 0), (0, 0)))
+    return dataclasses.replace(whole, q_TNH=q_TNH, step=step, max_query_len=num_tokens)
+
+
 def chunk_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:
-    """The last token of row 0 comes with the last `size` tokens of its row; all of one kind of step by the promise of the longest."""
+    """The last token of row 0 comes with the last `size` tokens of its row, in steps of one kind whatever their number of tokens."""
     whole = make_case(spec, seed=4)
-    queries = spec.queries[0]
     for size in sizes:
-        step = Step(whole.step.block_table_BM[:1], whole.step.context_len_B[:1], jnp.array([0, size], jnp.int32))
-        yield f"chunk of {size}", dataclasses.replace(whole, q_TNH=whole.q_TNH[queries - size : queries], step=step)
-    yield f"chunk of {queries} beside others", whole
+        num_tokens = max(size, min(128, spec.queries[0]))
+        yield f"chunk of {size} in a step of {num_tokens}", last_tokens(whole, size, num_tokens)
+    yield f"chunk of {spec.queries[0]} beside others", whole
 
 
 def probe(case: Case, out_TNH: jax.Array, first: bool) -> np.ndarray:
@@ -110,11 +117,10 @@ def across_kinds(backend: str, spec: Spec, run: Run) -> Finding:
     whole = make_case(spec, seed=4)
     queries = spec.queries[0]
     found = {}
-    for size, longest in ((1, 1), (1, queries), (min(queries, 16), min(queries, 16)), (queries, queries)):
-        step = Step(whole.step.block_table_BM[:1], whole.step.context_len_B[:1], jnp.array([0, size], jnp.int32))
-        case = dataclasses.replace(whole, q_TNH=whole.q_TNH[queries - size : queries], step=step, max_query_len=longest)
+    for size, longest in ((1, 1), (1, queries), (1, 16), (16, 16), (queries, queries)):
+        case = last_tokens(whole, size, longest)
         try:
-            found[f"{size} of at most {longest}"] = np.asarray(run(case)[-1]).astype(np.float64)
+            found[f"{size} of at most {longest}"] = probe(case, run(case), True).astype(np.float64)
         except NotImplementedError as refusal:
             raise LeftOut(str(refusal)) from refusal
     base = next(iter(found.values()))
@@ -134,7 +140,8 @@ def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]
     base = specs.find("llama-3-8b decode 64 ragged")
     decode = dataclasses.replace(base, contexts=(777, *(1 + 31 * i for i in range(1, 64))), queries=(1,) * 64)
     chunk = dataclasses.replace(base, contexts=(1500, 333, 90), queries=(512, 1, 40))
-    batches, sizes = (2, 4, 8, 16, 64), (512, 300, 65, 64, 7, 1)
+    batches: tuple[int, ...] = (2, 4, 8, 16, 64)
+    sizes: tuple[int, ...] = (512, 300, 65, 64, 7, 1)
     if small:
         decode, chunk = decode.cut(rows=4, context=70), chunk.cut(rows=2, context=70, queries=20)
         batches, sizes = (3,), (20, 3)

@@ -60,7 +60,8 @@ def steps(
     case: Case, num_steps: int, *, backend: str, tiles: Tiles | None = None, interpret: bool = False
 ) -> Callable[[jax.Array, Step, tuple[Pages, ...]], jax.Array]:
     """A function of (q_TNH, step, layers) that makes `num_steps` turns; jit it."""
-    attend = functools.partial(case.attend, backend=backend, tiles=tiles, interpret=interpret)
+    # Jitted by itself, so that it is traced and lowered once and not per layer; XLA inlines it.
+    attend = jax.jit(functools.partial(case.attend, backend=backend, tiles=tiles, interpret=interpret))
     barrier_per_call = backend in XLA_BACKENDS
 
     def program(q_TNH: jax.Array, step: Step, layers: tuple[Pages, ...]) -> jax.Array:
