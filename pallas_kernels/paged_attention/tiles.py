@@ -116,6 +116,12 @@ def write_tuned(device_kind: str, table: dict[str, dict[str, Tiles]], directory:
     return path
 
 
+def read_tuned(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, Tiles]]:
+    """What `write_tuned` wrote, empty where nothing was."""
+    table = _table(device_kind, directory)
+    return {backend: {key: Tiles(**tiles) for key, tiles in each.items()} for backend, each in table.items()}
+
+
 @functools.cache
 def _table(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, dict[str, int]]]:
     path = _path(device_kind, directory)
