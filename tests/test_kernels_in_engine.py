@@ -15,8 +15,8 @@ from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, XLA_BACKENDS
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
-# Two rows and 16 tokens at most, so that few shapes are compiled; a pool that makes somebody give way.
-SETTINGS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 12, "block_size": 8}
+# Three rows and 16 tokens at most, so that few shapes are compiled; a pool that makes somebody give way.
+SETTINGS = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 11, "block_size": 8}
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.9, n=2, seed=3, max_tokens=20, ignore_eos=True, logprobs=2),
@@ -99,5 +99,6 @@ def test_steps_mix_by_default_where_kernels_run():
 
 
 def test_a_model_that_no_kernel_takes_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(UnsupportedError, match="attention_backend 'triton': .*triton: .*block"):
-        make_llm(random_checkpoint(tmp_path / "llama", LLAMA), attention_backend="triton", block_size=1, max_num_seqs=2)
+    wide = random_checkpoint(tmp_path / "llama", {**LLAMA, "head_dim": 272})
+    with pytest.raises(UnsupportedError, match="attention_backend 'triton': .* triton: k_pages with heads 272 wide"):
+        make_llm(wide, attention_backend="triton")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -27,8 +27,8 @@ class Backend(NamedTuple):
         return "auto" if self.name == "auto" else "xla" if self.name in XLA_BACKENDS else "triton"
 
 
-def choose_backend(name: str, device: jax.Device) -> Backend:
-    """What an engine on this device uses for a value of the setting. Kernels are interpreted on CPU.
+def choose_backend(name: str, device: Any) -> Backend:
+    """What an engine on this device (a `jax.Device`) uses for a value of the setting. Kernels are interpreted on CPU.
 
     Raises:
         UnsupportedError: the device does not run that backend; the text says what it needs.
