@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
-from jaxpage.device.attention import Backend, choose_backend
+from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.engine.capacity import Place, mixes
 from jaxpage.errors import UnsupportedError
 from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, XLA_BACKENDS
@@ -73,15 +73,23 @@ def test_an_old_gpu_gets_what_it_can_run():
     assert choose_backend("auto", gpu("7.5")).name == "scan"
     with pytest.raises(
         UnsupportedError,
-        match="'triton' needs a GPU of compute capability 8.0 or more, but a GPU has 7.5; use reference or scan",
+        match="'triton' with kv_cache_dtype 'auto' needs a GPU of compute capability 8.0 or more, but a GPU has 7.5; use reference or scan",
     ):
         choose_backend("triton", gpu("7.5"))
-    with pytest.raises(UnsupportedError, match="'mosaic' needs a GPU of compute capability 9.0"):
+    with pytest.raises(UnsupportedError, match="'mosaic' with .* needs a GPU of compute capability 9.0"):
         choose_backend("mosaic", gpu("8.6"))
 
 
-def test_the_writer_goes_with_the_backend():
-    assert {name: Backend(name).writer for name in ("auto", *BACKENDS)} == {
+def test_a_gpu_without_fp8_keeps_pages_of_it_in_plain_xla():
+    assert choose_backend("auto", gpu("8.0"), "fp8").name == "scan"
+    assert choose_backend("auto", gpu("8.9"), "fp8").name == choose_backend("auto", gpu("8.0"), "int8").name == "auto"
+    with pytest.raises(UnsupportedError, match="'triton' with kv_cache_dtype 'fp8' needs .* 8.9 or more"):
+        choose_backend("triton", gpu("8.0"), "fp8")
+    assert choose_backend("scan", gpu("8.0"), "fp8").name == "scan"
+
+
+def test_what_writes_goes_with_the_backend():
+    assert {name: Backend(name).mover["backend"] for name in ("auto", *BACKENDS)} == {
         "auto": "auto",
         "reference": "xla",
         "scan": "xla",

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpage.device.attention import Backend
+from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import step_call
 from jaxpage.device.kv_pages import page_dtype, page_shapes

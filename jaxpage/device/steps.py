@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
-from jaxpage.device.attention import Backend, make_attend
+from jaxpage.device.attention import make_attend
+from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
@@ -107,9 +108,9 @@ def _hidden(
     return model, *model(inputs.token_ids_T, inputs.positions_T, pages, attend)
 
 
-def copy_step(pages: KVPages, pairs: jax.Array) -> KVPages:
+def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:
     """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer. Donate `pages`."""
-    return copy_blocks(pages, pairs[:, 0], pairs[:, 1])
+    return copy_blocks(pages, pairs[:, 0], pairs[:, 1], **backend.mover)
 
 
 def _pack_drawn(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array | bool, *, by_row: bool) -> jax.Array:
