@@ -64,7 +64,9 @@ def tree_mask(num_tokens, width=40):
 
 
 CALLS = {
-    "chunks of several tiles, one of none": dict(contexts=[150, 0, 20], queries=[100, 0, 20], tiles=TWO_CONSUMERS),
+    "chunks of several tiles, one of none": dict(
+        contexts=[150, 0, 20], queries=[100, 0, 20], heads=(2, 1), tiles=TWO_CONSUMERS
+    ),
     "a window, seven heads to one": dict(
         contexts=[150, 20], queries=[30, 20], heads=(7, 1), tiles=TWO_CONSUMERS, options={"sliding_window": 30}
     ),
@@ -84,7 +86,7 @@ CALLS = {
         tiles=ONE_CONSUMER,
         options={"logit_softcap": 2.0},
     ),
-    "a tree": dict(contexts=[100, 66], queries=[40, 3], tiles=TWO_CONSUMERS, tree=True),
+    "a tree": dict(contexts=[100, 66], queries=[40, 3], heads=(6, 1), tiles=TWO_CONSUMERS, tree=True),
 }
 
 
@@ -129,13 +131,12 @@ def test_a_planted_mistake_is_seen(mutation, monkeypatch):
     assert not np.abs(got - want).max() < 0.05  # NaN is seen too
 
 
-@interpreted
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="before jax 0.12 the interpreter overlooks this race")
 @pytest.mark.usefixtures("looks_for_races")
-def test_a_missing_fence_is_a_race(monkeypatch):
-    monkeypatch.setattr(mosaic_kernel.mg, "commit_smem", lambda: None)
-    case = small_case(2, [18, 40], [3, 3], heads=(2, 1))
+def test_consumers_that_do_not_meet_race_for_the_values(monkeypatch):
+    monkeypatch.setattr(mosaic_kernel, "_hand_over", lambda *_: None)
     with pytest.raises(Exception, match="RACE DETECTED"):
-        attend(case, dataclasses.replace(ONE_CONSUMER, max_splits=1), scale=0.2, max_query_len=3)
+        attend(small_case(2, [40], [40], heads=(2, 1)), TWO_CONSUMERS, scale=0.2)
     # After a failure the interpreter wants this, and has no public name for it.
     importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").reset_gpu_interpret_mode_state()
 

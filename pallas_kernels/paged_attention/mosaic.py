@@ -97,7 +97,7 @@ def _refuse(arguments: Arguments, interpret: bool) -> None:
     reason = None
     if interpret and not INTERPRETABLE:
         reason = f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
-    elif (device := jax.devices()[0]).platform == "gpu" and device.compute_capability != "9.0":
+    elif not interpret and (device := jax.devices()[0]).platform == "gpu" and device.compute_capability != "9.0":
         reason = (
             f"a GPU of compute capability {device.compute_capability} ({device.device_kind}): wgmma is of 9.0 alone"
         )

@@ -8,10 +8,11 @@ in registers. Two consumers take turns: while one has the tensor cores, the othe
     consumer   wait K, scores, (mask), softmax, wait V, (clean V), sum        k_free, v_free: consumers -> producer
 
 Only turns that reach over an edge of what the tile sees pay for masks. In turns that hold positions nobody sees, the first consumer
-overwrites their values with zeros in shared memory: they may be NaN, and zero times NaN is NaN.
+overwrites their values with zeros in shared memory: they may be NaN, and zero times NaN is NaN. Their keys are harmless, since the
+mask replaces a score whatever it is.
 
-The interpreter knows no accumulator that starts from a value and no product with its left side in registers. `_add_product` is the only
-place that does something else for it.
+The interpreter knows no accumulator that starts from a value and no product with its left side in registers, and looks for no races
+in products. `_add_product` is the only place that does something else for it.
 """
 
 from __future__ import annotations
@@ -51,12 +52,10 @@ def entry(plan: Plan, operands: Operands) -> None:
     """The kernel's body, run by every warpgroup."""
     keys = mg.SMEM((plan.stages, plan.context, plan.head_width), plan.dtype, transforms=_SWIZZLED)
     queries = mg.SMEM((plan.consumers, ROWS, plan.head_width), plan.dtype, transforms=_SWIZZLED)
-    partial = weights = top_total = None
+    partial = top_total = None
     if plan.splits > 1:
         partial = mg.SMEM((plan.consumers, ROWS, plan.head_width), jnp.float32, transforms=_SWIZZLED_F32)
         top_total = mg.SMEM((plan.consumers, 2, ROWS), jnp.float32)
-    if plan.interpret:
-        weights = mg.SMEM((plan.consumers, ROWS, plan.context), plan.dtype, transforms=_SWIZZLED)
     filled = mg.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages)
     freed = mg.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
     shared = Shared(
@@ -65,13 +64,11 @@ def entry(plan: Plan, operands: Operands) -> None:
         v=keys,
         out=partial,
         top_total=top_total,
-        weights=weights,
         q_full=mg.Barrier(num_barriers=plan.consumers),
         k_full=filled,
         v_full=filled,
         k_free=freed,
         v_free=freed,
-        v_clean=mg.Barrier(),
         taking_turns=mg.Barrier(num_arrivals=2) if plan.consumers == 2 else None,
     )
     pl.run_scoped(lambda *scratch: _program(plan, operands, Shared(*scratch)), *shared, collective_axes="warpgroup")
@@ -210,7 +207,7 @@ def _consume(
             _clean(plan, shared, slot, position, first_seen, last, consumer)
 
         _hand_over(plan, shared)
-        acc = _add_product(plan, shared, acc, low, shared.v.at[slot], consumer)
+        acc = _add_product(plan, acc, low, shared.v.at[slot])
         mg.barrier_arrive(shared.v_free.at[slot])
         return acc, new_top, total
 
@@ -296,7 +293,7 @@ def _clean(
     last: jax.Array,
     consumer: jax.Array,
 ) -> None:
-    """Zeros in place of the values that nobody sees, written once for all consumers."""
+    """Zeros in place of the values that nobody sees, written by the first consumer: the second reads them after their next meeting."""
 
     @pl.when(consumer == 0)
     def _() -> None:
@@ -307,25 +304,12 @@ def _clean(
                 values = loaded(ref, mg.Layout.WGMMA)
                 ref[...] = jnp.where((key >= first_seen) & (key <= last), values, jnp.zeros((), plan.dtype))
         mg.commit_smem()
-        if plan.consumers > 1:
-            mg.barrier_arrive(shared.v_clean)
-
-    if plan.consumers > 1:
-        mg.barrier_wait(shared.v_clean)
 
 
-def _add_product(
-    plan: Plan, shared: Shared, acc: jax.Array, weights: jax.Array, v: Any, consumer: jax.Array
-) -> jax.Array:
-    """acc + weights @ v. Interpreted: the weights go through shared memory and the sum is made outside of the product."""
-    if not plan.interpret:
-        return pl.run_state(lambda acc: mg.wgmma(acc, weights, v))(mg.ACC.init(acc))
-    staged = shared.weights.at[consumer]
-    staged[...] = weights
-    mg.commit_smem()
-
-    def product_of(product: Any) -> jax.Array:
-        mg.wgmma(product, staged, v)
-        return product[...]
-
-    return acc + pl.run_scoped(product_of, mg.ACC(acc.shape, jnp.float32))
+def _add_product(plan: Plan, acc: jax.Array, weights: jax.Array, v: Any) -> jax.Array:
+    """acc + weights @ v. Interpreted: the same by an ordinary product of what is read, and reads are what it checks for races."""
+    if plan.interpret:
+        values = v[...]
+        mg.commit_smem()  # between such a read and the TMA's next write, as the interpreter has it
+        return acc + jnp.dot(weights, values, preferred_element_type=jnp.float32)
+    return pl.run_state(lambda acc: mg.wgmma(acc, weights, v))(mg.ACC.init(acc))

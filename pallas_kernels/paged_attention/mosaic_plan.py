@@ -81,13 +81,11 @@ class Shared(NamedTuple):
     v: Any
     out: Any
     top_total: Any
-    weights: Any
     q_full: Any
     k_full: Any
     v_full: Any
     k_free: Any
     v_free: Any
-    v_clean: Any
     taking_turns: Any
 
 
