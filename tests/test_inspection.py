@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import jax
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -192,7 +193,7 @@ def test_instructions_are_counted() -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deviceless, "_version", lambda name: None)
-    assert 'pip install "jax[cuda13-local]"' in str(deviceless.unavailable())
+    assert f'pip install "jax[cuda13-local]=={jax.__version__}"' in str(deviceless.unavailable())
     monkeypatch.setattr(deviceless, "_version", lambda name: "0.9.1" if "13" in name else None)
     assert "jax-cuda13-plugin 0.9.1" in str(deviceless.unavailable())
     deviceless.described_mesh.cache_clear()
