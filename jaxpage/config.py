@@ -158,7 +158,7 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
 
 _REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # setting: (the values that are honoured, why the others are not)
-    "attention_backend": (("auto", "reference", "scan"), "this version has no such kernel"),
+    "attention_backend": (("auto", "reference", "scan", "triton", "mosaic"), "this version has no such kernel"),
     "speculative_config": ((None,), "this version does not speculate"),
     "tensor_parallel_size": ((1,), "this version runs on one device"),
 }

@@ -10,7 +10,8 @@ import jax
 from jax import sharding
 from jax.experimental.pallas import mosaic_gpu
 
-MOSAIC_INTERPRETABLE = hasattr(mosaic_gpu, "InterpretGPUParams")  # from jax 0.11 on
+mg: Any = mosaic_gpu  # its names and their types differ among versions
+MOSAIC_INTERPRETABLE = hasattr(mg, "InterpretGPUParams")  # from jax 0.11 on
 
 
 def described_gpu(kind: str = "NVIDIA H200", num_cores: int = 132) -> contextlib.AbstractContextManager[Any]:
@@ -36,31 +37,29 @@ def mosaic_kernel(
     What a value's registers hold is written in the kernel (`layout=`) and not inferred: that is "lane" semantics, whose default
     differs among versions.
     """
-    return mosaic_gpu.kernel(
+    return mg.kernel(
         body,
         out_type=out_type,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=num_threads,
         thread_name=thread_name,
-        compiler_params=mosaic_gpu.CompilerParams(
-            approx_math=True, lowering_semantics=mosaic_gpu.LoweringSemantics.Lane
-        ),
+        compiler_params=mg.CompilerParams(approx_math=True, lowering_semantics=mg.LoweringSemantics.Lane),
         interpret=mosaic_interpreter() if interpret else None,
     )
 
 
 def mosaic_interpreter() -> Any:
     """Runs a Mosaic kernel on CPU: its threads, barriers and copies are simulated."""
-    return mosaic_gpu.InterpretGPUParams()
+    return mg.InterpretGPUParams()
 
 
 def transposed(ref: Any) -> Any:
     """A matrix in shared memory, read with its axes swapped."""
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else mosaic_gpu.transpose_ref(ref, (1, 0))
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else mg.transpose_ref(ref, (1, 0))
 
 
 def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     """What lies behind a ref, in registers of a layout. `optimized`: fail where the copy would be slow."""
     index = () if jax.__version_info__ >= (0, 11, 0) else ((),)
-    return mosaic_gpu.load(ref, *index, layout=layout, optimized=optimized)
+    return mg.load(ref, *index, layout=layout, optimized=optimized)

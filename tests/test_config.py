@@ -134,8 +134,6 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("attention_backend", "triton"),
-        ("attention_backend", "mosaic"),
         ("attention_backend", "cpu"),
         ("speculative_config", {"method": "ngram"}),
         ("tensor_parallel_size", 2),

@@ -20,6 +20,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.cli_flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
+from jaxpage.device.attention import choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.step_inputs import packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
@@ -122,7 +123,8 @@ def position_logits(
     width = -(-len(token_ids) // config.block_size)
     graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
     context = len(token_ids)
-    options = StepOptions(graph, files.spec.vocab_size, context, width, config.attention_backend, sample_by_row=True)
+    backend = choose_backend(config.attention_backend, jax.devices()[0])
+    options = StepOptions(graph, files.spec.vocab_size, context, width, backend, sample_by_row=True)
 
     def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
         return logits_step(parameters, pages, unpack(packed, _BUCKET, width), bucket=_BUCKET, options=options)

@@ -17,6 +17,7 @@ from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
+from jaxpage.device.attention import choose_backend
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
@@ -25,6 +26,7 @@ from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.capacity import (
     Form,
+    Place,
     choose_dtype,
     mixes,
     place_of,
@@ -39,7 +41,7 @@ from jaxpage.engine.log_header import header
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import load_tokenizer
-from jaxpage.errors import CheckpointError, ConfigError
+from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
@@ -73,6 +75,9 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), files.plan.num_bytes(dtype))
     memory = plan_swapping(config, memory)
+    backend = choose_backend(config.attention_backend, device)
+    if backend.interpret:
+        logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", backend.name)
     menu = step_menu(config, place, memory)
     if progress:
         _print_table(memory, dtype, config.kv_cache_dtype)
@@ -84,13 +89,16 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         files.spec.vocab_size,
         table_width * config.block_size,
         table_width,
-        config.attention_backend,
+        backend,
         sample_by_row=device.platform == "cpu",
     )
     pool = (files.spec.kv, memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
-    executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
+    try:
+        executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
+    except NotImplementedError as refusal:  # every backend's reason
+        raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
     engine = Engine(
-        scheduler=_scheduler(config, menu, memory, files.spec.kv),
+        scheduler=_scheduler(config, place, menu, memory, files.spec.kv),
         builder=BatchBuilder(
             menu,
             table_width=table_width,
@@ -160,12 +168,12 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
-def _scheduler(config: EngineConfig, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
+def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
     limits = StepLimits(
         max_rows=config.max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,
         max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
-        mixed=mixes(config),
+        mixed=mixes(config, place),
     )
     manager = BlockManager(
         BlockPool(memory.num_blocks),

@@ -60,14 +60,17 @@ def choose_dtype(config: EngineConfig, place: Place, stored: str) -> str:
     return "float32" if place.is_cpu else stored
 
 
-def mixes(config: EngineConfig) -> bool:
-    """By default in turns: in plain XLA, all that there is now, a step that mixes pads every single token to a tile of queries."""
-    return bool(config.enable_mixed_steps)
+def mixes(config: EngineConfig, place: Place) -> bool:
+    """By default as the attention backend wants: a kernel takes any rows in one launch, but in plain XLA a step that mixes pads every
+    single token to a tile of queries."""
+    if config.enable_mixed_steps is not None:
+        return config.enable_mixed_steps
+    return not place.is_cpu and config.attention_backend in ("auto", "triton", "mosaic")
 
 
 def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = None) -> BucketMenu:
     """The shapes of an engine's steps; with its memory, also those in which blocks move to the host and back."""
-    menu = make_menu(config.max_num_seqs, max_num_batched_tokens(config, place), mixed=mixes(config))
+    menu = make_menu(config.max_num_seqs, max_num_batched_tokens(config, place), mixed=mixes(config, place))
     if memory is not None and memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     return menu

@@ -15,7 +15,8 @@ _XLA: dict[str, Callable[[Arguments], jax.Array]] = {"reference": reference.atte
 _KERNELS: dict[str, Callable[..., jax.Array]] = {"triton": triton.attend, "mosaic": mosaic.attend}
 _AUTO = {"gpu": ("triton", "mosaic", "scan", "reference"), "interpret": ("triton", "mosaic"), "": ("scan", "reference")}
 
-BACKENDS = (*_XLA, *_KERNELS)
+XLA_BACKENDS = tuple(_XLA)
+BACKENDS = (*XLA_BACKENDS, *_KERNELS)
 INTERPRETABLE_BACKENDS = ("triton", "mosaic") if mosaic.INTERPRETABLE else ("triton",)  # on CPU, with interpret=True
 
 

@@ -6,13 +6,16 @@ and its results are gathered back. `mosaic_kernel` has the kernel, where the int
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel
 from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.mosaic_kernel import ROWS, TREE_WORDS, Operands, Plan, entry, turns_per_split
-from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles
+from pallas_kernels.paged_attention.mosaic_kernel import entry
+from pallas_kernels.paged_attention.mosaic_plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
+from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles, token_rows
 from pallas_kernels.paged_attention.tiles import Shape, Tiles, shape_of, tuned
 
 INTERPRETABLE = MOSAIC_INTERPRETABLE
@@ -25,19 +28,22 @@ _TREE_WIDTH = 32 * TREE_WORDS
 def heuristic(shape: Shape) -> Tiles:
     """Tiles for a shape that nobody has measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
 
-    Chunks take two consumers and no splits, since a split writes its partial results in float32. Fewer query rows take one consumer.
+    Chunks take two consumers and no splits, since every split writes its partial results in float32. Fewer query rows take one consumer.
     """
     chunk = shape.kind == "chunk"
     query_rows = 128 if chunk else 64
-    context = max(128 if chunk and shape.head_width <= 128 else 64, shape.block_size)
-    fixed = query_rows * shape.head_width * (2 if chunk else 6) + _RESERVED_BYTES + (0 if chunk else query_rows * 8)
+    context = 128 if chunk and shape.head_width <= 128 else 64
+    max_splits, split_context = {"chunk": (1, context), "verify": (4, 512), "decode": (16, 256)}[shape.kind]
+    queries = query_rows * shape.head_width * 2
+    partials = query_rows * (shape.head_width + 2) * 4 if max_splits > 1 else 0
+    buffer = 4 * context * shape.head_width  # keys and values of a turn
     return Tiles(
         query_rows=query_rows,
         context=context,
-        max_splits=1 if chunk else 16,
-        split_context=context if chunk else max(256, context),
+        max_splits=max_splits,
+        split_context=split_context,
         num_warps=query_rows // 16,
-        num_stages=max(1, min(5, (SHARED_BYTES - fixed) // (4 * context * shape.head_width))),
+        num_stages=max(1, min(5, (SHARED_BYTES - _RESERVED_BYTES - queries - partials) // buffer)),
     )
 
 
@@ -59,25 +65,27 @@ def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax
             f"max_splits={tiles.max_splits}, head width {plan.head_width}"
         )
     description_R3 = _describe(arguments, cut)
-    operands = [_gathered(arguments, plan, cut), arguments.k_pages, arguments.v_pages]
-    operands += [arguments.block_table_BM.astype(jnp.int32), description_R3]
-    if plan.tree:
-        operands.append(_tree_words(arguments, plan, cut))
-    outputs = _outputs(plan, arguments.k_pages.shape[2])
+    inputs = [
+        _gathered(arguments, plan, cut),
+        arguments.k_pages,
+        arguments.v_pages,
+        arguments.block_table_BM.astype(jnp.int32),
+        description_R3,
+        *([_tree_words(arguments, plan, cut)] if plan.tree else []),
+    ]
 
-    def paged_attention(*refs: object) -> None:
-        inputs, outs = refs[: len(operands)], refs[len(operands) :]
-        tree = inputs[5] if plan.tree else None
-        entry(plan, Operands(*inputs[:5], tree=tree, out=outs[0], top_total=outs[1] if plan.splits > 1 else None))
+    def paged_attention(*refs: Any) -> None:
+        missing = [None] * (not plan.tree)
+        entry(plan, Operands(*refs[: len(inputs)], *missing, *refs[len(inputs) :], *[None] * (plan.splits == 1)))
 
     results = mosaic_kernel(
         paged_attention,
-        out_type=outputs,
+        out_type=_outputs(plan, arguments.k_pages.shape[2]),
         grid={"tile": plan.num_tiles, "head": arguments.k_pages.shape[2], "split": plan.splits},
         thread_name="warpgroup",
         num_threads=plan.consumers + 1,
         interpret=interpret,
-    )(*operands)
+    )(*inputs)
     out_RKXH = results[0] if plan.splits == 1 else _reduced(plan, description_R3, *results)
     return _per_token(arguments, plan, cut, out_RKXH)
 
@@ -99,8 +107,8 @@ def _refuse(arguments: Arguments, interpret: bool) -> None:
         reason = f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"
     elif head_width % 64 or head_width > 256:
         reason = f"head width {head_width}: a swizzled row has 64 elements, and registers hold up to 256"
-    elif block_size % 8 or block_size > 256:
-        reason = f"block size {block_size}: a swizzled tile has 8 rows, and a turn of the loop at most 256"
+    elif block_size % 8:
+        reason = f"block size {block_size}: a swizzled tile has 8 rows"
     elif tree is not None and arguments.sliding_window is not None:
         reason = "a tree mask with a sliding window"
     elif tree is not None and tree.shape[1] > _TREE_WIDTH:
@@ -120,8 +128,8 @@ def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
         reason = f"tiles.num_warps={tiles.num_warps}: {ROWS} query rows take 4"
     elif tiles.context % 64:
         reason = f"tiles.context={tiles.context}: no multiple of 64"
-    elif tiles.context % block_size:
-        reason = f"tiles.context={tiles.context}: no multiple of the block size, {block_size}"
+    elif tiles.context % block_size and block_size % tiles.context:
+        reason = f"tiles.context={tiles.context}: neither a multiple nor a part of the block size, {block_size}"
     if reason:
         raise NotImplementedError(reason)
 
@@ -174,10 +182,13 @@ def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
 
 
 def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
-    """Of each query row, which new tokens of its sequence it sees, 32 to a word."""
+    """Of each query row, which new tokens of its own sequence it sees, 32 to a word."""
     assert arguments.tree_mask_TQ is not None
-    width = arguments.tree_mask_TQ.shape[1]
-    bits = jnp.pad(arguments.tree_mask_TQ, ((0, 0), (0, _TREE_WIDTH - width))).reshape(-1, TREE_WORDS, 32)
+    num_tokens, width = arguments.tree_mask_TQ.shape
+    row_T = token_rows(arguments.context_len_B, arguments.query_start, num_tokens).row_T
+    query_len_T = (arguments.query_start[1:] - arguments.query_start[:-1])[row_T]
+    mask = arguments.tree_mask_TQ & (jnp.arange(width)[None, :] < query_len_T[:, None])
+    bits = jnp.pad(mask, ((0, 0), (0, _TREE_WIDTH - width))).reshape(num_tokens, TREE_WORDS, 32)
     words = jnp.sum(bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
     words_RXW = jnp.repeat(jax.lax.bitcast_convert_type(words, jnp.int32)[cut.token_RQ], plan.group, axis=1)
     missing = plan.consumers * ROWS - words_RXW.shape[1]

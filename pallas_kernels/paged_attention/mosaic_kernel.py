@@ -17,20 +17,26 @@ place that does something else for it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as mg
 
-from pallas_kernels.compat import loaded, transposed
-
-ROWS = 64  # query rows of a warpgroup: wgmma's M
-TREE_WORDS = 2  # of 32 bits: a tree has at most 64 query tokens
-ROW, FIRST, LAST = range(3)  # columns of a tile's description; `describe` in mosaic.py says more
+from pallas_kernels.compat import loaded, mg, transposed
+from pallas_kernels.paged_attention.mosaic_plan import (
+    FIRST,
+    LAST,
+    ROW,
+    ROWS,
+    TREE_WORDS,
+    Operands,
+    Plan,
+    Shared,
+    Turns,
+    turns_per_split,
+)
 
 _LOG2E = math.log2(math.e)
 _NO_TOP = -1e30  # finite, so that exp2(-inf - top) is 0 in rows that have seen nothing yet
@@ -39,85 +45,6 @@ _SWIZZLED = (
     mg.SwizzleTransform(128),
 )  # of 2-byte elements, as TMA, wgmma and registers agree
 _SWIZZLED_F32 = (mg.TilingTransform((8, 32)), mg.SwizzleTransform(128))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Everything static about a kernel. `used_rows`: query rows that are copied in and out; with several consumers all of them."""
-
-    consumers: int
-    used_rows: int
-    context: int  # positions of a turn, a multiple of block_size
-    stages: int
-    num_tiles: int
-    splits: int
-    split_turns: int  # turns of a split, at least
-    group: int
-    head_width: int
-    block_size: int
-    table_width: int
-    dtype: Any
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
-    tree: bool
-    interpret: bool
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a turn."""
-        return self.context // self.block_size
-
-    @property
-    def rows_each(self) -> int:
-        return min(ROWS, self.used_rows)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a program but for barriers and what Mosaic needs for itself."""
-        queries, buffers = self.consumers * ROWS * self.head_width * 2, 4 * self.stages * self.context * self.head_width
-        partials = self.consumers * ROWS * 4 * (self.head_width + 2) if self.splits > 1 else 0
-        return queries + buffers + partials
-
-
-class Operands(NamedTuple):
-    """In global memory. X: used rows."""
-
-    q: Any  # [R, K, X, H]
-    k_pages: Any  # [P, S, K, H]
-    v_pages: Any
-    table: Any  # [B, M]
-    tiles: Any  # [R, 3] int32
-    tree: Any  # [R, TREE_WORDS, rows] int32, or None
-    out: Any  # [R, K, X, H]; with splits [R, splits, K, X, H] in float32, neither divided
-    top_total: (
-        Any  # None; with splits [R, splits, K, 2, X] in float32: highest score (in powers of two) and total weight
-    )
-
-
-class Shared(NamedTuple):
-    """In shared memory. Barriers are arrays of one per buffer (or per consumer)."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    top_total: Any
-    weights: Any
-    q_full: Any
-    k_full: Any
-    v_full: Any
-    k_free: Any
-    v_free: Any
-    v_clean: Any
-    taking_turns: Any
-
-
-class Turns(NamedTuple):
-    """The turns of this program: `count` from `begin`, which counts turns from position 0."""
-
-    begin: jax.Array
-    count: jax.Array
 
 
 def entry(plan: Plan, operands: Operands) -> None:
@@ -130,7 +57,7 @@ def entry(plan: Plan, operands: Operands) -> None:
         top_total = mg.SMEM((plan.consumers, 2, ROWS), jnp.float32)
     if plan.interpret:
         weights = mg.SMEM((plan.consumers, ROWS, plan.context), plan.dtype, transforms=_SWIZZLED)
-    filled = mg.Barrier(num_arrivals=plan.blocks, num_barriers=plan.stages)
+    filled = mg.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages)
     freed = mg.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
     shared = Shared(
         q=queries,
@@ -155,7 +82,7 @@ def _program(plan: Plan, operands: Operands, shared: Shared) -> None:
     head, split, warpgroup = lax.axis_index("head"), lax.axis_index("split"), lax.axis_index("warpgroup")
     turns = _turns(plan, operands.tiles, tile, split)
 
-    @pl.when(turns.count > 0)
+    @pl.when(turns.number > 0)
     def _() -> None:
         @pl.when(warpgroup == plan.consumers)
         def _() -> None:
@@ -176,11 +103,6 @@ def _turns(plan: Plan, tiles: Any, tile: jax.Array, split: jax.Array) -> Turns:
     return Turns(begin, jnp.minimum(each, end - begin))
 
 
-def turns_per_split(plan: Plan, turns: Any) -> Any:
-    """Of a tile of so many turns: by its own context alone, so that a token's sums do not depend on its neighbours."""
-    return jnp.maximum(plan.split_turns, lax.div(turns + (plan.splits - 1), jnp.int32(plan.splits)))
-
-
 def _first_seen(plan: Plan, tiles: Any, tile: jax.Array) -> jax.Array:
     """The first position that any row of the tile sees."""
     if plan.sliding_window is None:
@@ -188,15 +110,25 @@ def _first_seen(plan: Plan, tiles: Any, tile: jax.Array) -> jax.Array:
     return jnp.maximum(tiles[tile, FIRST] - (plan.sliding_window - 1), 0)
 
 
-def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array) -> None:
-    def ids(turn: jax.Array) -> list[jax.Array]:
-        """Of a turn's blocks. Behind the table the last entry stands in: nobody sees those positions."""
-        first = (turns.begin + turn) * plan.blocks
-        return [operands.table[row, jnp.minimum(first + j, plan.table_width - 1)] for j in range(plan.blocks)]
+_IDS_AHEAD = 8  # that fit the producer's registers
 
-    def body(turn: jax.Array, blocks: list[jax.Array]) -> list[jax.Array]:
+
+def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array) -> None:
+    def block_of(turn: jax.Array, copy: int) -> jax.Array:
+        """Behind the table the last entry stands in: nobody sees those positions."""
+        position = (turns.begin + turn) * plan.context + copy * plan.copy_slots
+        return operands.table[row, jnp.minimum(lax.div(position, jnp.int32(plan.block_size)), plan.table_width - 1)]
+
+    def ids_of(turn: jax.Array) -> list[jax.Array]:
+        return [block_of(turn, copy) for copy in range(plan.copies)] if plan.copies <= _IDS_AHEAD else []
+
+    def body(turn: jax.Array, ids: list[jax.Array]) -> list[jax.Array]:
         slot = lax.rem(turn, jnp.int32(plan.stages))
-        following = ids(turn + 1)  # long before they are needed
+        following = ids_of(turn + 1)  # long before they are needed
+        start: Any = 0  # in the block
+        if plan.context < plan.block_size:
+            start = lax.rem((turns.begin + turn) * plan.context, jnp.int32(plan.block_size))
+            start = pl.multiple_of(start, 8)
         for pages, buffer, full, free in (
             (operands.k_pages, shared.k, shared.k_full, shared.k_free),
             (operands.v_pages, shared.v, shared.v_full, shared.v_free),
@@ -206,15 +138,16 @@ def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: 
             def _(free: Any = free) -> None:
                 mg.barrier_wait(free.at[slot])
 
-            for j, block in enumerate(blocks):
-                place = buffer.at[slot, pl.ds(j * plan.block_size, plan.block_size)]
-                mg.copy_gmem_to_smem(pages.at[block, :, head], place, full.at[slot])
+            for copy in range(plan.copies):
+                block = ids[copy] if ids else block_of(turn, copy)
+                place = buffer.at[slot, pl.ds(copy * plan.copy_slots, plan.copy_slots)]
+                mg.copy_gmem_to_smem(pages.at[block, pl.ds(start, plan.copy_slots), head], place, full.at[slot])
         return following
 
-    lax.fori_loop(0, turns.count, body, ids(jnp.int32(0)))
+    lax.fori_loop(0, turns.number, body, ids_of(jnp.int32(0)))
     for slot in range(plan.stages):  # whoever waits at a barrier sees all of its phases: the interpreter insists
 
-        @pl.when(slot < turns.count)
+        @pl.when(slot < turns.number)
         def _(slot: int = slot) -> None:
             mg.barrier_wait(shared.k_free.at[slot])
             mg.barrier_wait(shared.v_free.at[slot])
@@ -284,7 +217,7 @@ def _consume(
     if plan.consumers == 2:
         pl.when(consumer == 1)(lambda: _hand_over(plan, shared))
     start = (_full((ROWS, plan.head_width), 0.0), _full((ROWS,), _NO_TOP), _full((ROWS,), 0.0))
-    acc, top, total = lax.fori_loop(0, turns.count, body, start)
+    acc, top, total = lax.fori_loop(0, turns.number, body, start)
     if plan.consumers == 2:
         pl.when(consumer == 0)(lambda: _hand_over(plan, shared))
     if plan.splits == 1:
@@ -310,7 +243,7 @@ def _full(shape: tuple[int, ...], value: float) -> jax.Array:
     return mg.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     return mg.broadcasted_iota(jnp.int32, shape, axis, layout=mg.Layout.WGMMA)
 
 

@@ -82,6 +82,23 @@ def shape_of(arguments: Arguments) -> Shape:
     )
 
 
+def heuristic(shape: Shape) -> Tiles:
+    """Tiles of the Triton backend for a GPU on which nobody has measured: none of them spills registers (docs/kernels.md)."""
+    wide = shape.head_width > 128
+    rows, warps, splits = {"decode": (16, 4, 16), "verify": (64, 8 if wide else 4, 8), "chunk": (128, 8, 1)}[shape.kind]
+    context = 32 if wide else 64
+    if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
+        rows, warps, context = 16, 8, 16
+    return Tiles(
+        query_rows=max(rows, 1 << (shape.group - 1).bit_length()),
+        context=context,
+        max_splits=splits,
+        split_context=256,
+        num_warps=warps,
+        num_stages=3,
+    )
+
+
 def tuned(backend: str, shape: Shape) -> Tiles | None:
     """What was measured to be best on this process's kind of GPU, if anybody measured."""
     device = jax.devices()[0]
@@ -97,6 +114,12 @@ def write_tuned(device_kind: str, table: dict[str, dict[str, Tiles]], directory:
     path.write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     _table.cache_clear()
     return path
+
+
+def read_tuned(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, Tiles]]:
+    """What `write_tuned` wrote, empty where nothing was."""
+    table = _table(device_kind, directory)
+    return {backend: {key: Tiles(**tiles) for key, tiles in each.items()} for backend, each in table.items()}
 
 
 @functools.cache
