@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpage.device.attention import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import step_call
 from jaxpage.device.kv_pages import page_dtype, page_shapes
@@ -85,7 +86,7 @@ def step_shapes(
         vocab_size=spec.vocab_size,
         context=table_width * block_size,
         table_width=table_width,
-        attention_backend=backend,
+        attention_backend=Backend(backend),
         sample_by_row=False,
     )
     pages = page_shapes(spec.kv, num_blocks, block_size, page_dtype(kv_cache_dtype, dtype))
