@@ -5,14 +5,13 @@ Each check is seen to find what it is for. Skipped where JAX's CUDA plugin is no
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpage.bench.step_shapes import BUCKETS, StepShapes, step_shapes
+from jaxpage.bench.step_shapes import BUCKETS, step_shapes
 from pallas_kernels import triton_backend
 from pallas_kernels.inspection import Findings, compile_for, inspect, sass, unavailable
 from pallas_kernels.inspection.cases import Case, attention_case, copy_case, write_case
@@ -34,6 +33,10 @@ ATTENTION = {  # a call of each kind, and what its kernel must be made of
 
 def compiled_case(case: Case) -> Findings:
     return inspect(compile_for(case.function, *case.arguments))
+
+
+def array_bytes(pages: Any) -> list[int]:
+    return [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)]
 
 
 @pytest.mark.parametrize(
@@ -68,19 +71,9 @@ def test_blocks_are_copied_in_place() -> None:
 
 
 def assert_in_place(found: Findings, pages: Any) -> None:
-    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)]
+    sizes = array_bytes(pages)
     assert found.problems(pages_bytes=sum(sizes), array_bytes=max(sizes)) == []
     assert sum(found.calls.values()) > 0
-
-
-@functools.cache
-def compiled_step(kind: str, backend: str) -> tuple[StepShapes, Findings]:
-    shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=LAYERS)
-    return shapes, inspect(compile_for(shapes.step, *shapes.arguments))
-
-
-def problems(shapes: StepShapes, found: Findings) -> list[str]:
-    return found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +81,9 @@ def problems(shapes: StepShapes, found: Findings) -> list[str]:
     [("decode", "triton", 1), ("verify", "triton", 1), ("chunk", "triton", 0), ("chunk", "mosaic", 0)],
 )
 def test_a_step_changes_its_pages_in_place(kind: str, backend: str, reduced: int) -> None:
-    shapes, found = compiled_step(kind, backend)
-    assert problems(shapes, found) == []
+    shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=LAYERS)
+    found = inspect(compile_for(shapes.step, *shapes.arguments))
+    assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
     expected = {"paged_attention": LAYERS, "write_kv": LAYERS, "paged_attention_reduce": reduced * LAYERS}
     assert found.calls == {name: number for name, number in expected.items() if number}
     assert len(found.kernels) == sum(found.calls.values())
@@ -99,12 +93,12 @@ def test_a_step_changes_its_pages_in_place(kind: str, backend: str, reduced: int
 
 
 def test_pages_that_are_not_donated_are_found() -> None:
-    shapes = step_shapes(BUCKETS["decode"], backend="triton", num_layers=1)
-    parameters, pages, *rest = shapes.arguments
-    keeps = jax.jit(shapes.step.__wrapped__)
-    found = inspect(compile_for(keeps, parameters, pages, *rest))
-    assert any("0 bytes are aliased" in problem for problem in problems(shapes, found))
-    assert any("temporary" in problem or "copy" in problem for problem in problems(shapes, found))
+    case = write_case(64)
+    sizes = array_bytes(case.arguments[0])
+    found = inspect(compile_for(jax.jit(case.function.__wrapped__), *case.arguments))
+    listed = found.problems(pages_bytes=sum(sizes), array_bytes=max(sizes))
+    assert any("0 bytes are aliased" in problem for problem in listed)
+    assert any("(copy)" in problem for problem in listed)
 
 
 def test_a_scan_that_copies_the_layers_pages_is_found() -> None:
@@ -129,10 +123,12 @@ def kernel(body: Any, name: str, shape: jax.ShapeDtypeStruct, **settings: Any) -
 
 def test_a_kernel_that_spills_is_found() -> None:
     def square(x_ref: Any, out_ref: Any) -> None:
-        row, column = jnp.arange(128)[:, None], jnp.arange(128)[None, :]
-        tile = triton_backend.load(x_ref.at[row, column])
-        product = triton_backend.dot(tile, tile)  # 512 sums for each thread of one warp
-        triton_backend.store(out_ref.at[row, column], product.astype(tile.dtype))
+        row, middle, column = jnp.arange(128)[:, None], jnp.arange(32), jnp.arange(128)[None, :]
+        left = triton_backend.load(x_ref.at[row, middle[None, :]])
+        product = triton_backend.dot(left, triton_backend.load(x_ref.at[middle[:, None], column]))
+        triton_backend.store(
+            out_ref.at[row, column], product.astype(left.dtype)
+        )  # 512 sums for each thread of one warp
 
     x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     found = inspect(compile_for(kernel(square, "square", x, num_warps=1), x))

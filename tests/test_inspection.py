@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
+import jax
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pallas_kernels.inspection import deviceless, findings, hlo, sass
+from pallas_kernels.inspection import deviceless, findings, hlo, report, sass
 from pallas_kernels.inspection.cubin import Machine, images, machines
 from pallas_kernels.inspection.executable import kernels
 from pallas_kernels.inspection.records import FormatError, leaves, unpack_snappy
 from tests.support.packing import image, message, riegeli, snappy
+from tools import inspect_kernels
 
 repetitive = st.lists(st.sampled_from([b"abcd", b"abcdabcdabcde", b"\0", b"xy", bytes(range(70))]), max_size=60).map(
     b"".join
@@ -192,7 +195,7 @@ def test_instructions_are_counted() -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deviceless, "_version", lambda name: None)
-    assert 'pip install "jax[cuda13-local]"' in str(deviceless.unavailable())
+    assert f'pip install "jax[cuda13-local]=={jax.__version__}"' in str(deviceless.unavailable())
     monkeypatch.setattr(deviceless, "_version", lambda name: "0.9.1" if "13" in name else None)
     assert "jax-cuda13-plugin 0.9.1" in str(deviceless.unavailable())
     deviceless.described_mesh.cache_clear()
@@ -205,3 +208,42 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_number_that_never_ends_is_refused() -> None:
     with pytest.raises(FormatError, match="within a number"):
         unpack_snappy(struct.pack("<Q", 2**64 - 1))
+
+
+def test_the_tables_of_the_document_are_replaced_and_nothing_else() -> None:
+    old = f"# Kernels\n\nText.\n\n{inspect_kernels.BEGIN}\nold\n{inspect_kernels.END}\n\nMore text.\n"
+    new = inspect_kernels.replaced(old, "| new |")
+    assert new == f"# Kernels\n\nText.\n\n{inspect_kernels.BEGIN}\n\n| new |\n\n{inspect_kernels.END}\n\nMore text.\n"
+    assert inspect_kernels.replaced(new, "| new |") == new
+    for wrong in ("no marks", f"{inspect_kernels.END} {inspect_kernels.BEGIN}", old + old):
+        with pytest.raises(ValueError, match="once each and in this order"):
+            inspect_kernels.replaced(wrong, "| new |")
+
+
+def test_a_table_is_written_checked_and_found_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [report.Row("attend (triton)", "decode", 116, 0, 39117, (0, 32, 32, 0))]
+    monkeypatch.setattr(inspect_kernels, "unavailable", lambda: None)
+    monkeypatch.setattr(inspect_kernels.sass, "disassembler", lambda: "nvdisasm")
+    monkeypatch.setattr(inspect_kernels, "kernel_rows", lambda *_: (rows, ["attend mosaic, int8: reads what lies"]))
+    monkeypatch.setattr(
+        inspect_kernels, "step_rows", lambda *_: iter([("decode", "2 attend", "9", "1", "1", "3", "none")])
+    )
+    path = tmp_path / "kernels.md"
+    words = ["--document", str(path), "--quiet"]
+    inspect_kernels.main(words)
+    assert "| attend (triton) | decode | 116 | 0 | 38.2 | 0 | 32 | 32 | 0 |" in path.read_text()
+    inspect_kernels.main([*words, "--check"])
+    rows[0] = report.Row("attend (triton)", "decode", 255, 24, None, None)
+    with pytest.raises(SystemExit) as stopped:
+        inspect_kernels.main([*words, "--check"])
+    assert stopped.value.code == 1 and "+| attend (triton) | decode | 255 | 24 | ? | ? |" in capsys.readouterr().out
+    assert "| 116 |" in path.read_text()
+
+
+def test_the_tool_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(inspect_kernels, "unavailable", lambda: 'not installed: pip install "jax[cuda13-local]"')
+    with pytest.raises(SystemExit):
+        inspect_kernels.main(["--check"])
+    assert 'pip install "jax[cuda13-local]"' in capsys.readouterr().err

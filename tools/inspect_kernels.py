@@ -25,7 +25,7 @@ from pallas_kernels.inspection.report import Row, markdown, rows
 DOCUMENT = Path(__file__).parents[1] / "docs" / "kernels.md"
 BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspect_kernels.py -->"
 HEAD = "# Kernels\n\n## What the compiler makes of them\n\n"
-STEP_BACKENDS = ("triton", "mosaic")
+STEPS = (("decode", "triton"), ("verify", "triton"), ("chunk", "triton"), ("chunk", "mosaic"))
 STEP_COLUMNS = ("step", "our kernels", "all kernels", "pages", "aliased", "temporary MiB", "problems")
 
 
@@ -42,9 +42,8 @@ def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[st
 
 
 def step_rows(gpu: str, num_layers: int | None, progress: bool) -> Iterator[tuple[str, ...]]:
-    """A row of cells for each backend and bucket."""
-    every = [(backend, kind) for backend in STEP_BACKENDS for kind in BUCKETS]
-    for backend, kind in tqdm(every, desc="Steps", unit="step", disable=None if progress else True):
+    """A row of cells for each of `STEPS`."""
+    for kind, backend in tqdm(STEPS, desc="Steps", unit="step", disable=None if progress else True):
         shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=num_layers)
         found = inspect(compile_for(shapes.step, *shapes.arguments, gpu=gpu))
         problems = found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes)

@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 GPUS = ("h200", "h100")  # a .textproto each, beside this file
-INSTALL = 'pip install "jax[cuda13-local]"'
+INSTALL = 'pip install "jax[cuda13-local]=={}"'
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
@@ -29,12 +29,10 @@ def unavailable() -> str | None:
     """Why nothing can be compiled here, with the command that helps; None if it can."""
     found = {name: version for name in _PLUGINS if (version := _version(name)) is not None}
     if not found:
-        return f"JAX's CUDA plugin is not installed: {INSTALL}=={jax.__version__}"
+        return f"JAX's CUDA plugin is not installed: {INSTALL.format(jax.__version__)}"
     if jax.__version__ not in found.values():
         listed = ", ".join(f"{name} {version}" for name, version in found.items())
-        return (
-            f"JAX is {jax.__version__}, but its CUDA plugin is another version ({listed}): {INSTALL}=={jax.__version__}"
-        )
+        return f"JAX is {jax.__version__}, but its CUDA plugin is another version ({listed}): {INSTALL.format(jax.__version__)}"
     return None
 
 

@@ -52,17 +52,24 @@ def snappy(data: bytes) -> bytes:
 
 
 def riegeli(records: list[bytes], *, packed: bool = True) -> bytes:
-    """A file of one simple chunk. Hashes are left zero: nobody checks them."""
-    sizes, values = b"".join(varint(len(record)) for record in records), b"".join(records)
-    if packed:
-        sizes, values = (varint(len(part)) + snappy(part) for part in (sizes, values))
-    data = (b"s" if packed else b"\0") + varint(len(sizes)) + sizes + values
-    chunk = bytes(8) + struct.pack("<Q", len(data)) + bytes(8) + b"r" + len(records).to_bytes(7, "little") + bytes(8)
-    stream = bytes(24) + b"s" + bytes(15) + chunk + data  # the chunk that every file begins with, then ours
+    """A file of simple chunks of up to three records. Hashes are left zero: nobody checks them."""
+    stream = bytes(24) + b"s" + bytes(15)  # the chunk that every file begins with
+    for start in range(0, len(records), 3):
+        stream += _chunk(records[start : start + 3], packed)
     room = (1 << 16) - 24
     blocks = [stream[start : start + room] for start in range(0, len(stream), room)]
     headers = [SIGNATURE + bytes(16), *[bytes(24)] * (len(blocks) - 1)]
     return b"".join(header + block for header, block in zip(headers, blocks, strict=True))
+
+
+def _chunk(records: list[bytes], packed: bool) -> bytes:
+    sizes, values = b"".join(varint(len(record)) for record in records), b"".join(records)
+    if packed:
+        sizes, values = (varint(len(part)) + snappy(part) for part in (sizes, values))
+    data = (b"s" if packed else b"\0") + varint(len(sizes)) + sizes + values
+    return (
+        bytes(8) + struct.pack("<Q", len(data)) + bytes(8) + b"r" + len(records).to_bytes(7, "little") + bytes(8) + data
+    )
 
 
 def message(*fields: tuple[int, int | bytes]) -> bytes:
@@ -84,7 +91,7 @@ def image(
     symbols = bytes(24) + b"".join(
         struct.pack("<IBBHQQ", symbol_names.index(name.encode() + b"\0"), 0x12, 0, 0, 0, 0) for name in kernels
     )
-    info = b"\x02\x5f\x00\x00"  # an attribute of a byte, which is stepped over
+    info = b"\x02\x5f\x07\x00"  # an attribute of a byte, which is stepped over
     for index, (registers, stack, _) in enumerate(kernels.values(), start=1):
         info += struct.pack("<BBHII", 4, 0x2F, 8, index, registers) + struct.pack("<BBHII", 4, 0x11, 8, index, stack)
     sections = {".strtab": symbol_names, ".symtab": symbols} | ({".nv.info": info} if attributes else {})
