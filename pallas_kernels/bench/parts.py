@@ -73,7 +73,7 @@ def _pages(options: Options) -> Iterator[Finding]:
 
 
 def _one_case(options: Options) -> Iterator[Finding]:
-    """A small call with every kind of row, and a decode: what compute-sanitizer watches."""
+    """A small call with every kind of row, a decode, and what writes and moves pages: what compute-sanitizer watches."""
     mixed = next(trial for trial in parity.trials() if trial.spec.name == "mixed, empty rows")
     spec = dataclasses.replace(mixed.cut().spec, dtype="bfloat16", page_dtype="bfloat16")
     decode = dataclasses.replace(spec, contexts=(1, 70, 33), queries=(1, 1, 1))
@@ -81,6 +81,8 @@ def _one_case(options: Options) -> Iterator[Finding]:
         out = make_case(one, padding=3, poison=True).run(options.backend, interpret=_kernel(options))
         finite = bool(np.isfinite(np.asarray(out).astype(np.float64)).all())
         yield Finding(f"one case {options.backend}", PASSED if finite else FAILED, f"finite: {finite}")
+    if options.backend == "triton":
+        yield from pages.findings(interpret=options.interpret, small=True, page_dtypes=("bfloat16", "int8"))
 
 
 def _sanitizer(options: Options) -> Iterator[Finding]:
