@@ -432,6 +432,14 @@ def test_findings_survive_a_line_that_was_cut(tmp_path):
     append(path, finding)
     path.write_text(path.read_text() + '{"check": "c", "sta')
     assert read(path) == [finding] and read(tmp_path / "none") == []
+    append(path, finding)
+    assert read(path) == [finding, finding]
+
+
+def test_a_backend_that_crashed_is_not_timed(tmp_path, monkeypatch):
+    append(tmp_path / "parity-triton.jsonl", Finding("parity triton", FAILED, "SIGABRT", data={"log": "..."}))
+    append(tmp_path / "parity-scan.jsonl", Finding("parity scan", FAILED, "error 1.0", data={"error": 1.0}))
+    assert parts.broken(tmp_path) == ["triton"] and parts.broken(None) == []
 
 
 def test_the_record_keeps_what_was_there(tmp_path):
