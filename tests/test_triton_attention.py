@@ -50,7 +50,8 @@ def test_real_shapes_cut_small(spec):
     if small.tree:
         options["tree_mask_TQ"] = random_tree(2, len(case.q_TNH), small.max_query_len)
     got = run(*case.arrays, **case.scales, **options, max_query_len=small.max_query_len, backend="triton")
-    np.testing.assert_allclose(got, oracle(case, **options), atol=3e-6)
+    tolerance = 1e-5 if case.scales else 3e-6  # of values of ten
+    np.testing.assert_allclose(got, oracle(case, **options), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +60,9 @@ def test_real_shapes_cut_small(spec):
         (32, (3, 1), 8, "float32", "bfloat16", 3e-6),
         (80, (8, 1), 16, "bfloat16", "bfloat16", 2e-2),
         (96, (2, 2), 128, "float16", "float16", 2e-3),
-        (256, (7, 1), 32, "bfloat16", "float8_e4m3fn", 4e-2),
+        (256, (7, 1), 32, "bfloat16", "float8_e4m3fn", 2e-2),
         (64, (14, 2), 16, "float16", "int8", 5e-3),
-        (128, (2, 1), 64, "bfloat16", "uint8", 4e-2),
+        (128, (2, 1), 64, "bfloat16", "uint8", 2e-2),
         (32, (64, 1), 1, "float32", "float16", 3e-6),
         (96, (6, 2), 4, "float32", "float8_e4m3fn", 1e-5),
         (16, (2, 2), 16, "bfloat16", "float32", 2e-2),
@@ -83,7 +84,7 @@ def test_widths_groups_blocks_and_types(width, heads, block_size, dtype, page_dt
     options = {"scale": width**-0.5, "logit_softcap": 5.0 if group == 8 else None}
     got = run(*case.arrays, **case.scales, **options, tiles=tiles, backend="triton")
     assert got.dtype == jnp.dtype(dtype)
-    np.testing.assert_allclose(np.asarray(got, np.float64), oracle(case, **options), atol=tolerance)
+    np.testing.assert_allclose(np.asarray(got, np.float64), oracle(case, **options), atol=tolerance, rtol=tolerance)
 
 
 def filled(case: Case, num_rows: int) -> Case:
@@ -157,12 +158,17 @@ def test_a_row_has_the_same_bits_in_any_company(num_tokens):
 def test_a_context_is_cut_by_its_own_length():
     """At most three splits, of 32 positions at least, each of whole turns of 16."""
     case = make_case(1, [1, 32, 33, 96, 97, 200, 0], [1, 1, 1, 1, 1, 1, 0])
-    arguments = triton.Arguments(
-        **dict(zip(triton._ARRAYS, map(jnp.asarray, case.arrays), strict=False)),
-        **{"scale": 1.0, "sliding_window": None, "logit_softcap": None, "tree_mask_TQ": None},
-        **{"k_scale": None, "v_scale": None, "max_query_len": 1},
-    )
-    schedule_RF, splits_T = triton._schedule(arguments, query_cut(arguments, 1), SMALL)
+
+    @jax.jit
+    def schedule(*arrays):
+        arguments = triton.Arguments(
+            **dict(zip(triton._ARRAYS, arrays, strict=False)),
+            **{"scale": 1.0, "sliding_window": None, "logit_softcap": None, "tree_mask_TQ": None},
+            **{"k_scale": None, "v_scale": None, "max_query_len": 1},
+        )
+        return triton._schedule(arguments, query_cut(arguments, 1), SMALL)
+
+    schedule_RF, splits_T = schedule(*case.arrays)
     assert splits_T.tolist() == [1, 1, 2, 3, 3, 3, 0, 0, 0]
     assert schedule_RF[:, 7].tolist() == [2, 2, 2, 2, 3, 5, 2]
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.arguments import Arguments
 
@@ -85,10 +86,19 @@ def shape_of(arguments: Arguments) -> Shape:
 def heuristic(shape: Shape) -> Tiles:
     """Tiles of the Triton backend for a GPU on which nobody has measured: none of them spills registers (docs/kernels.md)."""
     wide = shape.head_width > 128
-    rows, warps, splits = {"decode": (16, 4, 16), "verify": (64, 8 if wide else 4, 8), "chunk": (128, 8, 1)}[shape.kind]
+    eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # which become floats in registers
+    splits = {"decode": 16, "verify": 8, "chunk": 1}[
+        shape.kind
+    ]  # partial results of a long chunk would fill the memory
     context = 32 if wide else 64
     if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
-        rows, warps, context = 16, 8, 16
+        rows, context, warps = 16, 16, 8
+    elif shape.kind == "decode":
+        rows, warps = 16, 4
+    elif shape.kind == "verify":
+        rows, context, warps = 64, 32 if eight_bits else context, 8 if wide else 4
+    else:
+        rows, warps = 64 if wide and eight_bits else 128, 8
     return Tiles(
         query_rows=max(rows, 1 << (shape.group - 1).bit_length()),
         context=context,
