@@ -36,11 +36,13 @@ def scatter_blocks(leaves: Leaves, blocks: Int[Array, "n"], contents: UInt8[Arra
 
 
 def _as_bytes(values: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(values.shape[0], -1)
+    num_bytes = values.dtype.itemsize * math.prod(values.shape[1:])
+    return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(values.shape[0], num_bytes)
 
 
 def _from_bytes(contents: jax.Array, leaf: jax.Array) -> jax.Array:
     """Bytes [n, ...] as n blocks of the leaf. Values wider than a byte are bytes along one more axis."""
     itemsize = leaf.dtype.itemsize
     width = (itemsize,) if itemsize > 1 else ()
-    return jax.lax.bitcast_convert_type(contents.reshape(-1, *leaf.shape[1:], *width), leaf.dtype)
+    shape = (contents.shape[0], *leaf.shape[1:], *width)
+    return jax.lax.bitcast_convert_type(contents.reshape(shape), leaf.dtype)
