@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, Finding, read
+from pallas_kernels.bench.findings import FAILED, LEFT_OUT, Finding, append, read
 
 POLL_S = 0.1
+ENDED_BADLY = "log"  # what the data of a finding has when a process crashed or hung: the end of what it printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,9 @@ def run_all(
             for one in list(running):
                 if (ending := _ending(one, deadline, clock())) is not None:
                     running.remove(one)
-                    done(one.child, read(one.child.to) + ending)
+                    for finding in ending:
+                        append(one.child.to, finding)
+                    done(one.child, read(one.child.to))
             while waiting and _may_start(waiting[0], running, jobs):
                 child = waiting.pop(0)
                 left = deadline - clock()
@@ -110,7 +113,7 @@ def _ending(one: _Running, deadline: float, now: float) -> list[Finding] | None:
 
 
 def _tail(child: Child) -> dict[str, str]:
-    return {"log": child.log.read_text(encoding="utf-8", errors="replace")[-4000:]}
+    return {ENDED_BADLY: child.log.read_text(encoding="utf-8", errors="replace")[-4000:]}
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -79,8 +79,15 @@ def first_line(error: BaseException) -> str:
 
 
 def append(path: Path, finding: Finding) -> None:
+    cut = _is_cut(path)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(finding)) + "\n")
+        file.write(("\n" if cut else "") + json.dumps(asdict(finding)) + "\n")
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether the last line was left unfinished."""
+    written = path.read_bytes() if path.exists() else b""
+    return bool(written) and not written.endswith(b"\n")
 
 
 def read(path: Path) -> list[Finding]:

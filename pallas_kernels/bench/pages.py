@@ -1,4 +1,4 @@
-"""`write_kv` and `copy_blocks`: the kernels against the XLA versions, bit by bit, and how long both take."""
+"""`write_kv`, `copy_blocks` and their like: the kernels against the XLA versions, bit by bit, and how long both take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import copy_blocks, specs, write_kv
+from pallas_kernels import copy_blocks, copy_slots, gather_blocks, scatter_blocks, specs, write_kv
 from pallas_kernels.bench.bounds import Ceilings
 from pallas_kernels.bench.cases import Pages, make_case
 from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, first_line, judged
@@ -40,15 +40,15 @@ def _new(spec: Spec, num_tokens: int, num_slots: int) -> tuple[jax.Array, jax.Ar
 
 def written(pages: Pages, new: tuple[jax.Array, ...], **options: Any) -> Pages:
     k_TKH, v_TKH, slots_T = new
-    scales = {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
-    return Pages(*write_kv(k_TKH, v_TKH, pages.k_pages, pages.v_pages, slots_T, **{**scales, **options}))
+    options |= {} if pages.k_scale is None else {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
+    return Pages(*write_kv(k_TKH, v_TKH, pages.k_pages, pages.v_pages, slots_T, **options))
 
 
 def bits(tree: Any) -> list[bytes]:
     return [np.asarray(array).tobytes() for array in jax.tree.leaves(tree)]
 
 
-def check(name: str, run: Callable[..., Any], pages: Pages, *rest: Any, interpret: bool) -> Finding:
+def check(name: str, run: Callable[..., Any], pages: Any, *rest: Any, interpret: bool) -> Finding:
     """run: takes backend and interpret. The pages are donated, as in the engine."""
     results = {}
     for backend in BACKENDS:
@@ -70,13 +70,15 @@ def check(name: str, run: Callable[..., Any], pages: Pages, *rest: Any, interpre
     return Finding(name, PASSED if same else FAILED, summary)
 
 
-def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
-    for page_dtype in PAGE_DTYPES:
+def findings(*, interpret: bool, small: bool, page_dtypes: tuple[str, ...] = PAGE_DTYPES) -> Iterator[Finding]:
+    for page_dtype in page_dtypes:
         spec = _pool(page_dtype, small)
         for num_tokens in (7,) if small else (1, 64, 2000):
             name = f"write_kv {page_dtype} {num_tokens} tokens"
             yield judged(name, functools.partial(_write, name, spec, num_tokens, interpret))
-        yield judged(f"copy_blocks {page_dtype}", functools.partial(_copy, spec, interpret))
+        for name, run in MOVES.items():
+            name = f"{name} {page_dtype}"
+            yield judged(name, functools.partial(_moved, name, run, spec, interpret))
 
 
 def _write(name: str, spec: Spec, num_tokens: int, interpret: bool) -> Finding:
@@ -85,20 +87,40 @@ def _write(name: str, spec: Spec, num_tokens: int, interpret: bool) -> Finding:
     return check(name, written, pages, _new(spec, num_tokens, num_slots), interpret=interpret)
 
 
-def _copy(spec: Spec, interpret: bool) -> Finding:
+def _pairs(count: int, least: int, seed: int) -> tuple[jax.Array, jax.Array]:
+    """Sources and destinations among `count` ids from `least` on: no destination twice, one chain of two, and padding with zeros."""
+    picked = np.random.default_rng(seed).permutation(count - least)[: min(64, count - least) // 2 * 2] + least
+    source, destination = np.split(picked, 2)
+    source, destination = (
+        np.concatenate([source, destination[:1], [0, 0]]),
+        np.concatenate([destination, source[:1], [0, 0]]),
+    )
+    return jnp.asarray(source, jnp.int32), jnp.asarray(destination, jnp.int32)
+
+
+def _there_and_back(pages: Any, pair: tuple[jax.Array, jax.Array], **options: Any) -> Any:
+    """What a swap does: blocks as bytes, and the bytes into other blocks."""
+    contents = gather_blocks(pages, pair[0], **options)
+    return scatter_blocks(pages, pair[1], contents, **options), contents
+
+
+def _copied(pages: Any, pair: tuple[jax.Array, jax.Array], **options: Any) -> Any:
+    return copy_blocks(pages, *pair, **options)
+
+
+def _copied_slots(pages: Any, pair: tuple[jax.Array, jax.Array], **options: Any) -> Any:
+    return copy_slots(pages, *pair, **options)
+
+
+def _moved(name: str, run: Callable[..., Any], spec: Spec, interpret: bool) -> Finding:
     layers = make_case(spec, layers=2).layers
     num_blocks = layers[0].k_pages.shape[0]
-    picked = np.random.default_rng(6).permutation(num_blocks - 1)[: min(64, num_blocks - 1) // 2 * 2] + 1
-    source, destination = np.split(picked, 2)
-    # A chain (a to b, b to c): all sources are read first; and padding.
-    source = np.concatenate([source, destination[:1], [0, 0]]).astype(np.int32)
-    destination = np.concatenate([destination, source[:1], [0, 0]]).astype(np.int32)
+    slots = run is _copied_slots
+    pair = _pairs(num_blocks * spec.block_size, spec.block_size, 6) if slots else _pairs(num_blocks, 1, 6)
+    return check(name, run, layers, pair, interpret=interpret)
 
-    def run(pages: Any, source: jax.Array, destination: jax.Array, **options: Any) -> Any:
-        return copy_blocks(pages, source, destination, **options)
 
-    pair = jnp.asarray(source), jnp.asarray(destination)
-    return check(f"copy_blocks {spec.page_dtype}", run, layers, *pair, interpret=interpret)  # type: ignore[arg-type]
+MOVES = {"copy_blocks": _copied, "copy_slots": _copied_slots, "gather and scatter": _there_and_back}
 
 
 def _seconds(run: Callable[..., Any], pages: Any, rest: Any, num_calls: int) -> float:
@@ -155,7 +177,3 @@ def timings(ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Findi
     copied = "" if ceilings is None else f"; a large copy reaches {ceilings.copied / 1e9:.0f} GB/s"
     status = FAILED if failed else PASSED
     return Finding("pages: timings", status, f"{len(data)} timed{copied}", tables=[table], data={"rows": data})
-
-
-def _copied(pages: Any, pair: tuple[jax.Array, jax.Array], **options: Any) -> Any:
-    return copy_blocks(pages, *pair, **options)

@@ -19,9 +19,11 @@ from pallas_kernels import specs
 from pallas_kernels.bench import ceilings, environment, goals, pages, parity, stability
 from pallas_kernels.bench.bounds import Ceilings
 from pallas_kernels.bench.cases import label, make_case
-from pallas_kernels.bench.compare import ceilings_table, compare, table
+from pallas_kernels.bench.children import ENDED_BADLY
+from pallas_kernels.bench.compare import Row, ceilings_table, compare, table
 from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, judged, read
 from pallas_kernels.bench.timing import XLA_BACKENDS
+from pallas_kernels.paged_attention import BACKENDS
 from pallas_kernels.specs import Spec
 
 SHORT = (
@@ -73,7 +75,7 @@ def _pages(options: Options) -> Iterator[Finding]:
 
 
 def _one_case(options: Options) -> Iterator[Finding]:
-    """A small call with every kind of row, and a decode: what compute-sanitizer watches."""
+    """A small call with every kind of row, a decode, and what writes and moves pages: what compute-sanitizer watches."""
     mixed = next(trial for trial in parity.trials() if trial.spec.name == "mixed, empty rows")
     spec = dataclasses.replace(mixed.cut().spec, dtype="bfloat16", page_dtype="bfloat16")
     decode = dataclasses.replace(spec, contexts=(1, 70, 33), queries=(1, 1, 1))
@@ -81,6 +83,8 @@ def _one_case(options: Options) -> Iterator[Finding]:
         out = make_case(one, padding=3, poison=True).run(options.backend, interpret=_kernel(options))
         finite = bool(np.isfinite(np.asarray(out).astype(np.float64)).all())
         yield Finding(f"one case {options.backend}", PASSED if finite else FAILED, f"finite: {finite}")
+    if options.backend == "triton":
+        yield from pages.findings(interpret=options.interpret, small=True, page_dtypes=("bfloat16", "int8"))
 
 
 def _sanitizer(options: Options) -> Iterator[Finding]:
@@ -105,7 +109,7 @@ def _sanitized(options: Options) -> Finding:
         raise LeftOut(f"not finished after {options.seconds:.0f} s") from late
     printed = done.stdout + done.stderr
     if "NotImplementedError" in printed and done.returncode:
-        raise LeftOut(printed.strip().splitlines()[-1][:300])
+        raise LeftOut(next(text for text in printed.splitlines() if "NotImplementedError" in text)[:300])
     summary = re.search(r"ERROR SUMMARY: .*", printed)
     text = summary[0] if summary else f"no summary, exit status {done.returncode}"
     passed = done.returncode == 0 and summary is not None
@@ -148,26 +152,44 @@ def best_of(others: dict[str, dict[str, float]]) -> dict[str, float]:
     return best
 
 
+def broken(directory: Path | None) -> list[str]:
+    """Backends whose parity ended with a crash or a hang: they would take the timings along."""
+    names = []
+    for name in BACKENDS:
+        found = read(directory / f"parity-{name}.jsonl") if directory else []
+        names += [name] if any(ENDED_BADLY in finding.data for finding in found) else []
+    return names
+
+
 def _bench(options: Options) -> Iterator[Finding]:
     small = options.interpret
     end = time.monotonic() + options.seconds - 10
     measured = measured_ceilings(small)
-    data = ceilings.as_data(measured)
-    yield Finding("ceilings", PASSED, "measured", tables=[ceilings_table(measured)], data=data)
-    others = contiguous_seconds(options.directory)
-    rows = []
+    yield Finding("ceilings", PASSED, "measured", tables=[ceilings_table(measured)], data=ceilings.as_data(measured))
+    others, left_out = contiguous_seconds(options.directory), broken(options.directory)
+    rows: list[Row] = []
     for spec in [spec.cut() for spec in chosen("16x2048")[:1]] if small else chosen("short"):
-        backends = ["reference"] if small else ["triton", "mosaic", "reference" if spec.tree else "scan"]
-        rows += compare(
-            [spec], backends, measured, time_left=lambda: time.monotonic() < end, layers=2 if small else None
-        )
-    found = {"rows": [row.as_data(measured) for row in rows]}
+        wanted = ["reference"] if small else ["triton", "reference" if spec.tree else "scan", "mosaic"]
+        backends = [name for name in wanted if name not in left_out]
+        layers = 2 if small else None
+        found = compare([spec], backends, measured, time_left=lambda: time.monotonic() < end, layers=layers)
+        found += [Row(spec, name, None, "left out: its parity crashed or hung") for name in wanted if name in left_out]
+        rows += found
+        yield _timed(spec, found, measured)  # at once: what comes later may hang
     tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
     timed = sum(row.seconds is not None for row in rows)
-    failed = [f"{label(row.spec)} {row.backend}: {row.note}" for row in rows if row.failed]
-    summary = "; ".join([f"{timed} of {len(rows)} timed", *failed])
-    yield Finding("bench", FAILED if failed else PASSED, summary, tables=tables, data=found)
+    yield Finding("bench", PASSED, f"{timed} of {len(rows)} timed", tables=tables)
     yield judged("pages: timings", lambda: pages.timings(measured, interpret=small, small=small))
+
+
+def _timed(spec: Spec, rows: list[Row], measured: Ceilings) -> Finding:
+    told = [
+        f"{row.backend} {row.note}" if row.seconds is None else f"{row.backend} {row.seconds * 1e6:.1f} us"
+        for row in rows
+    ]
+    data = {"rows": [row.as_data(measured) for row in rows]}
+    status = FAILED if any(row.failed for row in rows) else PASSED
+    return Finding(f"bench {label(spec)}", status, "; ".join(told), data=data)
 
 
 PARTS: dict[str, Callable[[Options], Iterator[Finding]]] = {

@@ -1,9 +1,9 @@
 """Finds tiles for each `Shape`: the ones with the least time over all the specs of that Shape together.
 
 The sum is of each time over the least time that its spec could take, so that a batch of one counts as much as a batch of 256. One
-choice serves them all, because it must not depend on how many rows a call has (path independence). From a start the tuner changes one
-field at a time and keeps what is faster, until nothing is or time is up: a few dozen compilations per Shape, where the whole grid has
-thousands.
+choice serves them all, because it must not depend on how many rows a call has (path independence). From a start the tuner goes through
+the fields, keeps the fastest value of each, and begins anew until nothing is faster or time is up: a few dozen candidates per Shape,
+where the whole grid has thousands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from pallas_kernels.bench.bounds import Ceilings, work
@@ -60,24 +60,21 @@ def by_shape(specs: Iterable[Spec]) -> dict[Shape, list[Spec]]:
     return groups
 
 
-def neighbours(tiles: Tiles) -> list[Tiles]:
-    """The checked tiles that differ in one field; a split is always whole turns of the loop over the context."""
+def neighbours(tiles: Tiles, name: str) -> list[Tiles]:
+    """The checked tiles that differ in this field, and in what has to go with it: a split is whole turns of the loop over the context."""
     found = []
-    for name, values in VALUES.items():
-        for value in values:
-            if value == getattr(tiles, name):
-                continue
-            if name == "split_context" and tiles.max_splits == 1:
-                continue  # nothing is split
-            changes = [{name: value}]
-            if name == "context" and tiles.split_context % value:
-                changes = [{name: value, "split_context": max(value, tiles.split_context // value * value)}]
-            if name == "query_rows":  # more rows go with more warps, and Mosaic takes nothing else
-                changes.append({name: value, "num_warps": value // 16})
-            for change in changes:
-                with contextlib.suppress(ValueError):  # no kernel could take them
-                    found.append(dataclasses.replace(tiles, **change))
-    return found
+    for value in VALUES[name]:
+        if name == "split_context" and tiles.max_splits == 1:
+            continue  # nothing is split
+        changes = [{name: value}]
+        if name == "context" and tiles.split_context % value:
+            changes = [{name: value, "split_context": max(value, tiles.split_context // value * value)}]
+        if name == "query_rows":  # more rows go with more warps, and Mosaic takes nothing else
+            changes.append({name: value, "num_warps": value // 16})
+        for change in changes:
+            with contextlib.suppress(ValueError):  # no kernel could take them
+                found.append(dataclasses.replace(tiles, **change))
+    return list(dict.fromkeys(found))
 
 
 def tune(
@@ -106,13 +103,16 @@ def tune(
     for tiles in starts:
         seconds(tiles)
     while clock() < deadline:
-        here = min(tuned.seconds, key=tuned.seconds.__getitem__)
-        prefetch([tiles for tiles in neighbours(here) if tiles not in tuned.seconds])
-        for tiles in neighbours(here):
-            if clock() >= deadline:
-                return tuned
-            seconds(tiles)
-        if min(tuned.seconds.values()) >= tuned.seconds[here]:
+        before = min(tuned.seconds.values())
+        for name in VALUES:
+            here = min(tuned.seconds, key=tuned.seconds.__getitem__)
+            waiting = [tiles for tiles in neighbours(here, name) if tiles not in tuned.seconds]
+            prefetch(waiting)
+            for tiles in waiting:
+                if clock() >= deadline:
+                    return tuned
+                seconds(tiles)
+        if min(tuned.seconds.values()) >= before:
             tuned.finished = True
             return tuned
     return tuned
@@ -150,14 +150,13 @@ class OnDevice:
         self._coming: dict[tuple[Spec, Tiles], Future[Program]] = {}
 
     def prefetch(self, candidates: Sequence[Tiles]) -> None:
-        for future in self._coming.values():
-            future.cancel()
         self._coming = {
             (spec, tiles): self._pool.submit(self._compiled, spec, tiles) for tiles in candidates for spec in self.cases
         }
 
     def measure(self, spec: Spec, tiles: Tiles) -> float:
         """A call's time over the least that it could take."""
+        wait(self._coming.values())  # threads that trace would delay the dispatch of what is timed
         coming = self._coming.pop((spec, tiles), None)
         program = coming.result() if coming else self._compiled(spec, tiles)
         return time_program(program, self.cases[spec], rounds=5, limit_s=0.5).seconds / self._least(spec)
