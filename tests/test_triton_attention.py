@@ -28,10 +28,10 @@ def random_tree(seed: int, num_tokens: int, width: int) -> np.ndarray:
 
 
 def kind(spec) -> tuple:
-    """What an interpreter can tell one cut shape from another by."""
+    """What the kernel can tell one cut shape from another by; groups and widths in decode alone."""
     steps = "decode" if spec.max_query_len == 1 else "verify" if spec.max_query_len <= 64 else "chunk"
-    group = spec.num_heads // spec.num_kv_heads
-    return group, spec.head_width, spec.sliding_window is not None, spec.tree, spec.page_dtype, steps
+    heads = (spec.num_heads // spec.num_kv_heads, spec.head_width) if steps == "decode" else len(set(spec.queries))
+    return heads, spec.sliding_window is not None, spec.tree, spec.page_dtype, steps
 
 
 @pytest.mark.parametrize("spec", {kind(spec): spec for spec in SPECS}.values(), ids=lambda spec: spec.name)
@@ -64,7 +64,6 @@ def test_real_shapes_cut_small(spec):
         (64, (14, 2), 16, "float16", "int8", 5e-3),
         (128, (2, 1), 64, "bfloat16", "uint8", 2e-2),
         (32, (64, 1), 1, "float32", "float16", 3e-6),
-        (96, (6, 2), 4, "float32", "float8_e4m3fn", 1e-5),
         (16, (2, 2), 16, "bfloat16", "float32", 2e-2),
     ],
 )
@@ -81,7 +80,7 @@ def test_widths_groups_blocks_and_types(width, heads, block_size, dtype, page_dt
         dtype=dtype,
         page_dtype=page_dtype,
     )
-    options = {"scale": width**-0.5, "logit_softcap": 5.0 if group == 8 else None}
+    options = {"scale": width**-0.5 if width > 16 else -0.3, "logit_softcap": 5.0 if group == 8 else None}
     got = run(*case.arrays, **case.scales, **options, tiles=tiles, backend="triton")
     assert got.dtype == jnp.dtype(dtype)
     np.testing.assert_allclose(np.asarray(got, np.float64), oracle(case, **options), atol=tolerance, rtol=tolerance)
@@ -101,12 +100,12 @@ def filled(case: Case, num_rows: int) -> Case:
 @settings(max_examples=20)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 20)), min_size=1, max_size=4),
-    mask=st.sampled_from(["causal", "window", "tree"]),
-    tiles=st.sampled_from([SMALL, UNSPLIT]),
+    way=st.sampled_from([("causal", SMALL), ("causal", UNSPLIT), ("window", UNSPLIT), ("tree", SMALL)]),
     seed=st.integers(0, 2**16),
 )
-def test_any_rows(rows, mask, tiles, seed):
+def test_any_rows(rows, way, seed):
     """Block tables, lengths and masks; NaN in every slot that no row has; zeros for the padding."""
+    mask, tiles = way
     contexts, queries = [before + new for before, new in rows], [new for _, new in rows]
     options = {"padding": 84 - sum(queries), "table_width": 16, "num_blocks": 62}
     case = filled(make_case(seed, contexts, queries, **options), 4)
@@ -125,12 +124,6 @@ def test_any_rows(rows, mask, tiles, seed):
     assert not got[case.query_start[-1] :].any()
 
 
-def test_a_negative_scale_is_a_scale():
-    case = make_case(4, [40, 9], [4, 9])
-    got = run(*case.arrays, scale=-0.3, tiles=SMALL, backend="triton")
-    np.testing.assert_allclose(got, oracle(case, scale=-0.3), atol=2e-6)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_a_row_has_the_same_bits_in_any_company(num_tokens):
     """Other rows, more rows, a wider table, a bigger pool, and another place in the batch."""
@@ -141,8 +134,7 @@ def test_a_row_has_the_same_bits_in_any_company(num_tokens):
     seen = set()
     for before, after, options in (
         ([], [], {}),
-        ([1, 90], [400], {"table_width": 60, "num_blocks": 90}),
-        ([3], [7] * 6, {}),
+        ([1, 90], [400, 7, 7], {"table_width": 60, "num_blocks": 90}),
     ):
         contexts, place = [*before, length, *after], len(before)
         case = make_case(8, contexts, [num_tokens if c == length else 1 for c in contexts], heads=(6, 2), **options)
@@ -208,16 +200,12 @@ def shorter(schedule):
 
 MISTAKES = {  # name: what is wrong, where, and the mistake made of what is right
     "values read as keys": (triton, "kernel", lambda right: kernel_with(k="v")),
-    "keys read as values": (triton, "kernel", lambda right: kernel_with(v="k")),
     "no scale of keys": (triton, "kernel", lambda right: kernel_with(k_scale=None)),
     "no scale of values": (triton, "kernel", lambda right: kernel_with(v_scale=None)),
-    "scales swapped": (triton, "kernel", lambda right: kernel_with(k_scale="v_scale", v_scale="k_scale")),
     "table rows swapped": (triton_kernel, "_place", lambda right: lambda t, row, *rest: right(t, 1 - row, *rest)),
-    "place off by one": (triton_kernel, "_place", lambda right: lambda t, r, c, *rest: right(t, r, c ^ 1, *rest)),
     "wrong key/value head": (triton_kernel, "_read", lambda right: lambda p, at, h, *rest: right(p, at, 1 - h, *rest)),
     "length off by one": (triton, "_schedule", shorter),
     "mask transposed": (triton, "_packed", lambda right: lambda tree: right(tree.T)),
-    "mask ignored": (triton_kernel, "_branch", lambda right: lambda *rest: right(*rest) | True),
     "nothing masked": (
         triton_kernel,
         "_stretches",
@@ -229,10 +217,8 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
         lambda right: lambda tile, first, *rest, **tree: right(tile, first + 1, *rest, **tree),
     ),
     "a split dropped": (triton, "reduce_splits", lambda right: lambda o, w, s, *r, **k: right(o, w, s - 1, *r, **k)),
-    "splits of one weight": (triton, "reduce_splits", lambda right: lambda o, w, *r, **k: right(o, w * 0, *r, **k)),
     "window off by one": (triton_kernel, "_seen", lambda right: switched(right, sliding_window=10)),
     "no softcap": (triton_kernel, "_scores", lambda right: switched(right, logit_softcap=None)),
-    "no scale of scores": (triton_kernel, "_factor", lambda right: lambda config: triton_kernel.LOG2_E),
 }
 
 
@@ -270,9 +256,8 @@ def test_without_a_mistake_all_is_right(feature):
 def test_a_mistake_in_the_kernel_is_seen(mistake, monkeypatch):
     module, name, wrong = MISTAKES[mistake]
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
-    words = {"scale of": "scales", "scales": "scales", "mask": "tree", "window": "window", "softcap": "softcap"}
+    words = {"scale of": "scales", "mask ": "tree", "window": "window", "softcap": "softcap"}
     feature = next((value for word, value in words.items() if word in mistake), "plain")
-    feature = "plain" if mistake in ("nothing masked", "no scale of scores") else feature
     try:
         error = error_of(feature)
     finally:
@@ -326,10 +311,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(name):
     arrays, keywords, options, num_kernels = LOWERED[name]
 
     def layers(arrays, keywords):
-        for _ in range(3):
-            out = paged_attention(*arrays, scale=0.1, backend="triton", **keywords, **options)
-            arrays = (out, *arrays[1:])
-        return out
+        return [paged_attention(*arrays, scale=0.1, backend="triton", **keywords, **options) for _ in range(3)]
 
     with described_gpu():
         text = jax.jit(layers).trace(arrays, keywords).lower(lowering_platforms=("cuda",)).as_text()
