@@ -517,6 +517,26 @@ def test_pages_in_miniature(monkeypatch):
     assert next(pages.findings(**few)).status == FAILED
 
 
+SANITIZED = {
+    "ERROR SUMMARY: 0 errors": (0, PASSED, "ERROR SUMMARY: 0 errors"),
+    "x\\nERROR SUMMARY: 3 errors": (86, FAILED, "ERROR SUMMARY: 3 errors"),
+    "Segmentation fault": (139, FAILED, "no summary, exit status 139"),
+    "Error: Device not supported": (1, LEFT_OUT, "compute-sanitizer says"),
+    "pages\\nNotImplementedError: of int8\\nERROR SUMMARY: 0 errors": (1, LEFT_OUT, "NotImplementedError: of int8"),
+}
+
+
+@pytest.mark.parametrize("printed", SANITIZED)
+def test_what_compute_sanitizer_says(printed, tmp_path, monkeypatch):
+    code, status, text = SANITIZED[printed]
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text(f"#!/bin/sh\nprintf '{printed}\\n'\nexit {code}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [found] = parts.PARTS["sanitizer"](parts.Options(backend="triton"))
+    assert found.status == status and found.summary.startswith(text)
+
+
 def test_wrong_flags(capsys):
     with pytest.raises(SystemExit):
         bench_kernels.main(["--interpret"])

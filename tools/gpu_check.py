@@ -4,7 +4,8 @@
 
 Every backend against float64, writing and copying of pages against XLA, the bits of a token among other neighbours, compute-sanitizer,
 the engine's tokens with each backend, then times beside measured ceilings and contiguous attention. Each part runs in a process of its
-own, so that a crash or a hang is one failed check. The kernels' parts need jax and numpy alone; what else is missing is reported.
+own, so that a crash or a hang is one failed check. The kernels' parts need jax, numpy and jaxtyping alone; what else is missing is
+reported.
 
 Exit status: 0 all that was checked passed, 1 something failed, 2 there is no GPU (then try --interpret: a miniature on CPU).
 The last line of standard output is JSON.

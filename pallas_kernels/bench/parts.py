@@ -108,6 +108,8 @@ def _sanitized(options: Options) -> Finding:
     except subprocess.TimeoutExpired as late:
         raise LeftOut(f"not finished after {options.seconds:.0f} s") from late
     printed = done.stdout + done.stderr
+    if "Device not supported" in printed:
+        raise LeftOut("compute-sanitizer says that it does not support this device (some virtual machines)")
     if "NotImplementedError" in printed and done.returncode:
         raise LeftOut(next(text for text in printed.splitlines() if "NotImplementedError" in text)[:300])
     summary = re.search(r"ERROR SUMMARY: .*", printed)

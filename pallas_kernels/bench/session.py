@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -68,7 +69,8 @@ class Session:
         return self._child(name, command, to, needs_s, limit_s, True)
 
     def _child(self, name: str, command: Sequence[str], to: Path, needs_s: float, limit_s: float, alone: bool) -> Child:
-        environment = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         if self.interpret:
             environment["JAX_PLATFORMS"] = "cpu"
         elif not alone:

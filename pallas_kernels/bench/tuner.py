@@ -69,6 +69,8 @@ def neighbours(tiles: Tiles, name: str) -> list[Tiles]:
         changes = [{name: value}]
         if name == "context" and tiles.split_context % value:
             changes = [{name: value, "split_context": max(value, tiles.split_context // value * value)}]
+        if name == "context":  # larger turns leave shared memory for fewer of them
+            changes.append({**changes[0], "num_stages": 2})
         if name == "query_rows":  # more rows go with more warps, and Mosaic takes nothing else
             changes.append({name: value, "num_warps": value // 16})
         for change in changes:
