@@ -17,7 +17,7 @@ from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
-from jaxpage.device.attention import choose_backend
+from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
@@ -79,7 +79,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), files.plan.num_bytes(dtype))
     memory = plan_swapping(config, memory)
-    backend = choose_backend(config.attention_backend, device)
+    backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", backend.name)
     menu = step_menu(config, place, memory)
