@@ -94,7 +94,7 @@ def heuristic(shape: Shape) -> Tiles:
     if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
         rows, context, warps = 16, 16, 8
     elif shape.kind == "decode":
-        rows, warps = 16, 4
+        rows, warps = 16, 8 if eight_bits else 4
     elif shape.kind == "verify":
         rows, context, warps = 64, 32 if eight_bits else context, 8 if wide else 4
     else:
