@@ -84,7 +84,7 @@ def shape_of(arguments: Arguments) -> Shape:
 
 
 def heuristic(shape: Shape) -> Tiles:
-    """Tiles of the Triton backend for a GPU on which nobody has measured: none of them spills registers (docs/kernels.md)."""
+    """Tiles of the Triton backend for a GPU on which nobody has measured. Those of half-precision queries spill no registers."""
     wide = shape.head_width > 128
     eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # which become floats in registers
     splits = {"decode": 16, "verify": 8, "chunk": 1}[
