@@ -18,6 +18,7 @@ class SpeculativeConfig(BaseModel):
     method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "lookahead"]
     model: str | None = None  # of the methods that have weights of their own: where they are
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
+    tree: bool = False  # drafts may branch: several guesses of what comes next, verified at once
     acceptance: Literal["coupled", "rejection", "typical"] = "coupled"
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 2  # of "ngram": the shortest match
     prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] = 4  # and the longest
@@ -33,5 +34,7 @@ class SpeculativeConfig(BaseModel):
             yield f"method {self.method!r} is not supported: this version drafts by ngram only"
         if self.acceptance != "coupled":
             yield f"acceptance {self.acceptance!r} is not supported: this version accepts coupled drafts only"
+        if self.tree and self.method == "ngram":
+            yield "tree=True is not supported: method 'ngram' drafts chains; use False"
         if self.model is not None:
             yield f"model {self.model!r} is not supported: method {self.method!r} has no weights"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import jax
 
 from jaxpage.device.backends import Backend
+from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
+from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.attention import Attend
 from pallas_kernels import paged_attention, write_kv
 
 
-def make_attend(inputs: StepInputs, *, backend: Backend, max_query_len: int) -> Attend:
+def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket) -> Attend:
     """The seam for one step. A backend that fuses write and read would take both arguments here; the layers would not know."""
+    tree_mask_TQ = unpack_tree_mask(inputs.tree_mask_TU, bucket.max_query_len) if bucket.trees else None
 
     def attend(
         q_TNH: jax.Array,
@@ -45,11 +48,12 @@ def make_attend(inputs: StepInputs, *, backend: Backend, max_query_len: int) -> 
             inputs.query_start,
             scale=scale,
             sliding_window=sliding_window,
+            tree_mask_TQ=tree_mask_TQ,
             k_scale=pages.k_scale,
             v_scale=pages.v_scale,
             backend=backend.name,
             interpret=backend.interpret,
-            max_query_len=max_query_len,
+            max_query_len=bucket.max_query_len,
         )
         return out_TNH, pages
 

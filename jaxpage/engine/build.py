@@ -72,6 +72,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         check_new(config.event_log)
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
+    _check_windows(config, files)
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
     device = jax.devices()[0]
@@ -146,6 +147,15 @@ def _check_load_format(config: EngineConfig, files: ModelFiles) -> None:
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
 
 
+def _check_windows(config: EngineConfig, files: ModelFiles) -> None:
+    """Attention takes a tree or a sliding window, not both."""
+    trees = config.speculative_config is not None and config.speculative_config.tree
+    if trees and any(window is not None for window in files.spec.kv.sliding_windows):
+        raise UnsupportedError(
+            f"speculative_config: tree=True is not supported for {files.directory}: its layers have sliding windows; use tree=False"
+        )
+
+
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
     """Raises ModelNotFoundError or CheckpointError if a tokenizer was asked for and is not there, or does not fit the model."""
     directory = resolve_model(config.tokenizer) if config.tokenizer else files.directory
@@ -189,6 +199,7 @@ def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: Mem
         max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
         mixed=mixes(config, place),
         verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
+        trees=any(bucket.trees for bucket in menu.verify),
     )
     manager = BlockManager(
         BlockPool(memory.num_blocks),

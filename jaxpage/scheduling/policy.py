@@ -23,6 +23,7 @@ class StepLimits:
     max_chunk_rows: int  # rows of such a step
     mixed: bool  # whether decoding rows join a step with longer rows; if not, the two kinds alternate
     verified: tuple[tuple[int, int], ...] = ()  # of steps with drafts: (rows, query tokens of a row) that a shape holds
+    trees: bool = False  # whether drafts may branch in those
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_tokens", "max_chunk_rows"):

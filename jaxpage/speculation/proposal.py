@@ -15,6 +15,16 @@ class Draft(NamedTuple):
         """The first tokens: still a tree, since parents come first."""
         return Draft(self.token_ids[:num_tokens], self.parents[:num_tokens])
 
+    def first_branch(self) -> Draft:
+        """The chain of first children."""
+        tokens: list[int] = []
+        last = -1
+        for index, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
+            if parent == last:
+                tokens.append(token_id)
+                last = index
+        return chain(tuple(tokens))
+
     @property
     def depths(self) -> tuple[int, ...]:
         """Of each draft; 1 for those that follow the last known token."""
