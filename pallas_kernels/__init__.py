@@ -5,7 +5,7 @@ Letters of shapes: B rows (sequences of a step), T query tokens of the stream (Q
 positions. A *block* is a KV block; what a kernel works on at a time is a *tile*.
 """
 
-from pallas_kernels.block_copy import copy_blocks
+from pallas_kernels.block_copy import copy_blocks, copy_slots, gather_blocks, scatter_blocks
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import (
     BACKENDS,
@@ -23,8 +23,11 @@ __all__ = [
     "XLA_BACKENDS",
     "Tiles",
     "copy_blocks",
+    "copy_slots",
+    "gather_blocks",
     "is_quantized",
     "paged_attention",
     "pages_from_PSKH",
+    "scatter_blocks",
     "write_kv",
 ]

@@ -26,13 +26,18 @@ def is_quantized(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) in _LARGEST
 
 
+def largest(dtype: DTypeLike) -> float:
+    """The greatest magnitude that quantised pages of this type keep, in units of the scale."""
+    return _LARGEST[jnp.dtype(dtype)]
+
+
 def quantize(
     x: Float[Array, "*vectors H"], dtype: DTypeLike
 ) -> tuple[Num[Array, "*vectors H"], Float[Array, "*vectors"]]:
     """Vectors as pages of `dtype` keep them, and their scales."""
     x = x.astype(jnp.float32)
     # A product and no quotient, since XLA may make a product of a division by a constant, and the bits should not depend on it.
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * np.float32(1.0 / _LARGEST[jnp.dtype(dtype)]), SMALLEST_SCALE)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * np.float32(1.0 / largest(dtype)), SMALLEST_SCALE)
     scaled = x / scale[..., None]
     if jnp.dtype(dtype) == jnp.int8:
         return jnp.round(scaled).astype(jnp.int8), scale

@@ -39,11 +39,16 @@ def kernel_call(
     """`pl.pallas_call` with every operand whole in global memory. The kernel gets one ref per operand (None for None), then the outputs'.
 
     interpret: run on CPU, as plain JAX operations; warps and stages mean nothing then.
+
+    Raises:
+        NotImplementedError: an operand is so large that the backend's offsets overflow.
     """
     whole = pl.BlockSpec(memory_space=pl.ANY)
     out_specs = [whole] * len(out_shape) if isinstance(out_shape, Sequence) else whole
 
     def call(*operands: jax.Array | None) -> Any:
+        for operand in operands:
+            _check_offsets(operand)
         return pl.pallas_call(
             kernel,
             grid=grid,
@@ -57,3 +62,12 @@ def kernel_call(
         )(*operands)
 
     return call
+
+
+def _check_offsets(operand: jax.Array | None) -> None:
+    """Offsets count elements, in 32 bits with a sign up to 2**32 bytes and in 64 bits beyond: too few for bytes in between."""
+    if operand is not None and operand.size > 2**31 and operand.size * operand.dtype.itemsize <= 2**32:
+        raise NotImplementedError(
+            f"an array {operand.dtype} {operand.shape} has more than 2**31 elements in no more than 2**32 bytes, "
+            "and offsets into it overflow in Pallas' Triton backend"
+        )

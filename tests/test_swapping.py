@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from jaxpage import EngineConfig, SamplingParams
 from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.host_pages import HostPages
-from jaxpage.device.steps import gather_blocks, scatter_blocks
 from jaxpage.engine import capacity
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import CapacityError
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
-from pallas_kernels import copy_blocks
+from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 

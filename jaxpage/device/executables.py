@@ -20,7 +20,8 @@ from tqdm import tqdm
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, packed_size
-from jaxpage.device.steps import StepOptions, StepOutput, copy_step, gather_blocks, model_step, scatter_blocks
+from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
+from pallas_kernels import gather_blocks, scatter_blocks
 
 logger = logging.getLogger(__name__)
 

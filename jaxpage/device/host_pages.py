@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 Blocks = npt.NDArray[np.int32]  # [n] host block ids
-Contents = npt.NDArray[np.uint8]  # [n, bytes of a block], as `gather_blocks` makes them
+Contents = npt.NDArray[np.uint8]  # [n, bytes of a block], as `pallas_kernels.gather_blocks` makes them
 
 
 class HostPages:

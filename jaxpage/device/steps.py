@@ -1,16 +1,14 @@
-"""The pure functions that are compiled: a step of the model over paged memory, and what moves whole blocks before it."""
+"""The pure functions that are compiled: a step of the model over paged memory, and what copies blocks before it."""
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
-from jaxtyping import Array, Int, UInt8
 
 from jaxpage.device.attention import Backend, make_attend
 from jaxpage.device.buckets import Bucket
@@ -19,8 +17,6 @@ from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
 from jaxpage.device.verify import accept
 from pallas_kernels import copy_blocks
-
-Pages = TypeVar("Pages")  # any pytree of arrays [P, ...]
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
 SCORED_AT_ONCE = 64
@@ -122,33 +118,6 @@ def _hidden(
 def copy_step(pages: KVPages, pairs: jax.Array) -> KVPages:
     """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer. Donate `pages`."""
     return copy_blocks(pages, pairs[:, 0], pairs[:, 1])
-
-
-def gather_blocks(pages: Any, blocks: Int[Array, "n"]) -> UInt8[Array, "n block_bytes"]:
-    """What the blocks hold in every layer, as bytes in the order of the leaves: one array, so one transfer to the host."""
-    return jnp.concatenate([_as_bytes(array[blocks]) for array in jax.tree.leaves(pages)], axis=1)
-
-
-def scatter_blocks(pages: Pages, blocks: Int[Array, "n"], contents: UInt8[Array, "n block_bytes"]) -> Pages:
-    """Block `blocks[i]` gets back what `gather_blocks` made of some block. Donate `pages`; padding names the null block."""
-    leaves, tree = jax.tree.flatten(pages)
-    ends = np.cumsum([leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves])
-    parts = jnp.split(contents, ends[:-1], axis=1)
-    return jax.tree.unflatten(
-        tree,
-        [leaf.at[blocks].set(_from_bytes(part, leaf), mode="drop") for leaf, part in zip(leaves, parts, strict=True)],
-    )
-
-
-def _as_bytes(rows: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(rows, jnp.uint8).reshape(rows.shape[0], -1)
-
-
-def _from_bytes(contents: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Bytes [n, ...] as n blocks of the leaf. Values wider than a byte are bytes along one more axis."""
-    itemsize = leaf.dtype.itemsize
-    width = (itemsize,) if itemsize > 1 else ()
-    return jax.lax.bitcast_convert_type(contents.reshape(-1, *leaf.shape[1:], *width), leaf.dtype)
 
 
 def _pack_drawn(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array | bool, *, by_row: bool) -> jax.Array:

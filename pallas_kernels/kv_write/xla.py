@@ -1,34 +1,22 @@
-"""Writes a step's new keys and values into their slots. Donate the pages and the write happens in place."""
+"""The definition of `write_kv`: one scatter for each array."""
 
 from __future__ import annotations
 
 import jax
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.quantized_pages import check_scales, quantize
+from pallas_kernels.quantized_pages import quantize
 
 
-def write_kv(
+def write(
     k_TKH: Float[Array, "T K H"],
     v_TKH: Float[Array, "T K H"],
     k_pages: Num[Array, "P S K H"],
     v_pages: Num[Array, "P S K H"],
     slots_T: Int[Array, "T"],
-    *,
-    k_scale: Float[Array, "P S K"] | None = None,
-    v_scale: Float[Array, "P S K"] | None = None,
+    k_scale: Float[Array, "P S K"] | None,
+    v_scale: Float[Array, "P S K"] | None,
 ) -> tuple[jax.Array, ...]:
-    """Returns the pages with token t's key and value at slot `slots_T[t]` (block * S + offset): k_pages and v_pages, then, where
-    they were given, k_scale and v_scale.
-
-    Float pages take what is written cast to their type; pages of int8 or float8 come with scales and take it quantised, as
-    `quantized_pages` says. Padding tokens name a slot of the null block. Slots are not checked on the device, where JAX would drop
-    or clamp a wrong one: the host must.
-
-    Raises:
-        ValueError, TypeError: pages and scales do not fit together.
-    """
-    check_scales(k_pages, v_pages, k_scale, v_scale)
     if k_scale is None or v_scale is None:
         return _write(k_pages, k_TKH, slots_T), _write(v_pages, v_TKH, slots_T)
     k_kept_TKH, k_scale_TK = quantize(k_TKH, k_pages.dtype)

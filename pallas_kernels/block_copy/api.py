@@ -1,0 +1,120 @@
+"""What moves whole blocks or slots, in all layers at once. Donate the pages and they are changed in place.
+
+Ids are not checked on the device, where a source beyond the pages is clamped and a destination beyond them left out: the host must.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeVar
+
+import jax
+from jaxtyping import Array, Int, UInt8
+
+from pallas_kernels.backends import first_that_takes
+from pallas_kernels.block_copy import triton, xla
+
+Pages = TypeVar("Pages")  # any pytree of arrays [P, S, ...]
+
+
+def copy_blocks(
+    pages: Pages,
+    source: Int[Array, "n"],
+    destination: Int[Array, "n"],
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> Pages:
+    """Returns a pytree of pages [P, S, ...] in which each block `destination[i]` holds what `source[i]` held before the call.
+
+    All sources are read before anything is written, so that a block may be source and destination of the same call. No block may be
+    named as destination twice, but for the null block: pad the two with (0, 0).
+
+    Args:
+        backend: "xla", "triton", or "auto": the kernels where JAX's default backend is a GPU.
+        interpret: run the kernels on CPU, operation by operation.
+
+    Raises:
+        ValueError: no such backend, or source and destination are not alike.
+        NotImplementedError: no backend takes the call; the text has every backend's reason.
+    """
+    leaves, tree = jax.tree.flatten(pages)
+    _check_pairs(source, destination)
+    copied = first_that_takes(
+        "copy_blocks",
+        functools.partial(xla.copy_blocks, leaves, source, destination),
+        functools.partial(triton.copy_blocks, leaves, source, destination, interpret=interpret),
+        backend=backend,
+        interpret=interpret,
+    )
+    return jax.tree.unflatten(tree, copied)
+
+
+def copy_slots(
+    pages: Pages,
+    source: Int[Array, "n"],
+    destination: Int[Array, "n"],
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> Pages:
+    """`copy_blocks` of single slots, each named by block * S + offset: closes the gaps that refused drafts leave. All leaves have the
+    same P and S."""
+    leaves, tree = jax.tree.flatten(pages)
+    _check_pairs(source, destination)
+    copied = first_that_takes(
+        "copy_slots",
+        functools.partial(xla.copy_slots, leaves, source, destination),
+        functools.partial(triton.copy_slots, leaves, source, destination, interpret=interpret),
+        backend=backend,
+        interpret=interpret,
+    )
+    return jax.tree.unflatten(tree, copied)
+
+
+def gather_blocks(
+    pages: Pages, blocks: Int[Array, "n"], *, backend: str = "auto", interpret: bool = False
+) -> UInt8[Array, "n block_bytes"]:
+    """What the blocks hold in every layer, as bytes in the order of the leaves: one array, so one transfer to the host. Backend,
+    interpretation and errors are those of `copy_blocks`."""
+    leaves = jax.tree.leaves(pages)
+    return first_that_takes(
+        "gather_blocks",
+        functools.partial(xla.gather_blocks, leaves, blocks),
+        functools.partial(triton.gather_blocks, leaves, blocks, interpret=interpret),
+        backend=backend,
+        interpret=interpret,
+    )
+
+
+def scatter_blocks(
+    pages: Pages,
+    blocks: Int[Array, "n"],
+    contents: UInt8[Array, "n block_bytes"],
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> Pages:
+    """Block `blocks[i]` gets back what `gather_blocks` made of some block. Padding names the null block. Backend, interpretation and
+    errors are those of `copy_blocks`."""
+    leaves, tree = jax.tree.flatten(pages)
+    block_bytes = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in leaves)
+    if contents.shape != (blocks.shape[0], block_bytes) or contents.dtype != "uint8":
+        raise ValueError(
+            f"contents must be uint8 {(blocks.shape[0], block_bytes)}, but are {contents.dtype} {contents.shape}"
+        )
+    scattered = first_that_takes(
+        "scatter_blocks",
+        functools.partial(xla.scatter_blocks, leaves, blocks, contents),
+        functools.partial(triton.scatter_blocks, leaves, blocks, contents, interpret=interpret),
+        backend=backend,
+        interpret=interpret,
+    )
+    return jax.tree.unflatten(tree, scattered)
+
+
+def _check_pairs(source: jax.Array, destination: jax.Array) -> None:
+    if source.ndim != 1 or source.shape != destination.shape:
+        raise ValueError(
+            f"source and destination must be alike, of one axis, but are {source.shape} and {destination.shape}"
+        )

@@ -1,0 +1,67 @@
+"""The one signature of writing a step's new keys and values into their slots. Donate the pages and the write happens in place."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.backends import first_that_takes
+from pallas_kernels.kv_write import triton, xla
+from pallas_kernels.quantized_pages import check_scales
+
+
+def write_kv(
+    k_TKH: Float[Array, "T K H"],
+    v_TKH: Float[Array, "T K H"],
+    k_pages: Num[Array, "P S K H"],
+    v_pages: Num[Array, "P S K H"],
+    slots_T: Int[Array, "T"],
+    *,
+    k_scale: Float[Array, "P S K"] | None = None,
+    v_scale: Float[Array, "P S K"] | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Returns the pages with token t's key and value at slot `slots_T[t]` (block * S + offset): k_pages and v_pages, then, where
+    they were given, k_scale and v_scale.
+
+    Float pages take what is written cast to their type; pages of int8 or float8 come with scales and take it quantised, as
+    `quantized_pages` says. Padding tokens name a slot of the null block, several of them the same; what it holds then is one of
+    theirs. No other slot may be named twice. A slot outside the pages is not written: the host must see to it that there is none.
+
+    Args:
+        backend: "xla", "triton", or "auto": the kernel where JAX's default backend is a GPU.
+        interpret: run the kernel on CPU, operation by operation.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the text names it and its value.
+        NotImplementedError: no backend takes the call; the text has every backend's reason.
+    """
+    _check(k_TKH, v_TKH, k_pages, v_pages, slots_T)
+    check_scales(k_pages, v_pages, k_scale, v_scale)
+    arguments = (k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale)
+    return first_that_takes(
+        "write_kv",
+        functools.partial(xla.write, *arguments),
+        functools.partial(triton.write, *arguments, interpret=interpret),
+        backend=backend,
+        interpret=interpret,
+    )
+
+
+def _check(k_TKH: jax.Array, v_TKH: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slots_T: jax.Array) -> None:
+    if k_pages.ndim != 4:
+        raise ValueError(f"k_pages must have 4 axes, but its shape is {k_pages.shape}")
+    if v_pages.shape != k_pages.shape:
+        raise ValueError(f"k_pages and v_pages must be alike, but are {k_pages.shape} and {v_pages.shape}")
+    if slots_T.ndim != 1 or not jnp.issubdtype(slots_T.dtype, jnp.integer):
+        raise TypeError(f"slots_T must hold integers along one axis, but is {slots_T.dtype} {slots_T.shape}")
+    want = (slots_T.shape[0], *k_pages.shape[2:])
+    for name, new in (("k_TKH", k_TKH), ("v_TKH", v_TKH)):
+        if new.shape != want:
+            raise ValueError(f"{name} must have one vector per slot and head of the pages, {want}, but is {new.shape}")
+        if not jnp.issubdtype(new.dtype, jnp.floating):
+            raise TypeError(f"{name} must hold floats, but holds {new.dtype}")

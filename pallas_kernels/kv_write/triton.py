@@ -1,0 +1,96 @@
+"""`write_kv` as a Triton kernel: one launch writes keys, values and their scales. A program takes some heads of one token.
+
+What quantising means is said in `quantized_pages`; here it is in operations that Triton has, with the same results, bit by bit.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton_backend
+from pallas_kernels.quantized_pages import SMALLEST_SCALE, largest
+from pallas_kernels.triton_backend import load, store
+
+TILE = 2048  # elements of a program's keys, and as many values: what 8 warps move with few registers
+TO_INTEGER = np.float32(1.5 * 2**23)
+WARP_BYTES = 32 * 16  # what a warp stores at once
+
+
+def write(
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slots_T: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    kept = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
+    num_tokens, num_heads, width = k_TKH.shape
+    if num_tokens == 0:
+        return tuple(kept)
+    # Triton's vectors are powers of two long; masks leave out what is too much.
+    padded_width = pl.next_power_of_2(width)
+    heads = max(1, min(pl.next_power_of_2(num_heads), TILE // padded_width))
+    tile_bytes = heads * padded_width * k_pages.dtype.itemsize
+    call = triton_backend.kernel_call(
+        functools.partial(_kernel, heads=heads, padded_width=padded_width),
+        name="write_kv",
+        grid=(num_tokens, pl.cdiv(num_heads, heads)),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in kept],
+        input_output_aliases={3 + index: index for index in range(len(kept))},
+        num_warps=max(1, min(8, tile_bytes // WARP_BYTES)),
+        num_stages=1,  # no loop
+        interpret=interpret,
+    )
+    return tuple(call(slots_T, k_TKH, v_TKH, *kept))
+
+
+def _kernel(slots_ref, k_ref, v_ref, *kept_refs, heads: int, padded_width: int):  # type: ignore[no-untyped-def]
+    out_refs = kept_refs[len(kept_refs) // 2 :]  # the first half is what they alias
+    num_blocks, block_size, num_heads, width = out_refs[0].shape
+    token = pl.program_id(0)
+    slot = load(slots_ref.at[token])
+    head = pl.program_id(1) * heads + jnp.arange(heads)
+    column = jnp.arange(padded_width)
+    head_mask = head < num_heads if num_heads % heads else None
+    mask = _both(head_mask, column < width if width < padded_width else None)
+
+    @pl.when((slot >= 0) & (slot < num_blocks * block_size))
+    def _write() -> None:
+        block, offset = jax.lax.div(slot, block_size), jax.lax.rem(slot, block_size)
+        for new_ref, pages_ref, scale_ref in zip((k_ref, v_ref), out_refs, out_refs[2:] or (None, None), strict=False):
+            other = None if mask is None else 0.0
+            x = load(new_ref.at[token, head[:, None], column[None, :]], mask=mask, other=other)
+            if scale_ref is not None:
+                x, scale = quantize(x.astype(jnp.float32), pages_ref.dtype)
+                store(scale_ref.at[block, offset, head], scale, mask=head_mask)
+            store(pages_ref.at[block, offset, head[:, None], column[None, :]], x.astype(pages_ref.dtype), mask=mask)
+
+
+def _both(head_mask: jax.Array | None, column_mask: jax.Array | None) -> jax.Array | None:
+    if head_mask is None or column_mask is None:
+        return head_mask[:, None] if head_mask is not None else None if column_mask is None else column_mask[None, :]
+    return head_mask[:, None] & column_mask[None, :]
+
+
+def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """`quantized_pages.quantize` of a tile of float32, without what Triton lacks: a maximum that keeps NaN, and rounding."""
+    # As integers, magnitudes are in the order of the numbers, with NaN above them all.
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    scale = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32) * np.float32(1.0 / largest(dtype))
+    scale = jnp.where(scale < SMALLEST_SCALE, np.float32(SMALLEST_SCALE), scale)
+    scaled = x / scale[:, None]
+    if dtype == jnp.int8:
+        # From 2**23 to 2**24 floats are the integers: the sum is rounded to one, ties to even. Read as bits, since XLA takes what was
+        # added away again if it may.
+        rounded = jax.lax.bitcast_convert_type(scaled + TO_INTEGER, jnp.int32) - np.int32(TO_INTEGER.view(np.int32))
+        return jnp.where(scaled == scaled, rounded, 0).astype(jnp.int8), scale
+    return jax.lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), dtype), scale

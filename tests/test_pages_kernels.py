@@ -1,0 +1,400 @@
+"""Writing and moving pages: the Triton kernels, interpreted, and XLA's scatters, against numpy; each oracle sees what is planted."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import (
+    copy_blocks,
+    copy_slots,
+    gather_blocks,
+    is_quantized,
+    quantized_pages,
+    scatter_blocks,
+    write_kv,
+)
+from pallas_kernels.block_copy import triton as block_copy_triton
+from pallas_kernels.compat import described_gpu
+from pallas_kernels.kv_write import triton as kv_write_triton
+
+P, S, K, H, T = 6, 4, 3, 20, 7
+DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8", "float8_e4m3fn")
+BACKENDS = {"xla": {"backend": "xla"}, "triton": {"backend": "triton", "interpret": True}}
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def bits(array):
+    array = np.ascontiguousarray(array)
+    return array.reshape(len(array), -1).view(np.uint8)
+
+
+def same(got, want):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        np.testing.assert_array_equal(bits(one), bits(other))
+
+
+# Writing
+
+
+def kept_as(x, dtype):
+    """The formats as `quantized_pages` documents them, in numpy: what is kept, and its scale."""
+    if not is_quantized(dtype):
+        return x.astype(dtype), None
+    factor = np.float32(1 / 127) if dtype == "int8" else np.float32(1 / 448)
+    scale = np.maximum(np.abs(x).max(-1) * factor, np.float32(2.0**-100))
+    scaled = x / scale[..., None]
+    return (np.rint(scaled).astype(np.int8) if dtype == "int8" else scaled.astype(E4M3).view(dtype)), scale
+
+
+def new_pages(dtype, seed=0, width=H):
+    """k_pages, v_pages and, of quantised pages, k_scale and v_scale, all holding something."""
+    rng = np.random.default_rng(seed)
+    pages = [rng.integers(0, 100, (P, S, K, width)).astype(np.float32).astype(dtype) for _ in range(2)]
+    return pages + [rng.random((P, S, K)).astype(np.float32) for _ in range(2 * is_quantized(dtype))]
+
+
+def vectors(seed, width=H):
+    rng = np.random.default_rng(seed)
+    k, v = (rng.standard_normal((2, T, K, width)) * np.exp(2 * rng.standard_normal((2, T, K, 1)))).astype(np.float32)
+    v[0, 1] = 0.0
+    return k, v
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def write(k_TKH, v_TKH, pages, slots_T, *, backend):
+    scales = dict(zip(("k_scale", "v_scale"), pages[2:], strict=False))
+    return write_kv(k_TKH, v_TKH, *pages[:2], slots_T, **scales, **BACKENDS[backend])
+
+
+def check_write(function, dtype, slots, seed=0, width=H):
+    """Every slot outside the null block, to the bit; in the null block, what was there or what some padding token brought."""
+    (k, v), pages = vectors(seed, width), new_pages(dtype, seed, width)
+    got = [np.asarray(array).reshape(P * S, K, -1) for array in function(k, v, pages, np.array(slots, np.int32))]
+    news = [kept_as(k, dtype), kept_as(v, dtype)]
+    for array, old, new in zip(got, pages, [kept for kept, _ in news] + [scale for _, scale in news], strict=False):
+        want, null = old.reshape(P * S, K, -1).copy(), {}
+        for token, slot in enumerate(slots):
+            value = new[token].reshape(K, -1)
+            if 0 <= slot < S:
+                null.setdefault(slot, []).append(bits(value).tobytes())
+            elif slot < P * S:
+                want[slot] = value
+        np.testing.assert_array_equal(bits(array[S:]), bits(want[S:]))
+        for slot in range(S):
+            assert bits(array[slot]).tobytes() in null.get(slot, [bits(want[slot]).tobytes()])
+    return got
+
+
+SLOTS = [S, 23, 0, 9, 24, 0, 3]  # the first and the last, padding, and one behind the pages
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=12)
+@given(
+    real=st.lists(st.integers(S, P * S - 1), unique=True, max_size=T),
+    others=st.lists(st.integers(0, S - 1) | st.integers(P * S, 2**31 - 1), min_size=T, max_size=T),
+    seed=st.integers(0, 99),
+)
+def test_a_write_fills_exactly_its_slots(dtype, real, others, seed):
+    slots = np.random.default_rng(seed).permutation(real + others[len(real) :]).tolist()
+    got = {backend: check_write(functools.partial(write, backend=backend), dtype, slots, seed) for backend in BACKENDS}
+    same([array[S:] for array in got["triton"]], [array[S:] for array in got["xla"]])
+
+
+@pytest.mark.parametrize("width", [80, 96, 128])
+def test_head_widths_and_heads_are_masked(width, monkeypatch):
+    """One head to a program, then all of them."""
+    for tile in (1, 2048):
+        monkeypatch.setattr(kv_write_triton, "TILE", tile)
+        for dtype in ("float32", "int8"):
+            check_write(functools.partial(write.__wrapped__, backend="triton"), dtype, SLOTS, width=width)
+
+
+def swapped(k, v, pages, slots):
+    return write(v, k, pages, slots, backend="triton")
+
+
+def off_by_one(k, v, pages, slots):
+    return write(k, v, pages, slots + 1, backend="triton")
+
+
+def scale_of_another_head(k, v, pages, slots):
+    k_pages, v_pages, k_scale, v_scale = write(k, v, pages, slots, backend="triton")
+    return k_pages, v_pages, k_scale[:, :, ::-1], v_scale
+
+
+def scale_of_the_other(k, v, pages, slots):
+    k_pages, v_pages, k_scale, v_scale = write(k, v, pages, slots, backend="triton")
+    return k_pages, v_pages, v_scale, k_scale
+
+
+def wrapped_around(k, v, pages, slots):
+    return write(k, v, pages, slots % (P * S - 1), backend="triton")
+
+
+@pytest.mark.parametrize(
+    "wrong", [swapped, off_by_one, scale_of_another_head, scale_of_the_other, wrapped_around], ids=lambda f: f.__name__
+)
+def test_a_planted_mistake_in_a_write_is_seen(wrong):
+    check_write(functools.partial(write, backend="triton"), "int8", SLOTS)
+    with pytest.raises(AssertionError):
+        check_write(wrong, "int8", SLOTS)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def quantized_twice(x, *, dtype):
+    return kv_write_triton.quantize(x, jnp.dtype(dtype)), quantized_pages.quantize(x, dtype)
+
+
+@given(st.lists(st.floats(width=32), min_size=16, max_size=16))
+@example([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 63.5, -64.5, 0.0, -0.0, 1e-45, -1e-38, 126.5, -127.0, 3.4999998, 2.5000002])
+@example([3.4e38, -3.4e38, *[1e-45] * 14])
+@example([float("nan"), *[1.0] * 15])
+@example([float("-inf"), float("inf"), *[1.0] * 14])
+def test_quantising_in_a_kernel_gives_the_same_bits(values):
+    x = np.array(values, np.float32).reshape(2, 8)
+    for dtype in ("int8", "uint8", "float8_e4m3fn"):
+        (kept, scale), (want, want_scale) = quantized_twice(x, dtype=dtype)
+        np.testing.assert_array_equal(scale, want_scale)  # NaN is NaN
+        finite = np.isfinite(want_scale)
+        np.testing.assert_array_equal(bits(kept)[finite], bits(want)[finite])
+        read = quantized_pages.dequantize(kept, scale)
+        assert np.isnan(np.asarray(read)[~finite]).all()
+
+
+# Moving
+
+
+def mixed_pages(seed=0):
+    """Layers whose arrays differ in type and rank, one of them as wide as two tiles and a bit."""
+    rng = np.random.default_rng(seed)
+    made = [("int8", (K, H)), ("float32", (K,)), ("bfloat16", (2, 16)), ("float8_e4m3fn", (1, 8)), ("int8", (K, 100))]
+    leaves = [rng.integers(0, 100, (P, S, *shape)).astype(np.float32).astype(dtype) for dtype, shape in made]
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    return {"k": leaves[0], "scale": leaves[1]}, leaves[2], (leaves[3], None, leaves[4])
+
+
+@functools.partial(jax.jit, static_argnames=("operation", "backend"))
+def move(pages, *rest, operation, backend):
+    return operation(pages, *rest, **BACKENDS[backend])
+
+
+copies = {
+    (operation, backend): functools.partial(move, operation=operation, backend=backend)
+    for operation in (copy_blocks, copy_slots)
+    for backend in BACKENDS
+}
+
+
+def check_copy(function, by_slot, pairs, seed=0):
+    pages = mixed_pages(seed)
+    source, destination = np.array(pairs, np.int32).reshape(-1, 2).T
+    got = function(pages, source, destination)
+    for new, old in zip(jax.tree.leaves(got), jax.tree.leaves(pages), strict=True):
+        rows = np.asarray(old).reshape(P * S if by_slot else P, -1)
+        want, inside = rows.copy(), destination < len(rows)
+        want[destination[inside]] = rows[source[inside]]
+        same(np.asarray(new), want.reshape(old.shape))
+
+
+CHAIN = [(1, 2), (2, 3), (3, 1), (4, 99), (0, 0), (0, 0)]  # a circle, one that is left out, padding
+
+
+def pairs_of(num_rows):
+    source = st.integers(0, num_rows - 1)
+    real = st.lists(st.tuples(source, st.integers(1, num_rows + 1)), max_size=6, unique_by=lambda pair: pair[1])
+    return real.map(lambda pairs: pairs + [(0, 0)] * (6 - len(pairs)))
+
+
+@pytest.mark.parametrize(("operation", "backend"), copies, ids=lambda value: getattr(value, "__name__", value))
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_copy_reads_all_before_it_writes(operation, backend, data):
+    by_slot = operation is copy_slots
+    pairs = data.draw(pairs_of(P * S if by_slot else P))
+    for each in (CHAIN, pairs):
+        check_copy(copies[operation, backend], by_slot, each, seed=len(each))
+
+
+def one_after_another(pages, source, destination):
+    for one, other in zip(source, destination, strict=True):
+        pages = jax.tree.map(lambda old, one=one, other=other: jnp.asarray(old).at[other].set(old[one]), pages)
+    return pages
+
+
+def the_other_way(pages, source, destination):
+    return copies[copy_blocks, "triton"](pages, np.minimum(destination, P - 1), source)
+
+
+def a_layer_forgotten(pages, source, destination):
+    return *copies[copy_blocks, "triton"](pages, source, destination)[:2], pages[2]
+
+
+@pytest.mark.parametrize("wrong", [one_after_another, the_other_way, a_layer_forgotten], ids=lambda f: f.__name__)
+def test_a_planted_mistake_in_a_copy_is_seen(wrong):
+    check_copy(copies[copy_blocks, "triton"], False, CHAIN)
+    with pytest.raises(AssertionError):
+        check_copy(wrong, False, CHAIN)
+
+
+def test_slots_are_not_blocks():
+    with pytest.raises(AssertionError):
+        check_copy(copies[copy_blocks, "triton"], True, CHAIN)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=10)
+@given(blocks=st.lists(st.integers(1, P - 1), min_size=4, max_size=4, unique=True), padding=st.integers(0, 4))
+def test_blocks_leave_and_come_back_to_the_bit(backend, blocks, padding):
+    blocks = np.array(blocks[padding:] + [0] * padding, np.int32)
+    pages, others = mixed_pages(1), mixed_pages(2)
+    contents = move(pages, blocks, operation=gather_blocks, backend=backend)
+    want = np.concatenate([bits(leaf) for leaf in jax.tree.leaves(pages)], axis=1)
+    np.testing.assert_array_equal(contents, want[blocks])
+    back = move(others, blocks, np.asarray(contents), operation=scatter_blocks, backend=backend)
+    for new, old, brought in zip(*map(jax.tree.leaves, (back, others, pages)), strict=True):
+        expected = np.array(old)
+        expected[blocks] = np.asarray(brought)[blocks]
+        same(np.asarray(new), expected)
+
+
+def test_more_arrays_than_a_launch_takes(monkeypatch):
+    monkeypatch.setattr(block_copy_triton, "MAX_ARRAYS", 2)
+    monkeypatch.setattr(block_copy_triton, "IN_FLIGHT", 1)
+    monkeypatch.setattr(block_copy_triton, "TILE_BYTES", 64)
+    pages, blocks = mixed_pages(), np.array([5, 1, 0], np.int32)
+    both = [
+        scatter_blocks(mixed_pages(3), blocks, gather_blocks(pages, blocks, **options), **options)
+        for options in BACKENDS.values()
+    ]
+    same(*both)
+    check_copy(functools.partial(copy_slots, interpret=True), True, CHAIN)
+
+
+def test_nothing_to_do_is_done():
+    none = np.zeros(0, np.int32)
+    for options in BACKENDS.values():
+        pages = mixed_pages()
+        same(copy_blocks(pages, none, none, **options), pages)
+        assert gather_blocks(pages, none, **options).shape == (
+            0,
+            sum(bits(leaf).shape[1] for leaf in jax.tree.leaves(pages)),
+        )
+        new, kept = np.zeros((0, K, H), np.float32), jnp.asarray(new_pages("float32"))
+        same(write_kv(new, new, *kept, none, **options), tuple(kept))
+
+
+# What is compiled
+
+
+def operations(dtypes, width=128, layers=2):
+    """Each operation on pages of these types, with arguments as shapes and the launches that it takes."""
+    index = jax.ShapeDtypeStruct((16,), jnp.int32)
+    new = jax.ShapeDtypeStruct((16, 8, width), jnp.bfloat16)
+    for dtype in dtypes:
+        page = jax.ShapeDtypeStruct((512, 16, 8, width), dtype)
+        scales = [jax.ShapeDtypeStruct((512, 16, 8), jnp.float32)] * 2 * is_quantized(dtype)
+        pages = [[page, page, *scales] for _ in range(layers)]
+        contents = jax.eval_shape(gather_blocks, pages, index)
+        launches = 2 + 2 * is_quantized(dtype)
+        yield f"write {dtype}", write_one, (pages[0], new, new, index), 1
+        yield f"copy_blocks {dtype}", copy_blocks, (pages, index, index), launches
+        yield f"copy_slots {dtype}", copy_slots, (pages, index, index), launches
+        yield f"gather_blocks {dtype}", gather_blocks, (pages, index), 1
+        yield f"scatter_blocks {dtype}", scatter_blocks, (pages, index, contents), 1
+
+
+def write_one(pages, k_TKH, v_TKH, slots_T, **options):
+    scales = dict(zip(("k_scale", "v_scale"), pages[2:], strict=False))
+    return write_kv(k_TKH, v_TKH, *pages[:2], slots_T, **scales, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_donated_pages_are_changed_in_place(backend):
+    """On CPU; XLA makes float32 of whole arrays of bfloat16 there, so that these are left out."""
+    for name, function, (pages, *rest), _ in operations(("float32", "uint8"), layers=1):
+        if name.startswith("gather_blocks"):
+            continue
+        donating = jax.jit(functools.partial(function, **BACKENDS[backend]), donate_argnums=0)
+        analysis = donating.lower(pages, *rest).compile().memory_analysis()
+        pages_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+        assert analysis.alias_size_in_bytes == pages_bytes, name
+        assert analysis.temp_size_in_bytes < pages_bytes / 8, name
+
+
+@pytest.mark.parametrize("width", [80, 128])
+def test_kernels_lower_for_cuda_in_few_launches(width):
+    with described_gpu():
+        for name, function, arguments, launches in operations(("bfloat16", "int8", "uint8"), width):
+            traced = jax.jit(functools.partial(function, backend="triton")).trace(*arguments)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            assert text.count("__gpu$xla.gpu.triton") == launches, name
+            aliased = 0 if name.startswith("gather_blocks") else len(jax.tree.leaves(arguments[0]))
+            assert text.count("output_operand_alias<") == aliased, name
+
+
+def test_auto_is_the_kernel_on_a_gpu_and_xla_where_it_refuses(monkeypatch):
+    def kernels(pages, **options):
+        index = jax.ShapeDtypeStruct((1,), jnp.int32)
+        operation = functools.partial(copy_blocks, **options)
+        return str(jax.make_jaxpr(operation)(pages, index, index)).count("pallas_call")
+
+    small, large = (jax.ShapeDtypeStruct((blocks, 16, 8, 128), jnp.int8) for blocks in (64, 2**17 + 1))
+    larger = jax.ShapeDtypeStruct((2**18 + 1, 16, 8, 128), jnp.int8)
+    assert kernels(small) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert kernels(small) == 2 and kernels(large) == 0 and kernels(larger) == 2
+    with pytest.raises(
+        NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"
+    ):
+        kernels(large, backend="triton")
+
+
+def test_refusals_name_the_argument():
+    index, pages = np.zeros(2, np.int32), new_pages("float32")
+    new = np.zeros((2, K, H), np.float32)
+    for error, message, arguments, options in (
+        (
+            ValueError,
+            "backend must be 'auto', 'xla' or 'triton', not 'mosaic'",
+            (new, new, *pages, index),
+            {"backend": "mosaic"},
+        ),
+        (
+            NotImplementedError,
+            "xla: no kernel, so it takes no",
+            (new, new, *pages, index),
+            {"backend": "xla", "interpret": True},
+        ),
+        (
+            ValueError,
+            r"v_TKH must have one vector .* \(2, 3, 20\), but is \(1, 3, 20\)",
+            (new, new[1:], *pages, index),
+            {},
+        ),
+        (TypeError, "k_TKH must hold floats, but holds int32", (new.astype(np.int32), new, *pages, index), {}),
+        (TypeError, "slots_T must hold integers along one axis, but is float32", (new, new, *pages, new[0, 0]), {}),
+        (ValueError, "must be alike", (new, new, pages[0], pages[1][1:], index), {}),
+        (
+            ValueError,
+            r"k_pages must have 4 axes, but its shape is \(4, 3, 20\)",
+            (new, new, pages[0][0], pages[1], index),
+            {},
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            write_kv(*arguments, **options)
+    with pytest.raises(ValueError, match=r"source and destination must be alike, .* \(2,\) and \(1,\)"):
+        copy_blocks(pages, index, index[1:])
+    with pytest.raises(ValueError, match=r"contents must be uint8 \(2, 1920\), but are uint8 \(2, 5\)"):
+        scatter_blocks(pages, index, np.zeros((2, 5), np.uint8))
