@@ -6,6 +6,7 @@ more is drafted; so that a sequence drafts much where it repeats something and l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
@@ -40,6 +41,10 @@ class _Written:
     def stop(self) -> int:
         return self.start + len(self.token_ids)
 
+    def holds(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the last tokens of the sequence are among them."""
+        return self.stop == len(sequence.token_ids) and len(self.token_ids) >= num_tokens
+
 
 class SuffixProposer:
     """Asks the tree of the sequence and those of its salt; the guess with the highest score wins, the sequence's own of equals."""
@@ -71,10 +76,9 @@ class SuffixProposer:
         guess = NOTHING
         if self._grow(own, token_ids) and own.tree is not None:
             guess = self._best(own.tree, own.tree.ends(0), num_drafts, guess)
-        last = token_ids[-self._settings.max_tree_depth :]
-        for tree in self._shared.trees(salt):
-            guess = self._best(tree, tree.find(last), num_drafts, guess)
-        return guess.draft if guess.draft.token_ids else None
+        for tree, places in self._shared.places(salt, sequence):
+            guess = self._best(tree, places, num_drafts, guess)
+        return guess.draft if guess.token_ids else None
 
     def forget(self, group: SequenceGroup) -> None:
         for sequence in group.sequences:
@@ -120,15 +124,18 @@ class SuffixProposer:
         places: behind the last 1, 2, ... tokens.
         """
         settings = self._settings
+        last = (0, 0)  # of the guess before: how often what it goes by occurs, and how long it could be
         for length in range(len(places), 0, -1):
             place, depth = places[length - 1], tree.depth - length
             most = min(num_drafts, int(length * settings.max_spec_factor))
-            if most <= best.score:
-                continue  # no token is more than certain
+            count, size = tree.count(place), most if self._branches else min(most, depth)
+            if size <= best.score or (count == last[0] and size <= last[1]):
+                continue  # no token is more than certain; and what occurs in the same places goes on in the same way
+            last = count, size
             if self._branches:
                 guess = tree.tree(place, most, depth, settings.min_token_prob)
             else:
-                guess = tree.path(place, min(most, depth), settings.min_token_prob)
+                guess = tree.path(place, size, settings.min_token_prob)
             if guess.score > best.score:
                 best = guess
         return best
@@ -150,9 +157,16 @@ class _Shared:
         self._num_edges = 0
         self._written: dict[int, _Written] = {}  # by sequence id
 
-    def trees(self, salt: str | None) -> list[SuffixTree]:
-        """The younger first."""
-        return [trees[salt] for trees in (self._young, self._old) if salt in trees]
+    def places(self, salt: str | None, sequence: Sequence) -> Iterator[tuple[SuffixTree, TokenIds[int]]]:
+        """The trees of the salt, the younger first, with the places behind the sequence's last 1, 2, ... tokens."""
+        written = self._written.get(sequence.sequence_id)
+        for trees in (self._young, self._old):
+            if (tree := trees.get(salt)) is not None:
+                # What it wrote stands in the young tree itself, so that a run that only occurs there has nothing behind it.
+                if written is not None and written.tree is tree and written.holds(sequence, tree.depth):
+                    yield tree, tree.ends(written.text)
+                else:
+                    yield tree, tree.find(sequence.token_ids[-tree.depth :])
 
     def take(self, salt: str | None, sequence: Sequence, most: int) -> int:
         """Takes in what the sequence has written since last time, at most so many tokens. Returns how many."""
@@ -176,7 +190,9 @@ class _Shared:
         if is_full or self._num_edges > self._most_edges // 2:
             self._turn()
         if written.tree is None:
-            tree = written.tree = self._young.setdefault(salt, SuffixTree(self._depth))
+            if salt not in self._young:
+                self._young[salt] = SuffixTree(self._depth)
+            tree = written.tree = self._young[salt]
             written.text = tree.begin(written.token_ids)
             self._num_texts += 1
         return written.tree

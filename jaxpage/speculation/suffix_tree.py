@@ -20,13 +20,19 @@ _INDEX_BITS = 32  # of a leaf
 
 
 class Guess(NamedTuple):
-    """What may follow, and how many of its tokens are likely to be right: the sum of their probabilities by the counts."""
+    """Tokens that may follow, and how many of them are likely to be right: the sum of their probabilities by the counts."""
 
-    draft: Draft
+    token_ids: list[int]
+    parents: list[int] | None  # as of a draft; None: each follows the one before
     score: float
 
+    @property
+    def draft(self) -> Draft:
+        token_ids = tuple(self.token_ids)
+        return chain(token_ids) if self.parents is None else Draft(token_ids, tuple(self.parents))
 
-NOTHING = Guess(chain(()), 0.0)
+
+NOTHING = Guess([], None, 0.0)
 
 
 class SuffixTree:
@@ -122,22 +128,35 @@ class SuffixTree:
 
     def find(self, token_ids: Sequence[int]) -> list[int]:
         """The places behind the last 1, 2, ... of the tokens, as far as they occur."""
-        places: list[int] = []
+        edges, places = self._edges, list[int]()
         for length in range(1, min(len(token_ids), self.depth - 1) + 1):
-            place = ROOT
-            for token in token_ids[len(token_ids) - length :]:
-                behind = self._step(place, token)
-                if behind is None:
+            place: int | None = ROOT
+            for index in range(len(token_ids) - length, len(token_ids)):
+                assert place is not None
+                place = edges.get(place << _TOKEN_BITS | token_ids[index])
+                if place is None:
                     return places
-                place = behind
+                if place < 0:
+                    return places + self._alone(place, token_ids, index + 1, length)
+            assert place is not None
             places.append(place)
         return places
 
-    def _step(self, place: int, token: int) -> int | None:
-        if place >= 0:
-            return self._edges.get(place << _TOKEN_BITS | token)
-        text, index = _position(place)
-        return place - 1 if index < self._sizes[text] and self._texts[text][index] == token else None
+    def _alone(self, leaf: int, token_ids: Sequence[int], taken: int, length: int) -> list[int]:
+        """The places behind the last `length`, `length` + 1, ... tokens, of which those before `taken` lead to a leaf.
+
+        They occur once if at all, so it is the same place for all of them.
+        """
+        text, index = _position(leaf)
+        stop = index + len(token_ids) - taken  # where the last token would stand in the text
+        tokens = self._texts[text]
+        if stop > self._sizes[text] or list(tokens[index:stop]) != list(token_ids[taken:]):
+            return []
+        most = min(len(token_ids), self.depth - 1, stop)
+        longest = length
+        while longest < most and tokens[stop - longest - 1] == token_ids[-longest - 1]:
+            longest += 1
+        return [_leaf(text, stop)] * (longest - length + 1)
 
     def count(self, place: int) -> int:
         """How often the run before a place occurs."""
@@ -150,11 +169,12 @@ class SuffixTree:
             num_tokens: at most.
             least: the probability of what is guessed: of all the tokens that lead to a token, and of itself.
         """
+        counts, best, best_counts = self._counts, self._best, self._best_counts
         token_ids: list[int] = []
         probability, score = 1.0, 0.0
-        while place >= 0 and len(token_ids) < num_tokens and self._best_counts[place]:
-            token = self._best[place]
-            probability *= self._best_counts[place] / self._counts[place]
+        while place >= 0 and len(token_ids) < num_tokens and (count := best_counts[place]):
+            token = best[place]
+            probability *= count / counts[place]
             if probability < least:
                 break
             token_ids.append(token)
@@ -165,7 +185,7 @@ class SuffixTree:
             rest = self._texts[text][index : min(index + num_tokens - len(token_ids), self._sizes[text])]
             token_ids += rest
             score += probability * len(rest)
-        return Guess(chain(tuple(token_ids)), score)
+        return Guess(token_ids, None, score)
 
     def tree(self, place: int, num_tokens: int, depth: int, least: float) -> Guess:
         """The likeliest tokens behind the place, whichever way they lead; no deeper than `depth`. The rest as for `path`."""
@@ -184,7 +204,7 @@ class SuffixTree:
                 for token, behind, share in self._following(place):
                     item = (minus_probability * share, next(number), token, len(token_ids) - 1, at + 1, behind)
                     heapq.heappush(heap, item)
-        return Guess(Draft(tuple(token_ids), tuple(parents)), score)
+        return Guess(token_ids, parents, score)
 
     def _following(self, place: int) -> Iterator[tuple[int, int, float]]:
         """The tokens behind a place, the places behind them, and how often each follows."""
