@@ -45,8 +45,8 @@ from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
+from jaxpage.speculation import make_proposer
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import SpeculativeConfig
 from jaxpage.tables import aligned
@@ -123,7 +123,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=_speculation(config.speculative_config, scheduler.limits),
+        speculation=_speculation(config.speculative_config, scheduler.limits, files.spec.vocab_size),
     )
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
     if config.event_log is not None:
@@ -184,12 +184,12 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
-def _speculation(config: SpeculativeConfig | None, limits: StepLimits) -> Speculation | None:
+def _speculation(config: SpeculativeConfig | None, limits: StepLimits, vocab_size: int) -> Speculation | None:
     if config is None:
         return None
     choices = tuple(sorted({length - 1 for _, length in limits.verified}))
     controller = Controller(choices) if config.num_speculative_tokens == "auto" else None
-    return Speculation(NGramProposer(config.prompt_lookup_min, config.prompt_lookup_max), limits, controller)
+    return Speculation(make_proposer(config), limits, controller, vocab_size=vocab_size)
 
 
 def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:

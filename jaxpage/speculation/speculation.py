@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import logging
+from collections.abc import Iterable
 
 from jaxpage.decoding.edits import Append, Edit
-from jaxpage.request import SequenceGroup
+from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.scheduling.plan import StepPlan
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.proposal import Draft
+from jaxpage.speculation.proposal import Draft, Proposer
 
-
-class Proposer(Protocol):
-    """Guesses what follows. A wrong guess costs time and changes no text."""
-
-    def propose(self, sequence_id: int, token_ids: Sequence[int], num_drafts: int) -> Draft | None:
-        """At most so many drafts behind the known tokens, which only ever grow. None: nothing comes to mind."""
-        ...
-
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        """These sequences are gone."""
-        ...
+logger = logging.getLogger(__name__)
 
 
 class Speculation:
     """Asks a proposer, and a controller how many drafts a step is worth; without a controller as many as the shapes allow."""
 
-    def __init__(self, proposer: Proposer, limits: StepLimits, controller: Controller | None) -> None:
+    def __init__(
+        self, proposer: Proposer, limits: StepLimits, controller: Controller | None, *, vocab_size: int
+    ) -> None:
+        """vocab_size: of the model. What a proposer drafts beyond it is dropped."""
         self._proposer = proposer
+        self._vocab_size = vocab_size
+        self._failed = False
         self._limits = limits
         self._controller = controller
 
@@ -47,7 +42,7 @@ class Speculation:
                 continue
             for sequence in group.unfinished:
                 if sequence.num_pending_tokens == 1:
-                    draft = self._proposer.propose(sequence.sequence_id, sequence.token_ids, most)
+                    draft = self._draft(group.request, sequence, most)
                     if draft is not None and draft.token_ids:
                         drafts[sequence.sequence_id] = draft
         if self._controller is not None:
@@ -55,6 +50,21 @@ class Speculation:
             num_drafts = self._controller.choose(num_rows, lengths, most)
             drafts = {sequence_id: draft.cut(num_drafts) for sequence_id, draft in drafts.items() if num_drafts}
         return drafts
+
+    def _draft(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """As much of the proposer's draft as can be verified. No step fails because of a proposer: one that fails is not asked again."""
+        if self._failed:
+            return None
+        try:
+            draft = self._proposer.propose(request, sequence, num_drafts)
+            return None if draft is None else draft.sound(self._vocab_size, num_drafts)
+        except Exception:
+            self._give_up()
+            return None
+
+    def _give_up(self) -> None:
+        logger.exception("the proposer failed: from now on nothing is drafted, and texts stay what they are")
+        self._failed = True
 
     def verified(self, plan: StepPlan, edits: Iterable[Edit], seconds: float) -> None:
         """A step happened, with drafts or without."""
@@ -70,8 +80,12 @@ class Speculation:
         if all(len(row.token_ids) == 1 + len(row.parents) for row in plan.rows):
             self._controller.measured(len(plan.rows), max(len(row.parents) for row in plan.rows), seconds)
 
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        sequence_ids = tuple(sequence_ids)
-        self._proposer.forget(sequence_ids)
+    def forget(self, group: SequenceGroup) -> None:
+        """The request has ended."""
+        if not self._failed:
+            try:
+                self._proposer.forget(group)
+            except Exception:
+                self._give_up()
         if self._controller is not None:
-            self._controller.forget(sequence_ids)
+            self._controller.forget(group.sequence_ids)
