@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
-from jaxpage.device.attention import Backend, choose_backend
+from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.engine.capacity import Place, mixes
 from jaxpage.errors import UnsupportedError
 from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, XLA_BACKENDS
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
-# Two rows and 16 tokens at most, so that few shapes are compiled; a pool that makes somebody give way.
-SETTINGS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 12, "block_size": 8}
+# Three rows and 16 tokens at most, so that few shapes are compiled; a pool that makes somebody give way.
+SETTINGS = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 11, "block_size": 8}
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.9, n=2, seed=3, max_tokens=20, ignore_eos=True, logprobs=2),
@@ -73,15 +73,23 @@ def test_an_old_gpu_gets_what_it_can_run():
     assert choose_backend("auto", gpu("7.5")).name == "scan"
     with pytest.raises(
         UnsupportedError,
-        match="'triton' needs a GPU of compute capability 8.0 or more, but a GPU has 7.5; use reference or scan",
+        match="'triton' with kv_cache_dtype 'auto' needs a GPU of compute capability 8.0 or more, but a GPU has 7.5; use reference or scan",
     ):
         choose_backend("triton", gpu("7.5"))
-    with pytest.raises(UnsupportedError, match="'mosaic' needs a GPU of compute capability 9.0"):
+    with pytest.raises(UnsupportedError, match="'mosaic' with .* needs a GPU of compute capability 9.0"):
         choose_backend("mosaic", gpu("8.6"))
 
 
-def test_the_writer_goes_with_the_backend():
-    assert {name: Backend(name).writer for name in ("auto", *BACKENDS)} == {
+def test_a_gpu_without_fp8_keeps_pages_of_it_in_plain_xla():
+    assert choose_backend("auto", gpu("8.0"), "fp8").name == "scan"
+    assert choose_backend("auto", gpu("8.9"), "fp8").name == choose_backend("auto", gpu("8.0"), "int8").name == "auto"
+    with pytest.raises(UnsupportedError, match="'triton' with kv_cache_dtype 'fp8' needs .* 8.9 or more"):
+        choose_backend("triton", gpu("8.0"), "fp8")
+    assert choose_backend("scan", gpu("8.0"), "fp8").name == "scan"
+
+
+def test_what_writes_goes_with_the_backend():
+    assert {name: Backend(name).mover["backend"] for name in ("auto", *BACKENDS)} == {
         "auto": "auto",
         "reference": "xla",
         "scan": "xla",
@@ -99,5 +107,6 @@ def test_steps_mix_by_default_where_kernels_run():
 
 
 def test_a_model_that_no_kernel_takes_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(UnsupportedError, match="attention_backend 'triton': .*triton: .*block"):
-        make_llm(random_checkpoint(tmp_path / "llama", LLAMA), attention_backend="triton", block_size=1, max_num_seqs=2)
+    wide = random_checkpoint(tmp_path / "llama", {**LLAMA, "head_dim": 272})
+    with pytest.raises(UnsupportedError, match="attention_backend 'triton': .* triton: k_pages with heads 272 wide"):
+        make_llm(wide, attention_backend="triton")

@@ -16,7 +16,7 @@ from tests.support.attention import SHARED_BACKENDS, make_case, oracle, run
 
 ROWS = [
     pytest.param([1, 17, 64, 90], [1, 1, 1, 1], id="decode"),
-    pytest.param([20, 40], [20, 33], id="chunks"),
+    pytest.param([20, 40, 0, 7], [20, 33, 0, 7], id="chunks"),
     pytest.param([5, 70, 0, 30], [5, 1, 0, 17], id="mixed-with-an-empty-row"),
 ]
 
@@ -26,7 +26,8 @@ ROWS = [
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"logit_softcap": 2.0}], ids=str)
 def test_every_backend_matches_float64(backend, contexts, queries, heads, options):
-    case = make_case(1, contexts, queries, heads=heads)
+    one_shape = {"padding": 64 - sum(queries), "num_blocks": 32, "table_width": 13}
+    case = make_case(1, contexts, queries, heads=heads, **one_shape)
     got = run(*case.arrays, scale=0.3, backend=backend, **options)
     np.testing.assert_allclose(got, oracle(case, scale=0.3, **options), atol=2e-6)
 
@@ -43,14 +44,99 @@ def test_one_token_rows_with_the_promise_of_it():
     np.testing.assert_allclose(got, oracle(case, scale=0.25), atol=2e-6)
 
 
-def test_tree_mask_takes_the_place_of_the_causal_order():
+@pytest.mark.parametrize("backend", ["reference", "scan"])
+def test_tree_mask_takes_the_place_of_the_causal_order(backend):
     case = make_case(4, [20, 11], [4, 3])
     tree = np.zeros((len(case.q_TNH), 4), bool)
     tree[0:4] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     tree[4:7] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0]]
-    got = run(*case.arrays, scale=0.25, tree_mask_TQ=tree)
+    got = run(*case.arrays, scale=0.25, tree_mask_TQ=tree, backend=backend)
     np.testing.assert_allclose(got, oracle(case, scale=0.25, tree_mask_TQ=tree), atol=2e-6)
     assert np.abs(np.asarray(got) - oracle(case, scale=0.25)).max() > 1e-2
+
+
+def random_tree(rng, num_tokens):
+    """Of each token the one before it, -1 of the first."""
+    return [-1, *(int(rng.integers(max(0, place - 4), place)) for place in range(1, num_tokens))]
+
+
+def branch(parents, token):
+    """The tokens from the first to this one."""
+    path = []
+    while token >= 0:
+        path.append(token)
+        token = parents[token]
+    return path[::-1]
+
+
+def tree_case(seed, contexts, queries, **form):
+    """A call whose rows are random trees: the case, its mask and the trees."""
+    rng = np.random.default_rng(seed)
+    case = make_case(seed, contexts, queries, **form)
+    trees = [random_tree(rng, count) for count in queries]
+    mask = np.zeros((len(case.q_TNH), max(queries)), bool)
+    for first, tree in zip(case.query_start, trees, strict=False):
+        for token in range(len(tree)):
+            mask[first + token, branch(tree, token)] = True
+    return case, mask, trees
+
+
+def on_its_own(case, row, path):
+    """The case with one branch of a row's tree moved to where its tokens would stand without the others."""
+    alone = dataclasses.replace(
+        case,
+        **{
+            name: getattr(case, name).copy() for name in ("q_TNH", "k_pages", "v_pages", "context_len_B", "query_start")
+        },
+    )
+    start, stop = case.query_start[row : row + 2]
+    first, block_size = case.context_len_B[row] - (stop - start), case.k_pages.shape[1]
+    names = ("k_pages", "v_pages", *case.scales)
+    for depth, token in enumerate(path):
+        (to, here), (source, there) = (divmod(first + place, block_size) for place in (depth, token))
+        for name in names:
+            pages = getattr(alone, name) if name.endswith("pages") else getattr(alone, name).copy()
+            pages[case.block_table_BM[row, to], here] = getattr(case, name)[case.block_table_BM[row, source], there]
+            setattr(alone, name, pages)
+        alone.q_TNH[start + depth] = case.q_TNH[start + token]
+    alone.context_len_B[row] = first + len(path)
+    alone.query_start[row + 1 :] = start + len(path)  # the rows behind it are empty
+    alone.context_len_B[row + 1 :] = 0
+    return alone
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"heads": (3, 3), "block_size": 1},
+        {"heads": (8, 1), "block_size": 128, "width": 32},
+        {"page_dtype": "int8", "block_size": 16},
+    ],
+    ids=str,
+)
+def test_a_token_of_a_tree_has_the_bits_of_its_branch_alone(form):
+    """Across the edges of blocks and of tiles of 64 positions, and at the beginning of a context."""
+    case, mask, trees = tree_case(11, [70, 20, 9], [20, 16, 9], **form)
+    got = np.asarray(run(*case.arrays, **case.scales, scale=0.3, backend="scan", tree_mask_TQ=mask))
+    np.testing.assert_allclose(got, oracle(case, scale=0.3, tree_mask_TQ=mask), atol=5e-6)
+    assert any(np.diff(tree).tolist() != [1] * (len(tree) - 1) for tree in trees)
+    for row, tree in enumerate(trees):
+        start = case.query_start[row]
+        for leaf in sorted(set(range(len(tree))) - set(tree)):
+            path = branch(tree, leaf)
+            alone = on_its_own(case, row, path)
+            for count in (1, len(path)):  # as rows that decode have it, and all of the branch at once
+                arrays = list(alone.arrays)
+                if count == 1:
+                    place = start + len(path) - 1
+                    arrays[0] = alone.q_TNH[place : place + 1].repeat(len(case.context_len_B), axis=0)
+                    arrays[3] = arrays[3][[row] * len(case.context_len_B)]
+                    arrays[4] = alone.context_len_B[[row] * len(case.context_len_B)]
+                    arrays[5] = np.arange(len(case.context_len_B) + 1, dtype=np.int32)
+                plain = run(*arrays, **alone.scales, scale=0.3, backend="scan", max_query_len=1 if count == 1 else 20)
+                want = np.asarray(plain)[:1] if count == 1 else np.asarray(plain)[start : start + len(path)]
+                np.testing.assert_array_equal(got[start + np.array(path[-count:])], want)
 
 
 MUTATIONS = {
@@ -152,9 +238,10 @@ def test_refusals_name_the_argument():
     case = make_case(9, [4, 4], [1, 1])
     with pytest.raises(ValueError, match="backend must be .*'auto'.*nonsense"):
         paged_attention(*case.arrays, scale=1.0, backend="nonsense")
-    with pytest.raises(NotImplementedError, match="scan: a tree mask"):
-        paged_attention(*case.arrays, scale=1.0, backend="scan", tree_mask_TQ=np.ones((5, 1), bool))
-    with pytest.raises(NotImplementedError, match="reference: a tree mask with a sliding window"):
+    with pytest.raises(
+        NotImplementedError,
+        match="scan: a tree mask with a sliding window; reference: a tree mask with a sliding window",
+    ):
         paged_attention(*case.arrays, scale=1.0, sliding_window=3, tree_mask_TQ=np.ones((5, 1), bool))
     case.query_start = case.query_start[:-1]
     with pytest.raises(ValueError, match="query_start must have 3 entries"):

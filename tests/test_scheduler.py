@@ -52,11 +52,13 @@ def make_driver(
     num_host_blocks: int = 0,
     policy: str = "fcfs",
     preemption: Preemption | None = None,
+    verified: tuple[tuple[int, int], ...] = (),
+    trees: bool = False,
     scheduler_class: type[Scheduler] = Scheduler,
     manager_class: type[BlockManager] = BlockManager,
     index_class: type[PrefixIndex] = PrefixIndex,
 ) -> Driver:
-    limits = StepLimits(max_num_seqs, max_tokens, max_chunk_rows, mixed)
+    limits = StepLimits(max_num_seqs, max_tokens, max_chunk_rows, mixed, verified, trees)
     manager = manager_class(
         BlockPool(num_blocks),
         block_size,

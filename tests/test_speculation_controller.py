@@ -172,7 +172,7 @@ def test_a_mistake_is_seen(
     assert seen()
 
 
-LIMITS = StepLimits(4, 64, 4, mixed=False, decoded=(2, 4), verified=((4, 8), (4, 16), (4, 32)), max_drafts=7)
+LIMITS = StepLimits(4, 64, 4, mixed=False, decoded=(2, 4), verified=((4, 8),) * 3, streams=((4, 8), (4, 16), (4, 32)))
 
 
 def told(costs: dict[tuple[int, int], float], right: dict[int, float]) -> Controller:

@@ -20,7 +20,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.cli_flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
-from jaxpage.device.attention import choose_backend
+from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.step_inputs import packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step

@@ -19,12 +19,19 @@ class Bucket:
 
     num_tokens: T, query tokens of the stream. num_rows: B, sequences. max_query_len: the longest row, a promise.
     verifies: rows are a token and drafts of what follows, and every token is drawn from; otherwise there are as many draws as rows.
+    trees: drafts may branch; chains are trees too.
     """
 
     num_tokens: int
     num_rows: int
     max_query_len: int
     verifies: bool = False
+    trees: bool = False
+
+    @property
+    def num_mask_words(self) -> int:
+        """Of a token: a bit for each token of its row, where drafts may branch."""
+        return -(-self.max_query_len // 32) if self.trees else 0
 
     @property
     def num_draws(self) -> int:
@@ -32,7 +39,7 @@ class Bucket:
         return self.num_tokens if self.verifies else self.num_rows
 
     def __str__(self) -> str:
-        kind = "verify" if self.verifies else "decode" if self.max_query_len == 1 else "chunk"
+        kind = "tree" if self.trees else "verify" if self.verifies else "decode" if self.max_query_len == 1 else "chunk"
         return f"{kind} {self.num_tokens} tokens x {self.num_rows} rows"
 
 
@@ -55,14 +62,24 @@ class BucketMenu:
         return self.chunk[-1].num_rows
 
     def choose(
-        self, query_lens: list[int], num_draws: int = 0, *, scores: bool = False, verifies: bool = False
+        self,
+        query_lens: list[int],
+        num_draws: int = 0,
+        *,
+        scores: bool = False,
+        verifies: bool = False,
+        branches: bool = False,
     ) -> Bucket:
         """The smallest bucket for rows of these lengths and so many draws. Only chunk buckets score tokens.
+
+        branches: drafts that are verified are no chains.
 
         A step that fits none is a bug of the scheduler, not a reason to compile.
         """
         longest, num_rows = max(query_lens), max(len(query_lens), 0 if verifies else num_draws)
         for bucket in self.verify if verifies else self.decode if longest == 1 and not scores else self.chunk:
+            if branches and not bucket.trees:
+                continue
             if sum(query_lens) <= bucket.num_tokens and num_rows <= bucket.num_rows and longest <= bucket.max_query_len:
                 return bucket
         raise ValueError(
@@ -78,18 +95,20 @@ def make_menu(
     mixed: bool = False,
     num_drafts: tuple[int, ...] = (),
     max_verified_tokens: int = 0,
+    trees: bool = False,
 ) -> BucketMenu:
     """Decode buckets by doubling rows, chunk buckets by quadrupling tokens: few shapes, little padding.
 
     mixed: a chunk step holds a row of every sequence, since those that decode take part.
     num_drafts: how many drafts a row has on average: for each, buckets by doubling rows up to `max_verified_tokens` tokens. One row may
         have more than another, up to the most of them: attention takes a tile of queries for each row in any case.
+    trees: whether drafts may branch. Then all of those buckets take trees, which cost a little more than chains alone.
     """
     rows = max(SMALLEST_ROWS, max_num_seqs)
     decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows, 2))
     sizes = [(b.num_rows * (1 + k), b.num_rows) for b in decode for k in num_drafts]
     longest = 1 + max(num_drafts, default=0)
-    verify = [Bucket(tokens, rows, min(tokens, longest), verifies=True) for tokens, rows in sizes]
+    verify = [Bucket(tokens, rows, min(tokens, longest), verifies=True, trees=trees) for tokens, rows in sizes]
     chunk_rows = rows if mixed else min(CHUNK_ROWS, rows)
     return BucketMenu(
         decode=decode,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, packed_size
@@ -60,10 +61,10 @@ class Executables:
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
         self._neutral = {num_draws: _neutral(num_draws, options) for num_draws in {b.num_draws for b in menu.buckets}}
-        jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies)
+        jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies, options.attention_backend)
         if menu.num_swapped:
-            jobs["gather"] = functools.partial(_compile_gather, pages, menu.num_swapped)
-            jobs["scatter"] = functools.partial(_compile_scatter, pages, menu.num_swapped)
+            jobs["gather"] = functools.partial(_compile_gather, pages, menu.num_swapped, options.attention_backend)
+            jobs["scatter"] = functools.partial(_compile_scatter, pages, menu.num_swapped, options.attention_backend)
         self._table = _run_all(jobs, progress)
         self.compile_seconds = time.monotonic() - started
 
@@ -116,11 +117,16 @@ def _watch_compilations() -> _Compilations:
     return _Compilations()
 
 
-def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
+def step_call(bucket: Bucket, options: StepOptions) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted step of a bucket, and the shapes of what it takes behind the parameters and the pages, which are donated."""
     packed = jax.ShapeDtypeStruct((packed_size(bucket, options.table_width),), jnp.int32)
     step = functools.partial(model_step, bucket=bucket, options=options)
-    adjustments = _adjustment_shapes(bucket.num_draws, options)
-    return jax.jit(step, donate_argnums=1).lower(parameters, pages, packed, adjustments).compile()
+    return jax.jit(step, donate_argnums=1), (packed, _adjustment_shapes(bucket.num_draws, options))
+
+
+def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
+    step, rest = step_call(bucket, options)
+    return step.lower(parameters, pages, *rest).compile()
 
 
 def _adjustment_shapes(num_draws: int, options: StepOptions) -> Adjustments:
@@ -133,20 +139,24 @@ def _neutral(num_draws: int, options: StepOptions) -> Adjustments:
     )
 
 
-def _compile_copy(pages: KVPages, num_copies: int) -> Any:
+def _compile_copy(pages: KVPages, num_copies: int, backend: Backend) -> Any:
     pairs = jax.ShapeDtypeStruct((num_copies, 2), jnp.int32)
-    return jax.jit(copy_step, donate_argnums=0).lower(pages, pairs).compile()
+    return jax.jit(functools.partial(copy_step, backend=backend), donate_argnums=0).lower(pages, pairs).compile()
 
 
-def _compile_gather(pages: KVPages, num_blocks: int) -> Any:
+def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
-    return jax.jit(gather_blocks).lower(pages, blocks).compile()
+    return jax.jit(functools.partial(gather_blocks, **backend.mover)).lower(pages, blocks).compile()
 
 
-def _compile_scatter(pages: KVPages, num_blocks: int) -> Any:
+def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
     contents = jax.eval_shape(gather_blocks, pages, blocks)
-    return jax.jit(scatter_blocks, donate_argnums=0).lower(pages, blocks, contents).compile()
+    return (
+        jax.jit(functools.partial(scatter_blocks, **backend.mover), donate_argnums=0)
+        .lower(pages, blocks, contents)
+        .compile()
+    )
 
 
 def _run_all(jobs: dict[Bucket | str, Callable[[], Any]], progress: bool) -> dict[Bucket | str, Any]:

@@ -42,6 +42,7 @@ class StepInputs(NamedTuple):
     parents_T: (
         jax.Array
     )  # of steps that verify: where in the stream the token before this one stands; -1: before the step
+    tree_mask_TU: jax.Array  # of trees: which tokens of its row a token sees, itself included: a bit each
     scored_T: jax.Array  # the token whose log probability after this token is wanted; 0 where none is
     flags: jax.Array  # see `Flags`
 
@@ -67,7 +68,7 @@ class Adjustments(NamedTuple):
 _FLOATS = frozenset(
     {"temperature_R", "top_p_R", "min_p_R", "repetition_penalty_R", "frequency_penalty_R", "presence_penalty_R"}
 )
-_WORDS = frozenset({"seed_R2"})
+_WORDS = frozenset({"seed_R2", "tree_mask_TU"})
 
 
 def _shapes(bucket: Bucket, table_width: int) -> dict[str, tuple[int, ...]]:
@@ -76,6 +77,7 @@ def _shapes(bucket: Bucket, table_width: int) -> dict[str, tuple[int, ...]]:
     shapes |= dict.fromkeys(("token_ids_T", "positions_T", "slots_T", "scored_T"), (tokens,))
     shapes |= {"block_table_BM": (rows, table_width), "context_len_B": (rows,), "query_start": (rows + 1,)}
     shapes |= {"seed_R2": (draws, 2), "parents_T": (tokens if bucket.verifies else 0,)}
+    shapes["tree_mask_TU"] = (tokens, bucket.num_mask_words)
     shapes["flags"] = (NUM_FLAGS,)
     return shapes
 

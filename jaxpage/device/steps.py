@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
-from jaxpage.device.attention import Backend, make_attend
+from jaxpage.device.attention import make_attend
+from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
-from jaxpage.device.verify import accept
-from pallas_kernels import copy_blocks
+from jaxpage.device.verify import accept, moves
+from pallas_kernels import copy_blocks, copy_slots
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
 SCORED_AT_ONCE = 64
@@ -70,6 +71,9 @@ def model_step(
     scored, paths = jnp.zeros((0, drawn.shape[1]), jnp.int32), jnp.zeros((0, 0), jnp.int32)
     if bucket.verifies:
         paths = accept(token_ids_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
+        if bucket.trees:  # the right drafts of a chain are in place
+            source, destination = moves(paths, inputs.slots_T, inputs.query_start)
+            pages = copy_slots(pages, source, destination, **options.attention_backend.mover)
     elif bucket.max_query_len > 1:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)
     return StepOutput(drawn, scored, paths), pages
@@ -111,13 +115,13 @@ def _hidden(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[Any, jax.Array, KVPages]:
     model = nnx.merge(options.graph, parameters)
-    attend = make_attend(inputs, backend=options.attention_backend, max_query_len=bucket.max_query_len)
+    attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
     return model, *model(inputs.token_ids_T, inputs.positions_T, pages, attend)
 
 
-def copy_step(pages: KVPages, pairs: jax.Array) -> KVPages:
+def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:
     """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer. Donate `pages`."""
-    return copy_blocks(pages, pairs[:, 0], pairs[:, 1])
+    return copy_blocks(pages, pairs[:, 0], pairs[:, 1], **backend.mover)
 
 
 def _pack_drawn(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array | bool, *, by_row: bool) -> jax.Array:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 
 def accept(
     drawn_T: Int[Array, "T"],
     token_ids_T: Int[Array, "T"],
     parents_T: Int[Array, "T"],
-    query_start: Int[Array, "B+1"],
+    query_start: Int[Array, "_"],  # [B + 1]: an axis that only a result may have by name
     max_query_len: int,
 ) -> Int[Array, "B Q"]:
     """From the first token of each row down to children that are what was drawn: the tokens of that path, -1 behind the last.
@@ -39,3 +39,26 @@ def accept(
         path.append(node_B)
     path_BQ = jnp.stack(path, axis=1)
     return jnp.where(path_BQ < num_tokens, path_BQ, -1).astype(jnp.int32)
+
+
+def unpack_tree_mask(tree_mask_TU: UInt32[Array, "T U"], max_query_len: int) -> Bool[Array, "T Q"]:
+    """For `paged_attention`: whether token t sees token j of its row is bit j % 32 of word j // 32."""
+    place_Q = jnp.arange(max_query_len)
+    return (tree_mask_TU[:, place_Q // 32] >> (place_Q % 32).astype(jnp.uint32) & 1).astype(bool)
+
+
+def moves(
+    paths_BQ: Int[Array, "B Q"], slots_T: Int[Array, "T"], query_start: Int[Array, "B+1"]
+) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
+    """Slots (sources, destinations) that bring the tokens of each path to where they stand in the text.
+
+    A token's slot goes by its place in its row. The token at depth d of a path has at least d before it in its row, so it moves ahead or
+    not at all. What stays is padded with slots of the null block.
+    """
+    last = slots_T.shape[0] - 1
+    target_BQ = query_start[:-1, None] + jnp.arange(paths_BQ.shape[1])
+    stays_BQ = (paths_BQ < 0) | (paths_BQ == target_BQ)
+    source_BQ, destination_BQ = (
+        jnp.where(stays_BQ, 0, slots_T[jnp.clip(place_BQ, 0, last)]) for place_BQ in (paths_BQ, target_BQ)
+    )
+    return source_BQ.reshape(-1), destination_BQ.reshape(-1)

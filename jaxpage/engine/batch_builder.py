@@ -64,7 +64,9 @@ class BatchBuilder:
         """masks: by place among the plan's samples: the tokens that a grammar admits."""
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
-        bucket = self.menu.choose(lengths, len(plan.samples), scores=num_scored > 0, verifies=plan.verifies)
+        bucket = self.menu.choose(
+            lengths, len(plan.samples), scores=num_scored > 0, verifies=plan.verifies, branches=plan.branches
+        )
         packed = np.zeros(packed_size(bucket, self.table_width), np.int32)
         fields: dict[str, Any] = views(packed, bucket, self.table_width)
         self._fill_rows(fields, plan.rows)
@@ -117,6 +119,7 @@ class BatchBuilder:
     def _fill_drafts(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         """Where each token's parent stands. Slots go by the place in the row, positions by the depth in the tree."""
         fields["parents_T"][:] = -1
+        has_mask = fields["tree_mask_TU"].size > 0
         for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
             depths = [0]
             for parent in row.parents:
@@ -124,6 +127,8 @@ class BatchBuilder:
             stop = first + len(depths)
             fields["parents_T"][first + 1 : stop] = [first + parent for parent in row.parents]
             fields["positions_T"][first:stop] = [row.start + depth for depth in depths]
+            if has_mask:
+                _fill_tree_mask(fields["tree_mask_TU"][first:stop], row.parents)
 
     def _fill_scored(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         starts = fields["query_start"].tolist()
@@ -170,6 +175,14 @@ class BatchBuilder:
                 raise ValueError(
                     f"{name} has entries from {values.min()} to {values.max()}, allowed are 0 to {limit - 1}"
                 )
+
+
+def _fill_tree_mask(mask_TU: npt.NDArray[np.uint32], parents: tuple[int, ...]) -> None:
+    """What each token of a row sees of the row: what its parent sees, and itself."""
+    for place in range(len(mask_TU)):
+        if place:
+            mask_TU[place] = mask_TU[parents[place - 1]]
+        mask_TU[place, place // 32] |= np.uint32(1 << place % 32)
 
 
 def _num_scored(rows: tuple[Row, ...]) -> int:

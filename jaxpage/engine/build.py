@@ -17,7 +17,7 @@ from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
-from jaxpage.device.attention import choose_backend
+from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
@@ -46,8 +46,8 @@ from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
+from jaxpage.speculation import make_proposer
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import SpeculativeConfig
 from jaxpage.tables import aligned
@@ -73,6 +73,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         check_new(config.event_log)
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
+    _check_windows(config, files)
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
     device = jax.devices()[0]
@@ -80,7 +81,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), files.plan.num_bytes(dtype))
     memory = plan_swapping(config, memory)
-    backend = choose_backend(config.attention_backend, device)
+    backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", backend.name)
     menu = step_menu(config, place, memory)
@@ -124,7 +125,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=_speculation(config.speculative_config, scheduler.limits, controller),
+        speculation=_speculation(config.speculative_config, scheduler.limits, controller, files.spec.vocab_size),
     )
     if controller is not None:
         measure_shapes(engine.builder, engine.runner, controller.costs)
@@ -148,6 +149,15 @@ def compile_cache_directory() -> Path:
 def _check_load_format(config: EngineConfig, files: ModelFiles) -> None:
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
+
+
+def _check_windows(config: EngineConfig, files: ModelFiles) -> None:
+    """Attention takes a tree or a sliding window, not both."""
+    trees = config.speculative_config is not None and config.speculative_config.tree
+    if trees and any(window is not None for window in files.spec.kv.sliding_windows):
+        raise UnsupportedError(
+            f"speculative_config: tree=True is not supported for {files.directory}: its layers have sliding windows; use tree=False"
+        )
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
@@ -183,11 +193,11 @@ def _controller(config: SpeculativeConfig | None, limits: StepLimits) -> Control
 
 
 def _speculation(
-    config: SpeculativeConfig | None, limits: StepLimits, controller: Controller | None
+    config: SpeculativeConfig | None, limits: StepLimits, controller: Controller | None, vocab_size: int
 ) -> Speculation | None:
     if config is None:
         return None
-    return Speculation(NGramProposer(config.prompt_lookup_min, config.prompt_lookup_max), limits, controller)
+    return Speculation(make_proposer(config), limits, controller, vocab_size=vocab_size)
 
 
 def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
@@ -196,9 +206,10 @@ def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: Mem
         max_tokens=menu.chunk[-1].num_tokens,
         max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
         mixed=mixes(config, place),
+        verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
+        trees=any(bucket.trees for bucket in menu.verify),
         decoded=tuple(bucket.num_rows for bucket in menu.decode),
-        verified=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
-        max_drafts=max((bucket.max_query_len - 1 for bucket in menu.verify), default=0),
+        streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
     )
     manager = BlockManager(
         BlockPool(memory.num_blocks),

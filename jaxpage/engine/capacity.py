@@ -78,6 +78,7 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
         mixed=mixes(config, place),
         num_drafts=draft_lengths(config),
         max_verified_tokens=most,
+        trees=config.speculative_config is not None and config.speculative_config.tree,
     )
     if memory is not None and memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))

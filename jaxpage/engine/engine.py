@@ -239,7 +239,7 @@ class Engine:
     def _forget(self, group: SequenceGroup) -> None:
         self.metrics.ended(group)
         if self.speculation is not None:
-            self.speculation.forget(group.sequence_ids)
+            self.speculation.forget(group)
         for sequence_id in group.sequence_ids:
             self._strategies.pop(sequence_id, None)
             self._groups.pop(sequence_id, None)

@@ -79,6 +79,11 @@ class StepPlan:
         return any([row.parents for row in self.rows])
 
     @property
+    def branches(self) -> bool:
+        """Whether the drafts of any row are no chain."""
+        return any([row.parents != tuple(range(len(row.parents))) for row in self.rows if row.parents])
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 

@@ -86,16 +86,21 @@ class Scheduler(Roster):
                     step.compute(group, sequence, 1)
 
     def _plan_drafts(self, step: OpenPlan, drafts: Mapping[int, Draft]) -> None:
-        """Adds drafts to a step of single tokens, the lowest rank first. Nobody gives way for them, and nobody waits: they come last."""
-        if any(num_tokens > 1 or group.children_due for group, _, num_tokens in step.work):
+        """Adds drafts to a step of single draws, the lowest rank first. Nobody gives way for them, and nobody waits: they come last.
+
+        Which beam goes on behind a token is not known before all have drawn, so beams have no drafts.
+        """
+        if any(sequence.num_pending_tokens > 1 or group.children_due for group, sequence, _ in step.work):
             return
         num_left, manager = self.limits.draft_budget(len(step.work)), self.block_manager
         for group, sequence, _ in step.work:
             draft = drafts.get(sequence.sequence_id)
-            if draft is None or sequence.num_pending_tokens != 1:
+            if draft is None or group.request.beam:
                 continue
+            if not self.limits.trees:
+                draft = draft.first_branch()
             start = sequence.num_known_tokens
-            most = min(num_left, self.limits.max_drafts, group.request.max_total_tokens - start - 1)
+            most = min(num_left, self.limits.most_drafts(len(step.work)), group.request.max_total_tokens - start - 1)
             num_drafts = min(len(draft.token_ids), most)
             while num_drafts > 0:
                 span = (sequence.sequence_id, start, start + num_drafts)

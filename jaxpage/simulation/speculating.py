@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxpage.device.buckets import make_menu
 from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.scheduling import Scheduler, StepLimits
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
@@ -24,11 +25,10 @@ from jaxpage.speculation.speculation import Speculation
 
 NUM_DRAFTS = (1, 3, 7)
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 8, 400
-WRONG = -1
+WRONG = 1 << 20
 
-Rates = Callable[
-    [int, int], Sequence[float]
-]  # of a place in the batch at a step: how often each draft is right behind right ones
+# Of a place in the batch at a step: how often each draft is right behind right ones.
+Rates = Callable[[int, int], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class Guesses:
         self._found = found
         self._random = np.random.default_rng(seed)
 
-    def propose(self, sequence_id: int, token_ids: Sequence[int], num_drafts: int) -> Draft | None:
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         self.num_asked += num_drafts
         if self._random.random() >= self._found:
             return None
-        rates = self._rates(self.places[sequence_id], self.step)[:num_drafts]
+        rates = self._rates(self.places[sequence.sequence_id], self.step)[:num_drafts]
         wrong = np.flatnonzero(self._random.random(len(rates)) >= rates)
         num_right = int(wrong[0]) if len(wrong) else len(rates)
-        return chain((token_ids[-1],) * num_right + (WRONG,) * (len(rates) - num_right))
+        return chain((sequence.token_ids[-1],) * num_right + (WRONG,) * (len(rates) - num_right))
 
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        for sequence_id in sequence_ids:
+    def forget(self, group: SequenceGroup) -> None:
+        for sequence_id in group.sequence_ids:
             self.places.pop(sequence_id, None)
 
 
@@ -114,8 +114,8 @@ class SpeculativeLoop:
             num_rows,
             mixed=True,
             decoded=tuple(bucket.num_rows for bucket in menu.decode),
-            verified=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
-            max_drafts=menu.verify[-1].max_query_len - 1,
+            verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
+            streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
         )
         pool = BlockPool(1 + num_rows * (2 + (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS) // 16))
         self.scheduler = Scheduler(self.limits, BlockManager(pool, 16, None), max_num_seqs=num_rows)
@@ -124,7 +124,7 @@ class SpeculativeLoop:
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
                 self.controller.costs.at_start(shape, [device.seconds(shape)])
-        self.speculation = Speculation(guesses, self.limits, self.controller)
+        self.speculation = Speculation(guesses, self.limits, self.controller, vocab_size=WRONG + 1)
         self._device, self._guesses, self._num_rows = device, guesses, num_rows
         self._requests = ScriptedRequests()
         self._random = np.random.default_rng(seed)
@@ -147,7 +147,7 @@ class SpeculativeLoop:
         edits = self._requests.edits(plan)
         for group in self.scheduler.commit(plan, edits):
             if group.finished:
-                self.speculation.forget(group.sequence_ids)
+                self.speculation.forget(group)
         if len(plan.samples) < plan.num_tokens:
             return
         shape = self.limits.shape(len(plan.rows), plan.num_tokens - len(plan.rows))

@@ -137,7 +137,7 @@ class Controller:
         """That a step of so many rows can have; the first has no drafts."""
         shapes = self._shapes_by_rows.get(num_rows)
         if shapes is None:
-            most = min(self._limits.draft_budget(num_rows), num_rows * self._limits.max_drafts)
+            most = min(self._limits.draft_budget(num_rows), num_rows * self._limits.most_drafts(num_rows))
             shapes, num_drafts = [self._limits.shape(num_rows, 0)], 1
             while num_drafts <= most:
                 shapes.append(self._limits.shape(num_rows, num_drafts))
@@ -172,7 +172,7 @@ class Controller:
 
     def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """Chains as long as they may be, in the order in which they are worth it."""
-        most = min(self._limits.max_drafts, self._limits.draft_budget(num_rows))
+        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows))
         average, parents = self.acceptance.average(), range(-1, most - 1)
         nodes: list[_Node] = []
         for sequence_id in sequence_ids:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import logging
+from collections.abc import Iterable
 
 from jaxpage.decoding.edits import Append, Edit
-from jaxpage.request import SequenceGroup
+from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.proposal import Draft
+from jaxpage.speculation.proposal import Draft, Proposer
 
-
-class Proposer(Protocol):
-    """Guesses what follows. A wrong guess costs time and changes no text."""
-
-    def propose(self, sequence_id: int, token_ids: Sequence[int], num_drafts: int) -> Draft | None:
-        """At most so many drafts behind the known tokens, which only ever grow. None: nothing comes to mind."""
-        ...
-
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        """These sequences are gone."""
-        ...
+logger = logging.getLogger(__name__)
 
 
 class Speculation:
     """Asks a controller how many drafts a step is worth, and a proposer for so many; without a controller as many as the shapes allow."""
 
-    def __init__(self, proposer: Proposer, limits: StepLimits, controller: Controller | None) -> None:
+    def __init__(
+        self, proposer: Proposer, limits: StepLimits, controller: Controller | None, *, vocab_size: int
+    ) -> None:
+        """vocab_size: of the model. What a proposer drafts beyond it is dropped."""
         self._proposer = proposer
+        self._vocab_size = vocab_size
+        self._failed = False
         self._limits = limits
         self._controller = controller
 
@@ -37,20 +32,20 @@ class Speculation:
         """Drafts for the running groups' sequences that have one token left to compute, by sequence id. Beams are not drafted for:
         which of them goes on behind a token is not known before it is drawn."""
         num_rows = 0
-        token_ids: dict[int, list[int]] = {}  # by sequence id, of those that can be drafted for
+        decoding: dict[int, tuple[Request, Sequence]] = {}  # by sequence id, of those that can be drafted for
         for group in groups:
             for sequence in group.unfinished:
                 num_rows += 1
                 if sequence.num_pending_tokens > 1:
                     return {}  # the step computes a prompt, and has no room for drafts
                 if not (group.request.beam or group.children_due):
-                    token_ids[sequence.sequence_id] = sequence.token_ids
-        asked = self._ask(num_rows, token_ids)
+                    decoding[sequence.sequence_id] = group.request, sequence
+        asked = self._ask(num_rows, decoding)
         if not asked:
             return {}
         drafts: dict[int, Draft] = {}
         for sequence_id, num_drafts in asked.items():
-            draft = self._proposer.propose(sequence_id, token_ids[sequence_id], num_drafts)
+            draft = self._draft(*decoding[sequence_id], num_drafts)
             if draft is not None and draft.token_ids:
                 drafts[sequence_id] = draft
         if self._controller is None:
@@ -60,10 +55,30 @@ class Speculation:
 
     def _ask(self, num_rows: int, sequence_ids: Iterable[int]) -> dict[int, int]:
         """How many drafts to ask for, by sequence id."""
+        if self._failed:
+            return {}
         if self._controller is not None:
             return dict(self._controller.ask(num_rows, list(sequence_ids)))
-        most = min(self._limits.max_drafts, self._limits.draft_budget(num_rows) // max(1, num_rows))
+        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows) // max(1, num_rows))
         return dict.fromkeys(sequence_ids, most) if most else {}
+
+    def _draft(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """As much of the proposer's draft as can be verified. No step fails because of a proposer: one that fails is not asked again."""
+        if self._failed:
+            return None
+        try:
+            draft = self._proposer.propose(request, sequence, num_drafts)
+            if draft is None:
+                return None
+            draft = draft.sound(self._vocab_size, num_drafts)
+            return draft if self._limits.trees else draft.first_branch()
+        except Exception:
+            self._give_up()
+            return None
+
+    def _give_up(self) -> None:
+        logger.exception("the proposer failed: from now on nothing is drafted, and texts stay what they are")
+        self._failed = True
 
     def verified(self, plan: StepPlan, edits: Iterable[Edit], seconds: float, proposing: float) -> None:
         """A step happened, with drafts or without. Seconds of `propose`, and of all else that the step took."""
@@ -84,11 +99,15 @@ class Speculation:
         num_rows = len(plan.rows)
         self._controller.measured(num_rows, num_drafts, num_appended or num_rows, seconds, proposing)
 
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        sequence_ids = tuple(sequence_ids)
-        self._proposer.forget(sequence_ids)
+    def forget(self, group: SequenceGroup) -> None:
+        """The request has ended."""
+        if not self._failed:
+            try:
+                self._proposer.forget(group)
+            except Exception:
+                self._give_up()
         if self._controller is not None:
-            self._controller.forget(sequence_ids)
+            self._controller.forget(group.sequence_ids)
 
 
 def _right(row: Row, token_ids: Iterable[int]) -> set[int]:

@@ -1,15 +1,232 @@
-"""To be written."""
+"""Paged attention for Hopper (sm_90a) by Pallas' Mosaic GPU backend: prompt chunks and wide verification first, decode as well.
+
+The queries are gathered into tiles of 64 or 128 rows (query tokens times the query heads of one key/value head) outside of the kernel,
+and its results are gathered back. `mosaic_kernel` has the kernel, where the interpreter's one difference is told.
+"""
 
 from __future__ import annotations
 
-import jax
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel
 from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.tiles import Tiles
+from pallas_kernels.paged_attention.mosaic_kernel import entry
+from pallas_kernels.paged_attention.mosaic_plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
+from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles, token_rows
+from pallas_kernels.paged_attention.tiles import Shape, Tiles, shape_of, tuned
+
+INTERPRETABLE = MOSAIC_INTERPRETABLE
+
+SHARED_BYTES = 227 * 1024  # that a program may have on sm_90
+_RESERVED_BYTES = 3072  # of it for barriers, and for what Mosaic reduces in
+_TREE_WIDTH = 32 * TREE_WORDS
+
+
+def heuristic(shape: Shape) -> Tiles:
+    """Tiles for a shape that nobody has measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
+
+    Chunks take two consumers and no splits, since every split writes its partial results in float32. Fewer query rows take one consumer.
+    """
+    chunk = shape.kind == "chunk"
+    query_rows = 128 if chunk else 64
+    context = 128 if chunk and shape.head_width <= 128 else 64
+    max_splits, split_context = {"chunk": (1, context), "verify": (4, 512), "decode": (16, 256)}[shape.kind]
+    queries = query_rows * shape.head_width * 2
+    partials = query_rows * (shape.head_width + 2) * 4 if max_splits > 1 else 0
+    buffer = 4 * context * shape.head_width  # keys and values of a turn
+    return Tiles(
+        query_rows=query_rows,
+        context=context,
+        max_splits=max_splits,
+        split_context=split_context,
+        num_warps=query_rows // 16,
+        num_stages=max(1, min(5, (SHARED_BYTES - _RESERVED_BYTES - queries - partials) // buffer)),
+    )
 
 
 def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax.Array:
-    raise NotImplementedError("not written yet")
+    """Returns out_TNH in the queries' type.
+
+    interpret: simulate the GPU's threads, barriers and copies on CPU, about half a second for each program that has something to see.
+    """
+    _refuse(arguments, interpret)
+    tiles = tiles or tuned("mosaic", shape_of(arguments)) or heuristic(shape_of(arguments))
+    _refuse_tiles(arguments, tiles)
+    group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
+    cut = query_tiles(arguments, min(tiles.query_tokens(group), arguments.max_query_len))
+    plan = _plan(arguments, tiles, cut, interpret)
+    if plan.shared_bytes + _RESERVED_BYTES > SHARED_BYTES:
+        raise NotImplementedError(
+            f"tiles need {plan.shared_bytes + _RESERVED_BYTES} bytes of shared memory, and a program has {SHARED_BYTES}: "
+            f"query_rows={tiles.query_rows}, context={tiles.context}, num_stages={tiles.num_stages}, "
+            f"max_splits={tiles.max_splits}, head width {plan.head_width}"
+        )
+    description_R3 = _describe(arguments, cut)
+    inputs = [
+        _gathered(arguments, plan, cut),
+        arguments.k_pages,
+        arguments.v_pages,
+        arguments.block_table_BM.astype(jnp.int32),
+        description_R3,
+        *([_tree_words(arguments, plan, cut)] if plan.tree else []),
+    ]
+
+    def paged_attention(*refs: Any) -> None:
+        missing = [None] * (not plan.tree)
+        entry(plan, Operands(*refs[: len(inputs)], *missing, *refs[len(inputs) :], *[None] * (plan.splits == 1)))
+
+    results = mosaic_kernel(
+        paged_attention,
+        out_type=_outputs(plan, arguments.k_pages.shape[2]),
+        grid={"tile": plan.num_tiles, "head": arguments.k_pages.shape[2], "split": plan.splits},
+        thread_name="warpgroup",
+        num_threads=plan.consumers + 1,
+        interpret=interpret,
+    )(*inputs)
+    out_RKXH = results[0] if plan.splits == 1 else _reduced(plan, description_R3, *results)
+    return _per_token(arguments, plan, cut, out_RKXH)
 
 
-INTERPRETABLE = False
+def _refuse(arguments: Arguments, interpret: bool) -> None:
+    dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
+    head_width, block_size = arguments.q_TNH.shape[2], arguments.k_pages.shape[1]
+    tree = arguments.tree_mask_TQ
+    reason = None
+    if interpret and not INTERPRETABLE:
+        reason = f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
+    elif not interpret and (device := jax.devices()[0]).platform == "gpu" and device.compute_capability != "9.0":
+        reason = (
+            f"a GPU of compute capability {device.compute_capability} ({device.device_kind}): wgmma is of 9.0 alone"
+        )
+    elif dtype not in ("bfloat16", "float16"):
+        reason = f"queries of {dtype}: wgmma's operands are bfloat16 or float16"
+    elif page_dtype != dtype:
+        reason = f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"
+    elif head_width % 64 or head_width > 256:
+        reason = f"head width {head_width}: a swizzled row has 64 elements, and registers hold up to 256"
+    elif block_size % 8:
+        reason = f"block size {block_size}: a swizzled tile has 8 rows"
+    elif tree is not None and arguments.sliding_window is not None:
+        reason = "a tree mask with a sliding window"
+    elif tree is not None and tree.shape[1] > _TREE_WIDTH:
+        reason = f"tree_mask_TQ of width {tree.shape[1]}: a row's mask is kept in {_TREE_WIDTH} bits"
+    if reason:
+        raise NotImplementedError(reason)
+
+
+def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
+    group, block_size = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2], arguments.k_pages.shape[1]
+    reason = None
+    if tiles.query_rows not in (ROWS, 2 * ROWS):
+        reason = f"tiles.query_rows={tiles.query_rows}: one or two consumers of {ROWS} rows each"
+    elif group > tiles.query_rows:
+        reason = f"{group} query heads on a key/value head, more than tiles.query_rows={tiles.query_rows}"
+    elif tiles.num_warps != tiles.query_rows // 16:
+        reason = f"tiles.num_warps={tiles.num_warps}: {ROWS} query rows take 4"
+    elif tiles.context % 64:
+        reason = f"tiles.context={tiles.context}: no multiple of 64"
+    elif tiles.context % block_size and block_size % tiles.context:
+        reason = f"tiles.context={tiles.context}: neither a multiple nor a part of the block size, {block_size}"
+    if reason:
+        raise NotImplementedError(reason)
+
+
+def _plan(arguments: Arguments, tiles: Tiles, cut: QueryTiles, interpret: bool) -> Plan:
+    num_tiles, tokens = cut.token_RQ.shape
+    group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
+    consumers = tiles.query_rows // ROWS
+    return Plan(
+        consumers=consumers,
+        used_rows=-(-tokens * group // 8) * 8 if consumers == 1 else tiles.query_rows,
+        context=tiles.context,
+        stages=tiles.num_stages,
+        num_tiles=num_tiles,
+        splits=tiles.max_splits,
+        split_turns=tiles.split_context // tiles.context,
+        group=group,
+        head_width=arguments.q_TNH.shape[2],
+        block_size=arguments.k_pages.shape[1],
+        table_width=arguments.block_table_BM.shape[1],
+        dtype=arguments.q_TNH.dtype,
+        scale=arguments.scale,
+        sliding_window=arguments.sliding_window,
+        logit_softcap=arguments.logit_softcap,
+        tree=arguments.tree_mask_TQ is not None,
+        interpret=interpret,
+    )
+
+
+def _describe(arguments: Arguments, cut: QueryTiles) -> jax.Array:
+    """Of each tile: its row, the first position of a query token, and the last position that it sees, -1 if none.
+
+    With a tree mask "first" is where the row's new tokens begin, and the last is the last of the row.
+    """
+    row_R, first_R, last_R = cut.row_R, cut.position_RQ[:, 0], cut.position_RQ.max(axis=1)
+    if arguments.tree_mask_TQ is not None:
+        query_len_B = arguments.query_start[1:] - arguments.query_start[:-1]
+        first_R = (arguments.context_len_B - query_len_B)[row_R]
+        last_R = jnp.where(last_R < 0, -1, arguments.context_len_B[row_R] - 1)
+    return jnp.stack([row_R, first_R, last_R], axis=1).astype(jnp.int32)
+
+
+def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
+    """q_RKXH: the query rows of each tile, tokens outermost, and zeros up to what is copied."""
+    num_tiles, tokens = cut.token_RQ.shape
+    num_kv_heads = arguments.k_pages.shape[2]
+    q_RQKGH = arguments.q_TNH[cut.token_RQ].reshape(num_tiles, tokens, num_kv_heads, plan.group, plan.head_width)
+    q_RKXH = q_RQKGH.swapaxes(1, 2).reshape(num_tiles, num_kv_heads, tokens * plan.group, plan.head_width)
+    return jnp.pad(q_RKXH, ((0, 0), (0, 0), (0, plan.used_rows - tokens * plan.group), (0, 0)))
+
+
+def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
+    """Of each query row, which new tokens of its own sequence it sees, 32 to a word."""
+    assert arguments.tree_mask_TQ is not None
+    num_tokens, width = arguments.tree_mask_TQ.shape
+    row_T = token_rows(arguments.context_len_B, arguments.query_start, num_tokens).row_T
+    query_len_T = (arguments.query_start[1:] - arguments.query_start[:-1])[row_T]
+    mask = arguments.tree_mask_TQ & (jnp.arange(width)[None, :] < query_len_T[:, None])
+    bits = jnp.pad(mask, ((0, 0), (0, _TREE_WIDTH - width))).reshape(num_tokens, TREE_WORDS, 32)
+    words = jnp.sum(bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+    words_RXW = jnp.repeat(jax.lax.bitcast_convert_type(words, jnp.int32)[cut.token_RQ], plan.group, axis=1)
+    missing = plan.consumers * ROWS - words_RXW.shape[1]
+    return jnp.pad(words_RXW, ((0, 0), (0, missing), (0, 0))).swapaxes(1, 2)
+
+
+def _outputs(plan: Plan, num_kv_heads: int) -> list[jax.ShapeDtypeStruct]:
+    if plan.splits == 1:
+        return [jax.ShapeDtypeStruct((plan.num_tiles, num_kv_heads, plan.used_rows, plan.head_width), plan.dtype)]
+    leading = (plan.num_tiles, plan.splits, num_kv_heads)
+    return [
+        jax.ShapeDtypeStruct((*leading, plan.used_rows, plan.head_width), jnp.float32),
+        jax.ShapeDtypeStruct((*leading, 2, plan.consumers * ROWS), jnp.float32),
+    ]
+
+
+def _reduced(plan: Plan, description_R3: jax.Array, acc_RZKXH: jax.Array, top_total: jax.Array) -> jax.Array:
+    """Z splits to one. Splits that had no turn wrote nothing, so what lies there is not read."""
+    end_R = (description_R3[:, 2] + plan.context) // plan.context
+    begin_R = jnp.zeros_like(end_R)
+    if plan.sliding_window is not None:
+        begin_R = jnp.maximum(description_R3[:, 1] - (plan.sliding_window - 1), 0) // plan.context
+    each_R = turns_per_split(plan, end_R - begin_R)
+    live_RZ = jnp.arange(plan.splits)[None, :] * each_R[:, None] < (end_R - begin_R)[:, None]
+    live = live_RZ[:, :, None, None]
+    top, total = (top_total[:, :, :, i, : plan.used_rows] for i in range(2))
+    top = jnp.where(live, top, -jnp.inf)
+    highest = top.max(axis=1, keepdims=True)
+    weight = jnp.where(live, jnp.exp2(top - jnp.where(jnp.isfinite(highest), highest, 0.0)), 0.0)
+    total_RKX = jnp.sum(jnp.where(live, total, 0.0) * weight, axis=1)
+    acc_RKXH = jnp.sum(jnp.where(live[..., None], acc_RZKXH, 0.0) * weight[..., None], axis=1)
+    return acc_RKXH / jnp.where(total_RKX == 0.0, 1.0, total_RKX)[..., None]
+
+
+def _per_token(arguments: Arguments, plan: Plan, cut: QueryTiles, out_RKXH: jax.Array) -> jax.Array:
+    tokens, num_kv_heads = cut.token_RQ.shape[1], out_RKXH.shape[1]
+    out_RKQGH = out_RKXH[:, :, : tokens * plan.group].reshape(-1, num_kv_heads, tokens, plan.group, plan.head_width)
+    out_TKGH = out_RKQGH[cut.tile_T, :, cut.offset_T]
+    seen_T = cut.valid_T & (cut.position_RQ[cut.tile_T, cut.offset_T] >= 0)  # tiles that see nothing wrote nothing
+    out_TNH = jnp.where(seen_T[:, None, None, None], out_TKGH, 0.0).reshape(arguments.q_TNH.shape)
+    return out_TNH.astype(arguments.q_TNH.dtype)

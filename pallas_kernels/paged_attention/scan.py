@@ -7,17 +7,21 @@ A token's result is a function of its row alone, to the last bit, whatever else 
 the block table, the other rows, or how many query tokens its row has. Three habits make it so in float32 on CPU: tiles of the
 context have a fixed size; matrix products have from 2 to 32 rows, since XLA computes fewer or many more on other paths; and sums are
 written out by halves, since XLA splits a plain reduction differently for different shapes.
+
+With a tree mask a token is a tile of its own, and what it sees of its row stands behind the context in the order of the row: so a token of
+a tree has, to the last bit, what it would have at the end of its branch alone.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles
+from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles, token_rows
 from pallas_kernels.quantized_pages import dequantize
 
 CONTEXT_TILE = 64  # positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
@@ -30,12 +34,13 @@ _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  #
 
 def attend(arguments: Arguments) -> jax.Array:
     """Returns out_TNH in the queries' type."""
-    if arguments.tree_mask_TQ is not None:
-        raise NotImplementedError("a tree mask")
+    if arguments.tree_mask_TQ is not None and arguments.sliding_window is not None:
+        raise NotImplementedError("a tree mask with a sliding window")
     block_size = arguments.k_pages.shape[1]
     if block_size & (block_size - 1) or block_size > 2 * CONTEXT_TILE:
         raise NotImplementedError(f"blocks of {block_size} slots (powers of two up to {2 * CONTEXT_TILE} only)")
-    tiles = query_tiles(arguments, _query_tile(arguments))
+    tree = arguments.tree_mask_TQ is not None
+    tiles = _tree_tiles(arguments) if tree else query_tiles(arguments, _query_tile(arguments))
     q_RKAH = _queries(arguments, tiles)
     out_RKAH = _online_softmax(arguments, tiles, q_RKAH)
     num_tiles, query_tile = tiles.token_RQ.shape
@@ -50,6 +55,17 @@ def attend(arguments: Arguments) -> jax.Array:
 def _query_tile(arguments: Arguments) -> int:
     group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
     return 1 if arguments.max_query_len == 1 else max(1, min(QUERY_TILE, QUERY_ROWS // group))
+
+
+def _tree_tiles(arguments: Arguments) -> QueryTiles:
+    """A tile for each token, at the position that its branch gives it."""
+    assert arguments.tree_mask_TQ is not None
+    num_tokens = arguments.q_TNH.shape[0]
+    rows = token_rows(arguments.context_len_B, arguments.query_start, num_tokens)
+    token_T = jnp.arange(num_tokens)
+    depth_T = jnp.sum(arguments.tree_mask_TQ, axis=1, dtype=rows.position_T.dtype)
+    position_T = jnp.where(rows.valid_T, rows.position_T - rows.offset_T + depth_T - 1, -1)
+    return QueryTiles(rows.row_T, token_T[:, None], position_T[:, None], token_T, jnp.zeros_like(token_T), rows.valid_T)
 
 
 def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
@@ -73,6 +89,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
     last_R = jnp.max(tiles.position_RQ, axis=1)
     first, last = jnp.zeros((), jnp.int32), jnp.max(last_R).astype(jnp.int32)
     first_R = jnp.zeros_like(last_R)
+    context_tile = _branch_tiles(arguments) if arguments.tree_mask_TQ is not None else _context_tile
     if arguments.sliding_window is not None:
         lowest_R = jnp.min(jnp.where(tiles.position_RQ < 0, last, tiles.position_RQ), axis=1)
         first_R = jnp.maximum(lowest_R - arguments.sliding_window + 1, 0)
@@ -81,7 +98,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
     def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top_RKA, total_RKA, out_RKAH = carry
         position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
-        tile = functools.partial(_context_tile, table_RM=table_RM, index=index)
+        tile = functools.partial(context_tile, table_RM=table_RM, index=index)
         k_RCKH = dequantize(*jax.tree.map(tile, (arguments.k_pages, arguments.k_scale)))
         v_RCKH = dequantize(*jax.tree.map(tile, (arguments.v_pages, arguments.v_scale)))
         # What lies before the window or behind the end of a context may be anything, even NaN, and zero times NaN is NaN.
@@ -131,3 +148,25 @@ def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> ja
         block = jax.lax.dynamic_index_in_dim(table_RM, index * CONTEXT_TILE // block_size, axis=1, keepdims=False)
         tile = jax.lax.dynamic_slice_in_dim(pages[block], index * CONTEXT_TILE % block_size, CONTEXT_TILE, axis=1)
     return tile
+
+
+def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
+    """In place of `_context_tile` for tiles of one token each, in the order of the stream: slot by slot, and of the row's query tokens
+    only those that the token sees, one behind the other."""
+    assert arguments.tree_mask_TQ is not None
+    rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
+    first_R = rows.position_T - rows.offset_T
+    seen_RQ = jnp.argsort(
+        ~arguments.tree_mask_TQ, axis=1, stable=True
+    )  # the places that it sees, in ascending order, first
+
+    def branch_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
+        position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
+        depth_RC = position_C - first_R[:, None]
+        place_RC = jnp.take_along_axis(seen_RQ, jnp.clip(depth_RC, 0, seen_RQ.shape[1] - 1), axis=1)
+        source_RC = jnp.where(depth_RC < 0, position_C, first_R[:, None] + place_RC)
+        block_size = pages.shape[1]
+        block_RC = jnp.take_along_axis(table_RM, jnp.minimum(source_RC // block_size, table_RM.shape[1] - 1), axis=1)
+        return pages[block_RC, source_RC % block_size]
+
+    return branch_tile

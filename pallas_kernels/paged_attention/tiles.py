@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.arguments import Arguments
 
@@ -82,6 +83,32 @@ def shape_of(arguments: Arguments) -> Shape:
     )
 
 
+def heuristic(shape: Shape) -> Tiles:
+    """Tiles of the Triton backend for a GPU on which nobody has measured. Those of half-precision queries spill no registers."""
+    wide = shape.head_width > 128
+    eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # which become floats in registers
+    splits = {"decode": 16, "verify": 8, "chunk": 1}[
+        shape.kind
+    ]  # partial results of a long chunk would fill the memory
+    context = 32 if wide else 64
+    if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
+        rows, context, warps = 16, 16, 8
+    elif shape.kind == "decode":
+        rows, warps = 16, 8 if eight_bits else 4
+    elif shape.kind == "verify":
+        rows, context, warps = 64, 32 if eight_bits else context, 8 if wide else 4
+    else:
+        rows, warps = 64 if wide and eight_bits else 128, 8
+    return Tiles(
+        query_rows=max(rows, 1 << (shape.group - 1).bit_length()),
+        context=context,
+        max_splits=splits,
+        split_context=256,
+        num_warps=warps,
+        num_stages=3,
+    )
+
+
 def tuned(backend: str, shape: Shape) -> Tiles | None:
     """What was measured to be best on this process's kind of GPU, if anybody measured."""
     device = jax.devices()[0]
@@ -97,6 +124,12 @@ def write_tuned(device_kind: str, table: dict[str, dict[str, Tiles]], directory:
     path.write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     _table.cache_clear()
     return path
+
+
+def read_tuned(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, Tiles]]:
+    """What `write_tuned` wrote, empty where nothing was."""
+    table = _table(device_kind, directory)
+    return {backend: {key: Tiles(**tiles) for key, tiles in each.items()} for backend, each in table.items()}
 
 
 @functools.cache

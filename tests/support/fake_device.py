@@ -6,9 +6,11 @@ As keys and values do, each slot also depends on all that was read before it: a 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxpage.decoding import Append, BeamStrategy, Draw, Edit, Finish, Fork, Score
@@ -18,7 +20,9 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduling import Scheduler, StepPlan
+from jaxpage.scheduling.plan import Row, Sample
 from jaxpage.scheduling.queues import ByPriority, FirstCome
+from jaxpage.speculation import Draft
 from tests.support.beams import likeliest, random_logprobs
 
 EOS = 7
@@ -162,21 +166,67 @@ class FakeDevice:
             return context_of([], root)
         return self.contexts[table[(num_tokens - 1) // self.block_size]][(num_tokens - 1) % self.block_size]
 
-    def run(self, plan: StepPlan, roots: Mapping[int, object]) -> list[int]:
-        """Swaps, copies, then all writes, then all draws."""
+    def write_drafts(self, row: Row) -> None:
+        """Of a row with drafts, those: each in the slot of its place, and behind its parent."""
+        known = row.start + len(row.token_ids) - len(row.parents)
+        contexts = [self.context(row.block_table, known)]
+        for place, parent in enumerate(row.parents, 1):
+            contexts.append(hash((contexts[parent], row.token_ids[place])))
+            block, slot = self.place(row.block_table, row.start + place)
+            self.slots[block][slot], self.contexts[block][slot] = row.token_ids[place], contexts[place]
+
+    def verify(self, row: Row, drawn: list[int]) -> list[int]:
+        """From what was drawn behind each token of a row: the tokens that are right, one behind the other, moved to where they belong."""
+        path = [0]
+        while right := [
+            place
+            for place, parent in enumerate(row.parents, 1)
+            if parent == path[-1] and row.token_ids[place] == drawn[parent]
+        ]:
+            path.append(right[0])
+        places = [self.place(row.block_table, row.start + place) for place in path]
+        kept = [(self.slots[block][slot], self.contexts[block][slot]) for block, slot in places]
+        for depth, (token_id, context) in enumerate(kept):
+            block, slot = self.place(row.block_table, row.start + depth)
+            self.slots[block][slot], self.contexts[block][slot] = token_id, context
+        return path
+
+    def place(self, table: tuple[int, ...], position: int) -> tuple[int, int]:
+        return table[position // self.block_size], position % self.block_size
+
+    def run(self, plan: StepPlan, roots: Mapping[int, object]) -> list[tuple[Sample, int, bool]]:
+        """Swaps, copies, then all writes, then all draws. Returns the draws that count, and whether a draft was just that."""
         for moves in (plan.swap_out, plan.swap_in, plan.copies):
             assert len({destination for _, destination in moves}) == len(moves), "a block is a destination twice"
         self.swap(plan)
         self.copy(plan.copies)
         for row in plan.rows:
-            self.write(row.block_table, row.start, row.token_ids, roots[row.sequence_id])
-        token_ids = []
+            known = row.token_ids[: len(row.token_ids) - len(row.parents)]
+            self.write(row.block_table, row.start, known, roots[row.sequence_id])
+            self.write_drafts(row)
+        drawn: dict[int, list[tuple[Sample, int]]] = {}
         for sample in plan.samples:
             row = plan.rows[sample.row]
-            context = self.read(row.block_table, row.start + sample.offset + 1)
-            assert sample.position == row.start + sample.offset + 1
-            token_ids.append(draw(context, sample.seed, sample.sample_index, sample.suppressed_token_ids))
-        return token_ids
+            num_drafts, path = len(row.parents), []
+            place = sample.offset
+            while place > 0 and num_drafts:
+                path.append(row.token_ids[place])
+                place = row.parents[place - 1]
+            num_known = row.start + place + 1
+            assert sample.position == num_known + len(path)
+            context = [*self.read(row.block_table, num_known), *path[::-1]]
+            context = context[-self.window :] if self.window else context
+            token_id = draw(context, sample.seed, sample.sample_index, sample.suppressed_token_ids)
+            drawn.setdefault(sample.row, []).append((sample, token_id))
+        counted = []
+        for index, draws in drawn.items():
+            if row_parents := plan.rows[index].parents:
+                assert [sample.offset for sample, _ in draws] == list(range(1 + len(row_parents)))
+                path = self.verify(plan.rows[index], [token_id for _, token_id in draws])
+                counted += [(*draws[place], place != path[-1]) for place in path]
+            else:
+                counted += [(*each, False) for each in draws]
+        return counted
 
 
 EditsOf = Callable[[SequenceGroup, Sequence, int], list[Edit]]
@@ -193,30 +243,35 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.searches: dict[str, BeamStrategy] = {}  # by request id, once they have drawn
         self._steps_missed = (None, 0)  # in a row, by the running group of the lowest rank
+        self.propose: Callable[[Scheduler], Mapping[int, Draft]] | None = None
+        self.num_right = 0  # drafts that became tokens
 
     def step(self, change: EditsOf | None = None) -> list[SequenceGroup]:
         """One step; `change` may answer a draw with edits of its own. Returns the touched groups."""
-        scheduler = self.scheduler
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
         before = scheduler.running
-        plan = scheduler.plan()
+        plan = self._plan()
         if plan is None:
             assert not scheduler.has_unfinished
             return []
         self.plans.append(plan)
         self._check_preemption(plan, before)
         sequences = {s.sequence_id: (g, s) for g in scheduler.running for s in g.unfinished}
-        check_limits(plan, scheduler, {i: s for i, (_, s) in sequences.items()})
+        each, requests = (
+            {i: pair[1] for i, pair in sequences.items()},
+            {i: g.request for i, (g, _) in sequences.items()},
+        )
+        check_limits(plan, scheduler, each, requests)
         roots = {i: g.request.params.cache_salt for i, (g, _) in sequences.items()}
-        token_ids = self.device.run(plan, roots)
+        counted = self.device.run(plan, roots)
         for row in plan.rows:
-            known = sequences[row.sequence_id][1].token_ids[: row.context_length]
-            seen = known[-self.device.window :] if self.device.window else known
-            assert self.device.read(row.block_table, row.context_length) == seen
-            context = self.device.context(row.block_table, row.context_length)
-            assert context == context_of(known, roots[row.sequence_id]), "computed behind another prefix"
+            known = sequences[row.sequence_id][1].token_ids[: row.context_length - len(row.parents)]
+            self._check_row(row.block_table, known, roots[row.sequence_id])
         edits = self.scores(plan)
         draws: dict[str, list[Draw]] = {}
-        for sample, token_id in zip(plan.samples, token_ids, strict=True):
+        ended: set[int] = set()
+        behind: dict[int, list[int]] = {}  # what a row has drawn before
+        for sample, token_id, drafted in counted:
             parent_id = plan.rows[sample.row].sequence_id
             group, sequence = sequences[parent_id]
             if request := group.request.beam and group.request:
@@ -228,14 +283,54 @@ class Driver:
             elif sample.sequence_id != parent_id:
                 edits.append(Fork(parent_id, sample.sequence_id, sample.sample_index))
                 edits += self.appended(group.request, sequence.token_ids, sample.sequence_id, token_id)
+            elif plan.rows[sample.row].parents:
+                drawn = behind.setdefault(parent_id, [])
+                if parent_id not in ended:
+                    new = self.appended(group.request, [*sequence.token_ids, *drawn], parent_id, token_id)
+                    edits += [replace(new[0], drafted=drafted), *new[1:]]  # type: ignore[type-var]
+                    ended |= {parent_id} if new[1:] else set()
+                    drawn.append(token_id)
+                    self.num_right += drafted
             else:
                 edits += (change or self.edits_of)(group, sequence, token_id)
         for request_id, drawn in draws.items():
             edits += self.searches[request_id].advance(drawn)
         touched = scheduler.commit(plan, edits)
         scheduler.check()
+        for row in plan.rows:
+            sequence = sequences[row.sequence_id][1]
+            if row.parents and not sequence.finished:
+                table, num_computed = manager.block_table(row.sequence_id), sequence.num_computed_tokens
+                assert num_computed == len(sequence.token_ids) - 1, "a right draft is computed"
+                assert len(table) == manager.blocks_for(num_computed), "wrong drafts keep blocks"
+                self._check_row(table, sequence.token_ids[:num_computed], roots[row.sequence_id])
         check_cached(scheduler.block_manager, self.device)
         return touched
+
+    def _plan(self) -> StepPlan | None:
+        """The next plan, which drafts must not change in anything but drafts."""
+        drafts = {} if self.propose is None else self.propose(self.scheduler)
+        if not drafts:
+            return self.scheduler.plan()
+        without = copy.deepcopy(self.scheduler).plan()
+        plan = self.scheduler.plan(drafts)
+        assert plan is not None and without is not None
+        bare = [
+            row._replace(
+                token_ids=row.token_ids[: len(row.token_ids) - len(row.parents)],
+                parents=(),
+                block_table=row.block_table[: len(other.block_table)],
+            )
+            for row, other in zip(plan.rows, without.rows, strict=True)
+        ]
+        samples = [sample for sample in plan.samples if not (plan.rows[sample.row].parents and sample.offset)]
+        assert replace(plan, rows=tuple(bare), samples=tuple(samples)) == without, "a draft is in somebody's way"
+        return plan
+
+    def _check_row(self, table: tuple[int, ...], known: list[int], root: object) -> None:
+        seen = known[-self.device.window :] if self.device.window else known
+        assert self.device.read(table, len(known)) == seen
+        assert self.device.context(table, len(known), root) == context_of(known, root), "computed behind another prefix"
 
     def scores(self, plan: StepPlan) -> list[Edit]:
         """Of the tokens that the plan asks for, behind what the device reads before them."""
@@ -308,14 +403,22 @@ def check_cached(manager: BlockManager, device: FakeDevice) -> None:
             assert tuple(device.slots[block]) == manager.prefix_index.entry(block).token_ids, f"block {block} lies"
 
 
-def check_limits(plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequence]) -> None:
-    """Asserts that the backend's shapes hold the plan and that its parts fit together."""
+def check_limits(
+    plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequence], requests: dict[int, Request]
+) -> None:
+    """Asserts that the backend's shapes hold the plan, that its parts fit together, and that nobody writes where others read."""
     limits, manager = scheduler.limits, scheduler.block_manager
     window, block_size = manager.sliding_window, manager.block_size
     lengths = [len(row.token_ids) for row in plan.rows]
     assert lengths and min(lengths) > 0
-    num_rows = max(len(lengths), len(plan.samples))
-    if max(lengths) == 1 and not any(row.scored for row in plan.rows):
+    num_rows = max(len(lengths), 0 if plan.verifies else len(plan.samples))
+    if plan.verifies:
+        holds = [rows >= num_rows and length >= max(lengths) for rows, length in limits.verified]
+        assert any(holds) and [len(row.token_ids) - len(row.parents) for row in plan.rows] == [1] * len(lengths)
+        assert limits.trees or not plan.branches
+        stream = [(index, offset) for index, length in enumerate(lengths) for offset in range(length)]
+        assert [(sample.row, sample.offset) for sample in plan.samples] == stream, "a token without a draw behind it"
+    elif max(lengths) == 1 and not any(row.scored for row in plan.rows):
         assert num_rows <= limits.max_rows
     else:
         assert sum(lengths) <= limits.max_tokens and num_rows <= limits.max_chunk_rows
@@ -327,11 +430,19 @@ def check_limits(plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequ
         assert row.start == sequence.num_computed_tokens
         num_passed = row.block_table.count(0)
         assert num_passed == 0 or (window is not None and num_passed * block_size <= row.start - window + 1), "a hole"
-        assert row.token_ids == tuple(sequence.token_ids[row.start : row.context_length])
-        if row.context_length == sequence.num_known_tokens:
+        known_until = row.context_length - len(row.parents)
+        written = row.block_table[row.start // block_size : manager.blocks_for(row.context_length)]
+        assert len(written) == manager.blocks_for(row.context_length) - row.start // block_size
+        assert all(manager.pool.is_writable(block) for block in written), "written to a block that others have"
+        request = requests[row.sequence_id]
+        assert row.context_length < request.max_total_tokens, "a token that is never wanted"
+        assert not (request.beam and row.parents), "a beam has drafts"
+        assert row.token_ids[: known_until - row.start] == tuple(sequence.token_ids[row.start : known_until])
+        if known_until == sequence.num_known_tokens:
             reaching[index] = row.sequence_id
     own = {sample.row: sample.sequence_id for sample in plan.samples}  # the last draw of a row is its own sequence's
-    assert own == reaching and len({sample.sequence_id for sample in plan.samples}) == len(plan.samples)
+    first = [sample.sequence_id for sample in plan.samples if not (plan.rows[sample.row].parents and sample.offset)]
+    assert own == reaching and len(set(first)) == len(first)
     first_come = isinstance(scheduler._queue, FirstCome) and not isinstance(scheduler._queue, ByPriority)
     order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
     decoding_first = []

@@ -1,0 +1,98 @@
+"""Whole steps of a model from shapes alone, for a compiler to look at: no weights, no memory, no device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpage.device.backends import Backend
+from jaxpage.device.buckets import Bucket
+from jaxpage.device.executables import step_call
+from jaxpage.device.kv_pages import page_dtype, page_shapes
+from jaxpage.device.steps import StepOptions
+from jaxpage.models.base import abstract_model
+from jaxpage.models.registry import load_family
+
+LLAMA_3_8B: Mapping[str, Any] = {  # config.json of meta-llama/Meta-Llama-3-8B, as far as it gives shapes
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+
+BUCKETS = {
+    "decode": Bucket(num_tokens=16, num_rows=16, max_query_len=1),
+    "verify": Bucket(num_tokens=128, num_rows=16, max_query_len=8),
+    "chunk": Bucket(num_tokens=2048, num_rows=16, max_query_len=2048),
+}
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """A jitted step and the shapes of its arguments. The second, the pages, is donated."""
+
+    step: Any
+    arguments: tuple[Any, ...]
+    num_layers: int
+
+    @property
+    def pages_bytes(self) -> int:
+        """Of all layers, scales included."""
+        return sum(_bytes(leaf) for leaf in jax.tree.leaves(self.arguments[1]))
+
+    @property
+    def array_bytes(self) -> int:
+        """Of one layer's keys, or of its values: the largest array of the pool."""
+        return max(_bytes(leaf) for leaf in jax.tree.leaves(self.arguments[1]))
+
+
+def step_shapes(
+    bucket: Bucket,
+    *,
+    backend: str,
+    config: Mapping[str, Any] = LLAMA_3_8B,
+    num_layers: int | None = None,
+    num_blocks: int = 16384,
+    block_size: int = 16,
+    dtype: str = "bfloat16",
+    kv_cache_dtype: str = "auto",
+) -> StepShapes:
+    """The step that an engine compiles for a bucket on a GPU.
+
+    config: config.json's content. num_layers: fewer than it says, to compile faster. The other arguments as in `EngineConfig`.
+    """
+    if num_layers is not None:
+        config = {**config, "num_hidden_layers": num_layers}
+    family = load_family(config)
+    spec = family.Spec.from_config(config)
+    graph, parameters = abstract_model(family, spec, jnp.dtype(dtype))
+    table_width = -(-spec.max_position_embeddings // block_size)
+    options = StepOptions(
+        graph=graph,
+        vocab_size=spec.vocab_size,
+        context=table_width * block_size,
+        table_width=table_width,
+        attention_backend=Backend(backend),
+        sample_by_row=False,
+    )
+    pages = page_shapes(spec.kv, num_blocks, block_size, page_dtype(kv_cache_dtype, dtype))
+    step, rest = step_call(bucket, options)
+    return StepShapes(step, (parameters, pages, *rest), spec.kv.num_layers)
+
+
+def _bytes(leaf: Any) -> int:
+    return int(math.prod(leaf.shape)) * int(leaf.dtype.itemsize)

@@ -1,0 +1,118 @@
+"""A GPU check as a whole: which parts run, in which processes and for how long, and what comes out of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pallas_kernels.bench.children import Child, run_all
+from pallas_kernels.bench.findings import FAILED, LEFT_OUT, Finding, worst
+from pallas_kernels.paged_attention import BACKENDS
+
+ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # of the GPU, among processes side by side
+KERNELS = ("triton", "mosaic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """minutes: nothing is started that may not fit, and what still runs then is stopped. only: texts, one of which a part's name must
+    hold; empty for all. directory: of findings and logs."""
+
+    minutes: float = 9.0
+    interpret: bool = False
+    backends: tuple[str, ...] = BACKENDS
+    only: tuple[str, ...] = ()
+    jobs: int = 4
+    directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="gpu_check_")))
+
+    def children(self) -> list[Child]:
+        """In the order in which they start: what says most about whether the kernels are right comes first, then times."""
+        kernels = [name for name in self.backends if name in KERNELS]
+        made = [self._part("parity", name, needs_s=60, limit_s=240) for name in kernels]
+        made += [self._part("pages", needs_s=40, limit_s=150)] if "triton" in self.backends else []
+        made += [self._part("stability", name, needs_s=60, limit_s=240) for name in kernels]
+        rest = [name for name in self.backends if name not in KERNELS]
+        made += [self._part("parity", name, needs_s=40, limit_s=200) for name in rest]
+        made += [self._part("stability", name, needs_s=40, limit_s=200) for name in rest if name == "scan"]
+        if not self.interpret:
+            made.append(self._tool("contiguous", "time_contiguous_attention.py", needs_s=40, limit_s=90))
+        made.append(self._part("bench", needs_s=90, limit_s=220, seconds=180, alone=True))
+        engine_backends = ["scan", "reference"] if self.interpret else [*kernels, "reference"]
+        made.append(self._tool("engine", "check_engine.py", *engine_backends, needs_s=60, limit_s=170))
+        if not self.interpret:
+            made += [self._part("sanitizer", name, needs_s=45, limit_s=200, seconds=180) for name in kernels]
+        return [child for child in made if not self.only or any(text in child.name for text in self.only)]
+
+    def environment(self) -> Child:
+        return self._part("environment", needs_s=0, limit_s=120)
+
+    def _part(
+        self, part: str, backend: str = "", *, needs_s: float, limit_s: float, seconds: float = 120, alone: bool = False
+    ) -> Child:
+        name = f"{part} {backend}".strip()
+        to = self.directory / f"{name.replace(' ', '-')}.jsonl"
+        command = [sys.executable, "-m", "pallas_kernels.bench", part, "--to", str(to), "--seconds", str(seconds)]
+        command += ["--directory", str(self.directory)]
+        command += ["--backend", backend] if backend else []
+        command += ["--interpret"] if self.interpret else []
+        return self._child(name, command, to, needs_s, limit_s, alone)
+
+    def _tool(self, name: str, file: str, *arguments: str, needs_s: float, limit_s: float) -> Child:
+        to = self.directory / f"{name}.jsonl"
+        command = [sys.executable, str(ROOT / "tools" / file), "--to", str(to), *arguments]
+        return self._child(name, command, to, needs_s, limit_s, True)
+
+    def _child(self, name: str, command: Sequence[str], to: Path, needs_s: float, limit_s: float, alone: bool) -> Child:
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        if self.interpret:
+            environment["JAX_PLATFORMS"] = "cpu"
+        elif not alone:
+            environment |= SHARED_MEMORY
+        return Child(
+            name=name,
+            command=command,
+            to=to,
+            needs_s=0 if self.interpret else needs_s,
+            limit_s=600 if self.interpret else limit_s,
+            alone=alone,
+            environment=environment,
+        )
+
+    def run(
+        self,
+        *,
+        found: Callable[[Finding], None] = lambda _: None,
+        ended: Callable[[str, str], None] = lambda *_: None,
+    ) -> list[Finding]:
+        """found: gets every finding. ended: gets each part's name and its verdict. Stops after the environment where there is no GPU."""
+        deadline = time.monotonic() + self.minutes * 60
+        findings: list[Finding] = []
+
+        def done(child: Child, new: list[Finding]) -> None:
+            new = new or [Finding(child.name, FAILED, "its process ended well and found nothing")]
+            for finding in new:
+                findings.append(finding)
+                found(finding)
+            ended(child.name, worst(new))
+
+        run_all([self.environment()], deadline=deadline, jobs=1, done=done)
+        if self.interpret or has_gpu(findings):
+            run_all(self.children(), deadline=deadline, jobs=self.jobs, done=done)
+        return findings
+
+
+def has_gpu(findings: Sequence[Finding]) -> bool:
+    return any(finding.data.get("platform") == "gpu" for finding in findings if finding.check == "environment")
+
+
+def exit_status(findings: Sequence[Finding]) -> int:
+    """1 where a check failed, or none was made."""
+    made = [finding for finding in findings if finding.check != "environment" and finding.status != LEFT_OUT]
+    return 0 if made and not any(finding.status == FAILED for finding in findings) else 1

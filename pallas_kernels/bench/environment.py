@@ -1,0 +1,62 @@
+"""What the numbers were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+
+_FIELDS = "name,memory.total,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+_ROOT = Path(__file__).parents[2]
+
+
+def describe() -> dict[str, str]:
+    """Names and values, texts. Asking JAX for its device starts it up."""
+    device = jax.devices()[0]
+    found = {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "runtime": " ".join(str(getattr(device.client, "platform_version", "")).split()),
+        "commit": commit(),
+    }
+    for name in ("torch", "triton", "flashinfer-python", "vllm", "jax-cuda13-plugin", "jax-cuda12-plugin"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not there"
+    return found | _nvidia_smi()
+
+
+def commit() -> str:
+    """Of the working tree; JAXPAGE_COMMIT where there is no git."""
+    answer = _output(["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"])
+    return answer or os.environ.get("JAXPAGE_COMMIT", "") or "unknown (no git here)"
+
+
+def _nvidia_smi() -> dict[str, str]:
+    values = _output(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]).splitlines()
+    found = (
+        dict(zip(_FIELDS.split(","), (value.strip() for value in values[0].split(",")), strict=False)) if values else {}
+    )
+    if cuda := re.search(r"CUDA Version:\s*([\d.]+)", _output(["nvidia-smi"])):
+        found["driver's CUDA"] = cuda[1]
+    return {f"nvidia-smi {name}" if name == "name" else name: value for name, value in found.items()}
+
+
+def _output(command: list[str]) -> str:
+    """What a program prints, "" where it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""

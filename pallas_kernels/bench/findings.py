@@ -1,0 +1,108 @@
+"""What a check found: a verdict, a line, tables. Kept as lines of JSON, so that what a crash cuts short is not lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PASSED, FAILED, LEFT_OUT = "passed", "FAILED", "left out"
+_NUMBER = re.compile(r"[-+\d.e]+")
+
+
+@dataclass
+class Table:
+    """Cells are texts; the first column is the name of the row."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        rule = ["---:" if numeric else "---" for numeric in self._numeric()]
+        cells = [
+            [cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (self.columns, rule, *self.rows)
+        ]
+        return f"{self.title}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in cells) + "\n"
+
+    def plain(self) -> str:
+        """Columns side by side, for a terminal."""
+        rows = [self.columns, *self.rows]
+        columns = []
+        for column, numeric in enumerate(self._numeric()):
+            width = max(len(row[column]) for row in rows)
+            columns.append([row[column].rjust(width) if numeric else row[column].ljust(width) for row in rows])
+        return self.title + "\n" + "\n".join(f"  {'  '.join(cells).rstrip()}" for cells in zip(*columns, strict=True))
+
+    def _numeric(self) -> list[bool]:
+        """Which columns hold nothing but numbers, and dashes for none."""
+        return [all(_NUMBER.fullmatch(row[column]) for row in self.rows) for column in range(len(self.columns))]
+
+
+@dataclass
+class Finding:
+    """check: its name, of the kind "parity triton decode". data: for machines, whatever JSON takes."""
+
+    check: str
+    status: str
+    summary: str
+    seconds: float = 0.0
+    tables: list[Table] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class LeftOut(Exception):
+    """A check cannot be done here; the text says why. No failure."""
+
+
+def judged(check: str, run: Callable[[], Finding]) -> Finding:
+    """Runs a check apart from the others: LeftOut leaves it out, any other exception is a failure with its traceback in `data`."""
+    began = time.monotonic()
+    try:
+        finding = run()
+    except LeftOut as reason:
+        finding = Finding(check, LEFT_OUT, str(reason))
+    except Exception as error:
+        finding = Finding(check, FAILED, first_line(error), data={"traceback": traceback.format_exc()[-6000:]})
+    finding.seconds = time.monotonic() - began
+    return finding
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def append(path: Path, finding: Finding) -> None:
+    cut = _is_cut(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if cut else "") + json.dumps(asdict(finding)) + "\n")
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether the last line was left unfinished."""
+    written = path.read_bytes() if path.exists() else b""
+    return bool(written) and not written.endswith(b"\n")
+
+
+def read(path: Path) -> list[Finding]:
+    """What was appended; a last line that was cut short is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            plain = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found.append(Finding(**{**plain, "tables": [Table(**table) for table in plain["tables"]]}))
+    return found
+
+
+def worst(findings: Sequence[Finding]) -> str:
+    """FAILED if any failed, else passed if any passed, else left out."""
+    statuses = {finding.status for finding in findings}
+    return FAILED if FAILED in statuses else PASSED if PASSED in statuses else LEFT_OUT

@@ -1,0 +1,205 @@
+"""The parts of a GPU check by name; each yields findings. `python -m pallas_kernels.bench PART` runs one in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pallas_kernels import specs
+from pallas_kernels.bench import ceilings, environment, goals, pages, parity, stability
+from pallas_kernels.bench.bounds import Ceilings
+from pallas_kernels.bench.cases import label, make_case
+from pallas_kernels.bench.children import ENDED_BADLY
+from pallas_kernels.bench.compare import Row, ceilings_table, compare, table
+from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, judged, read
+from pallas_kernels.bench.timing import XLA_BACKENDS
+from pallas_kernels.paged_attention import BACKENDS
+from pallas_kernels.specs import Spec
+
+SHORT = (
+    "llama-3-8b decode 1x2048",
+    "llama-3-8b decode 16x2048",
+    "llama-3-8b decode 64x2048",
+    "llama-3-8b decode 64x2048 int8",
+    "llama-3-8b decode 64x2048 uint8",
+    "llama-3-8b decode 64 ragged",
+    "llama-3-8b chunk 512+3584",
+    "llama-3-8b chunk 2048+0",
+    "llama-3-8b verify chain 16x8",
+    "llama-3-8b verify tree 16x16",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """interpret: kernels run on CPU, and everything is cut small. seconds: of the part. directory: where other parts left findings."""
+
+    backend: str = ""
+    interpret: bool = False
+    seconds: float = 120.0
+    directory: Path | None = None
+
+
+def _kernel(options: Options) -> bool:
+    """Whether the backend has to be interpreted. XLA's never are: on CPU they just run."""
+    return options.interpret and options.backend not in XLA_BACKENDS
+
+
+def _environment(options: Options) -> Iterator[Finding]:
+    found = environment.describe()
+    rows = Table("Where this ran", ["what", "value"], [[name, value] for name, value in found.items()])
+    summary = f"{found['device']}, jax {found['jax']}"
+    yield Finding("environment", PASSED, summary, tables=[rows], data=dict(found))
+
+
+def _parity(options: Options) -> Iterator[Finding]:
+    yield from parity.findings(options.backend, interpret=_kernel(options), small=options.interpret)
+
+
+def _stability(options: Options) -> Iterator[Finding]:
+    yield from stability.findings(options.backend, interpret=_kernel(options), small=options.interpret)
+
+
+def _pages(options: Options) -> Iterator[Finding]:
+    yield from pages.findings(interpret=options.interpret, small=options.interpret)
+
+
+def _one_case(options: Options) -> Iterator[Finding]:
+    """A small call with every kind of row, a decode, and what writes and moves pages: what compute-sanitizer watches."""
+    mixed = next(trial for trial in parity.trials() if trial.spec.name == "mixed, empty rows")
+    spec = dataclasses.replace(mixed.cut().spec, dtype="bfloat16", page_dtype="bfloat16")
+    decode = dataclasses.replace(spec, contexts=(1, 70, 33), queries=(1, 1, 1))
+    for one in (spec, decode):
+        out = make_case(one, padding=3, poison=True).run(options.backend, interpret=_kernel(options))
+        finite = bool(np.isfinite(np.asarray(out).astype(np.float64)).all())
+        yield Finding(f"one case {options.backend}", PASSED if finite else FAILED, f"finite: {finite}")
+    if options.backend == "triton":
+        yield from pages.findings(interpret=options.interpret, small=True, page_dtypes=("bfloat16", "int8"))
+
+
+def _sanitizer(options: Options) -> Iterator[Finding]:
+    yield judged(f"compute-sanitizer {options.backend}", lambda: _sanitized(options))
+
+
+def _sanitized(options: Options) -> Finding:
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise LeftOut("compute-sanitizer is not on PATH")
+    name = f"compute-sanitizer {options.backend}"
+    command = [program, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "86"]
+    command += [sys.executable, "-m", "pallas_kernels.bench", "one-case", "--backend", options.backend]
+    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
+    # Each buffer by itself, else a read behind its end would lie in the pool and be missed.
+    alone = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags}
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, **alone}, capture_output=True, text=True, timeout=options.seconds, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        raise LeftOut(f"not finished after {options.seconds:.0f} s") from late
+    printed = done.stdout + done.stderr
+    if "Device not supported" in printed:
+        raise LeftOut("compute-sanitizer says that it does not support this device (some virtual machines)")
+    if "NotImplementedError" in printed and done.returncode:
+        raise LeftOut(next(text for text in printed.splitlines() if "NotImplementedError" in text)[:300])
+    summary = re.search(r"ERROR SUMMARY: .*", printed)
+    text = summary[0] if summary else f"no summary, exit status {done.returncode}"
+    passed = done.returncode == 0 and summary is not None
+    return Finding(name, PASSED if passed else FAILED, text, data={} if passed else {"log": printed[-6000:]})
+
+
+def chosen(names: str) -> list[Spec]:
+    """Specs whose label holds one of the texts, comma-separated; "all", or "short" for a list of ten. Raises KeyError for none."""
+    if names == "all":
+        return list(specs.SPECS)
+    if names == "short":
+        return [spec for spec in specs.SPECS if label(spec) in SHORT]
+    found = [spec for spec in specs.SPECS if any(name.strip() in label(spec) for name in names.split(","))]
+    if not found:
+        raise KeyError(f"no shape's name holds {names!r}; there are: {', '.join(map(label, specs.SPECS))}")
+    return found
+
+
+def measured_ceilings(small: bool) -> Ceilings:
+    if small:
+        return ceilings.measure(copy_bytes=2**20, matmul_size=128, rounds=1)
+    return ceilings.measure()
+
+
+def contiguous_seconds(directory: Path | None) -> dict[str, dict[str, float]]:
+    """What the part "contiguous" measured: {library: {spec: seconds}}."""
+    found: dict[str, dict[str, float]] = {}
+    for finding in read(directory / "contiguous.jsonl") if directory else []:
+        for name, seconds in finding.data.get("seconds", {}).items():
+            found[name] = seconds
+    return found
+
+
+def best_of(others: dict[str, dict[str, float]]) -> dict[str, float]:
+    """For each spec the least time of anybody."""
+    best: dict[str, float] = {}
+    for seconds in others.values():
+        for name, taken in seconds.items():
+            best[name] = min(taken, best.get(name, taken))
+    return best
+
+
+def broken(directory: Path | None) -> list[str]:
+    """Backends whose parity ended with a crash or a hang: they would take the timings along."""
+    names = []
+    for name in BACKENDS:
+        found = read(directory / f"parity-{name}.jsonl") if directory else []
+        names += [name] if any(ENDED_BADLY in finding.data for finding in found) else []
+    return names
+
+
+def _bench(options: Options) -> Iterator[Finding]:
+    small = options.interpret
+    end = time.monotonic() + options.seconds - 10
+    measured = measured_ceilings(small)
+    yield Finding("ceilings", PASSED, "measured", tables=[ceilings_table(measured)], data=ceilings.as_data(measured))
+    others, left_out = contiguous_seconds(options.directory), broken(options.directory)
+    rows: list[Row] = []
+    for spec in [spec.cut() for spec in chosen("16x2048")[:1]] if small else chosen("short"):
+        wanted = ["reference"] if small else ["triton", "reference" if spec.tree else "scan", "mosaic"]
+        backends = [name for name in wanted if name not in left_out]
+        layers = 2 if small else None
+        found = compare([spec], backends, measured, time_left=lambda: time.monotonic() < end, layers=layers)
+        found += [Row(spec, name, None, "left out: its parity crashed or hung") for name in wanted if name in left_out]
+        rows += found
+        yield _timed(spec, found, measured)  # at once: what comes later may hang
+    tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
+    timed = sum(row.seconds is not None for row in rows)
+    yield Finding("bench", PASSED, f"{timed} of {len(rows)} timed", tables=tables)
+    yield judged("pages: timings", lambda: pages.timings(measured, interpret=small, small=small))
+
+
+def _timed(spec: Spec, rows: list[Row], measured: Ceilings) -> Finding:
+    told = [
+        f"{row.backend} {row.note}" if row.seconds is None else f"{row.backend} {row.seconds * 1e6:.1f} us"
+        for row in rows
+    ]
+    data = {"rows": [row.as_data(measured) for row in rows]}
+    status = FAILED if any(row.failed for row in rows) else PASSED
+    return Finding(f"bench {label(spec)}", status, "; ".join(told), data=data)
+
+
+PARTS: dict[str, Callable[[Options], Iterator[Finding]]] = {
+    "environment": _environment,
+    "parity": _parity,
+    "stability": _stability,
+    "pages": _pages,
+    "one-case": _one_case,
+    "sanitizer": _sanitizer,
+    "bench": _bench,
+}

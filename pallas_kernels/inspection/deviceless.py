@@ -1,0 +1,100 @@
+"""Compiles jitted functions for a GPU that is not there: all of XLA, Triton and Mosaic down to the machine code of its chip.
+
+It takes JAX's CUDA plugin of JAX's own version, and neither a GPU nor CUDA. What comes out is what a GPU would run, but for two things:
+nobody measured which kernel is best for a matrix product, and nobody has shown that such an executable loads on a real device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+GPUS = ("h200", "h100")  # a .textproto each, beside this file
+INSTALL = 'pip install "jax[cuda13-local]=={}"'
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled here, with the command that helps; None if it can."""
+    found = {name: version for name in _PLUGINS if (version := _version(name)) is not None}
+    if not found:
+        return f"JAX's CUDA plugin is not installed: {INSTALL.format(jax.__version__)}"
+    if jax.__version__ not in found.values():
+        listed = ", ".join(f"{name} {version}" for name, version in found.items())
+        return f"JAX is {jax.__version__}, but its CUDA plugin is another version ({listed}): {INSTALL.format(jax.__version__)}"
+    return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def described_mesh(gpu: str = "h200") -> Mesh:
+    """A mesh of one GPU of that name that is not there.
+
+    Raises:
+        ValueError: no GPU of `GPUS`.
+        RuntimeError: the plugin is absent or another version; the text says what to install.
+    """
+    if gpu not in GPUS:
+        raise ValueError(f"gpu must be one of {', '.join(GPUS)}, not {gpu!r}")
+    if reason := unavailable():
+        raise RuntimeError(f"nothing can be compiled for {gpu}: {reason}")
+    # The plugin looks for CUDA's libraries when it is loaded, and gives up where there are none. Compiling needs none of them.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    config = (Path(__file__).parent / f"{gpu}.textproto").read_text(encoding="utf-8")
+    topology = topologies.get_topology_desc(platform="cuda", topology_name=gpu, topology="1x1x1", target_config=config)
+    return Mesh(np.array(topology.devices[:1]), ("x",))
+
+
+def compile_for(function: Any, *arguments: Any, gpu: str = "h200", **keywords: Any) -> Any:
+    """A `jax.stages.Compiled` of a jitted function for one GPU of that name.
+
+    arguments, keywords: as the function takes them; arrays may be anything with a shape and a type. Raises as `described_mesh` does.
+    """
+    mesh = described_mesh(gpu)
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def placed(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if hasattr(leaf, "shape") else leaf
+
+    arguments, keywords = jax.tree.map(placed, (arguments, keywords))
+    with _described(mesh):
+        lowered = function.lower(*arguments, **keywords)
+        with _no_cache():
+            return lowered.compile()
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """Without the persistent compile cache: what is compiled for no device can be written there, but not read back."""
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it asks the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
+def _described(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    # From jax 0.11 on, kernels ask the mesh in whose context they are lowered what GPU it has; before, they take a Hopper for granted.
+    if jax.__version_info__ < (0, 11, 0):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)

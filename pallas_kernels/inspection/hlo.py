@@ -1,0 +1,164 @@
+"""What a compiled function does with large arrays, read from its optimised HLO: what it copies, and which kernels of ours it calls."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+# These name an array that is already there, or hold what computations inside them make.
+_VIEWS = frozenset(
+    ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier", "after-all")
+)
+_IN_PLACE = frozenset(("scatter", "dynamic-update-slice"))
+_KERNEL_TARGETS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "mosaic_gpu")
+_ARRAY = re.compile(r"\b(pred|token|[a-z]+?\d+\w*)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-$]+) = (.*)$")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-$]+) \(.*\{\s*$")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    opcode: str
+    sizes: tuple[int, ...]  # bytes of its result, or of each part of it
+    is_root: bool
+    rest: str  # operands and attributes
+
+    @property
+    def kernel(self) -> str | None:
+        """The name of the Pallas kernel that it calls."""
+        target = _attribute(self.rest, "custom_call_target") if self.opcode == "custom-call" else None
+        if target not in _KERNEL_TARGETS:
+            return None
+        # Of "jit(f)/.../name/pallas_call", or .../mpmd_map, which is what Mosaic's kernels are inside.
+        path = (_attribute(self.rest, "op_name") or "").split("/")
+        return path[-2] if len(path) > 1 else target
+
+
+@dataclass
+class Computation:
+    name: str
+    instructions: list[Instruction] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Made:
+    """An array that an instruction makes."""
+
+    name: str
+    how: str  # its opcode, or that of what a fusion ends in
+    num_bytes: int
+
+
+def computations(text: str) -> dict[str, Computation]:
+    """By name, of what `jax.stages.Compiled.as_text` says."""
+    found: dict[str, Computation] = {}
+    current: Computation | None = None
+    for line in text.splitlines():
+        if match := _INSTRUCTION.match(line):
+            if current is not None:
+                current.instructions.append(_instruction(match))
+        elif match := _COMPUTATION.match(line):
+            current = found[match[1]] = Computation(match[1])
+        elif line.startswith("}"):
+            current = None
+    return found
+
+
+def made(found: Mapping[str, Computation], at_least: int) -> list[Made]:
+    """Arrays of so many bytes or more that a function makes, be it by a copy, a slice, a transposition or a sum.
+
+    What it updates in place (a scatter, a kernel's aliased output) is not among them. Where no array as large as a layer's pages is made,
+    none is copied.
+    """
+    fused = {name for each in found.values() for item in each.instructions for name in _fused(item)}
+    return [
+        one
+        for computation in found.values()
+        if computation.name not in fused
+        for item in computation.instructions
+        for one in _makes(item, found, at_least)
+    ]
+
+
+def kernel_calls(found: Mapping[str, Computation]) -> Counter[str]:
+    """How often each Pallas kernel is called, by its name. A call inside a loop counts once."""
+    every = (item.kernel for each in found.values() for item in each.instructions)
+    return Counter(name for name in every if name is not None)
+
+
+def _makes(item: Instruction, found: Mapping[str, Computation], at_least: int) -> Iterator[Made]:
+    large = max(item.sizes, default=0)
+    if (
+        large < at_least
+        or item.opcode in _VIEWS
+        or item.opcode in _IN_PLACE
+        or item.opcode.endswith(("-done", "-update"))
+    ):
+        return
+    if item.opcode == "custom-call" and "output_to_operand_aliasing" in item.rest:
+        return  # a kernel with large outputs both new and aliased would pass: the temporary memory tells
+    if item.opcode == "fusion":
+        for name in _fused(item):
+            for ending in _endings(found[name]):
+                if max(ending.sizes) >= at_least and ending.opcode not in _IN_PLACE:
+                    yield Made(item.name, ending.opcode, max(ending.sizes))
+        return
+    yield Made(item.name, item.opcode, large)
+
+
+def _endings(computation: Computation) -> list[Instruction]:
+    """What makes the results of a fusion: its root, or the operands of a root that is a tuple, seen through bitcasts."""
+    by_name = {item.name: item for item in computation.instructions}
+    (root,) = (item for item in computation.instructions if item.is_root)
+    endings = [root]
+    if root.opcode == "tuple":
+        endings = [by_name[name] for name in _operands(root)]
+    seen = []
+    for ending in endings:
+        while ending.opcode == "bitcast":
+            ending = by_name[_operands(ending)[0]]
+        seen.append(ending)
+    return seen
+
+
+def _operands(item: Instruction) -> list[str]:
+    return re.findall(r"%([\w.\-$]+)", item.rest[: _closing(item.rest)])
+
+
+def _fused(item: Instruction) -> list[str]:
+    return re.findall(r"\bcalls=%?([\w.\-$]+)", item.rest) if item.opcode == "fusion" else []
+
+
+def _instruction(match: re.Match[str]) -> Instruction:
+    text = match[3]
+    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
+    opcode, _, rest = text[end:].lstrip().partition("(")
+    # An asynchronous start's result has its operands in it, in a tuple of their own.
+    begin = _closing(text[1:]) + 2 if text.startswith("((") else 0
+    sizes = tuple(_bytes(kind, shape) for kind, shape in _ARRAY.findall(text[begin:end]))
+    return Instruction(match[2], opcode, sizes, bool(match[1]), "(" + rest)
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis that opens the text is closed."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return place
+    return len(text)
+
+
+def _bytes(kind: str, shape: str) -> int:
+    bits = re.search(r"\d+", kind)
+    width = 1 if kind == "pred" or bits is None else max(1, int(bits[0]) // 8)
+    return width * math.prod(int(size) for size in shape.split(",") if size)
+
+
+def _attribute(text: str, name: str) -> str | None:
+    match = re.search(rf'\b{name}="([^"]*)"', text)
+    return match[1] if match else None

@@ -1,0 +1,111 @@
+"""What the Mosaic kernel is built from: its static plan, and the names of what lies in global and in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROWS = 64  # query rows of a warpgroup: wgmma's M
+TREE_WORDS = 2  # of 32 bits: a tree has at most 64 query tokens
+ROW, FIRST, LAST = range(3)  # columns of a tile's description; `_describe` in mosaic.py says more
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Everything static about a kernel. `used_rows`: query rows that are copied in and out; with several consumers all of them."""
+
+    consumers: int
+    used_rows: int
+    context: int  # positions of a turn, a multiple of block_size or a part of it
+    stages: int
+    num_tiles: int
+    splits: int
+    split_turns: int  # turns of a split, at least
+    group: int
+    head_width: int
+    block_size: int
+    table_width: int
+    dtype: Any
+    scale: float
+    sliding_window: int | None
+    logit_softcap: float | None
+    tree: bool
+    interpret: bool
+
+    @property
+    def copy_slots(self) -> int:
+        """Slots of a block that one copy brings."""
+        return min(self.context, self.block_size)
+
+    @property
+    def copies(self) -> int:
+        """Copies of a turn: one of each of its blocks, or of a part of one."""
+        return self.context // self.copy_slots
+
+    @property
+    def rows_each(self) -> int:
+        return min(ROWS, self.used_rows)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of a thread."""
+        return 224 if self.head_width <= 128 else 232
+
+    @property
+    def producer_registers(self) -> int:
+        """With two consumers what they leave of the 504 that a thread of each warpgroup can have together."""
+        return 504 - 2 * self.consumer_registers if self.consumers == 2 else 96
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program but for barriers and what Mosaic needs for itself."""
+        queries, buffers = self.consumers * ROWS * self.head_width * 2, 4 * self.stages * self.context * self.head_width
+        partials = self.consumers * ROWS * 4 * (self.head_width + 2) if self.splits > 1 else 0
+        return queries + buffers + partials
+
+
+class Operands(NamedTuple):
+    """In global memory. X: used rows."""
+
+    q: Any  # [R, K, X, H]
+    k_pages: Any  # [P, S, K, H]
+    v_pages: Any
+    table: Any  # [B, M]
+    tiles: Any  # [R, 3] int32
+    tree: Any  # [R, TREE_WORDS, rows] int32, or None
+    out: Any  # [R, K, X, H]; with splits [R, splits, K, X, H] in float32, neither divided
+    top_total: (
+        Any  # None; with splits [R, splits, K, 2, rows] in float32: highest score (in powers of two), total weight
+    )
+
+
+class Shared(NamedTuple):
+    """In shared memory. Barriers are arrays of one per buffer (or per consumer)."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    top_total: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    taking_turns: Any
+
+
+class Turns(NamedTuple):
+    """The turns of this program: `number` from `begin`, which counts turns from position 0."""
+
+    begin: jax.Array
+    number: jax.Array
+
+
+def turns_per_split(plan: Plan, turns: Any) -> Any:
+    """Of a tile of so many turns: by its own context alone, so that a token's sums do not depend on its neighbours."""
+    return jnp.maximum(plan.split_turns, lax.div(turns + (plan.splits - 1), jnp.int32(plan.splits)))

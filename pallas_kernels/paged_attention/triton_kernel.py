@@ -1,0 +1,219 @@
+"""The kernel of the Triton backend (see `triton`): what one program does.
+
+Further letters: A lanes, the rows of a tile's products: query tokens times the G query heads of one key/value head, then padding;
+C positions of a turn; F fields of a tile's schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton_backend as tb
+from pallas_kernels.paged_attention.tiles import Tiles
+
+LOWEST = -1e30  # where a running maximum starts; finite, so that a masked score, minus infinity, is always below it
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a kernel is compiled for, apart from shapes."""
+
+    tiles: Tiles
+    group: int
+    query_tokens: int  # of a tile, at most
+    scale: float
+    sliding_window: int | None
+    logit_softcap: float | None
+    max_query_len: int
+    interpret: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A program's tile: a row of the schedule."""
+
+    row: jax.Array
+    token: jax.Array  # its first in the stream
+    count: jax.Array  # of tokens
+    position: jax.Array  # of its first token
+    origin: jax.Array  # position of the first query token of its row
+    begin: jax.Array  # first position that any of its tokens sees
+    end: jax.Array  # behind the last one
+    share: jax.Array  # turns of a split
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The rows of a tile's products: query tokens times the G query heads of one key/value head, then padding."""
+
+    token_A: jax.Array  # in the tile
+    head_A: jax.Array
+    used_A: jax.Array
+
+    @classmethod
+    def of(cls, tile: Tile, kv_head: jax.Array, config: Config) -> Lanes:
+        lane_A = jnp.arange(config.tiles.query_rows)
+        token_A = lane_A // config.group
+        return cls(token_A, kv_head * config.group + lane_A % config.group, lane_A < tile.count * config.group)
+
+
+def kernel(  # type: ignore[no-untyped-def]
+    schedule_ref, q_ref, k_ref, v_ref, table_ref, tree_ref, k_scale_ref, v_scale_ref, *out_refs, config: Config
+) -> None:
+    # The last tiles of a prompt see most, and a GPU starts programs in order: the longest go first.
+    tile_index = schedule_ref.shape[0] - 1 - pl.program_id(0)
+    kv_head, split = pl.program_id(1), pl.program_id(2)
+    tile = Tile(*(tb.load(schedule_ref.at[tile_index, np.int32(field)]) for field in range(8)))
+    first = tile.begin // config.tiles.context + split * tile.share
+    stop = jnp.minimum(first + tile.share, pl.cdiv(tile.end, config.tiles.context))
+
+    @pl.when(first < stop)
+    def _() -> None:
+        lanes = Lanes.of(tile, kv_head, config)
+        width = q_ref.shape[2]
+        at_H = jnp.arange(max(16, pl.next_power_of_2(width)))
+        mask_AH = lanes.used_A[:, None] & (at_H < width)[None, :]
+        at_A = tile.token + lanes.token_A, lanes.head_A
+        at_AH = at_A[0][:, None], at_A[1][:, None], at_H[None, :]
+        q_AH = tb.load(q_ref.at[at_AH], mask=mask_AH, other=0.0)
+        factor, exp2_of = _factor(config), functools.partial(tb.exp2_of, interpret=config.interpret)
+
+        def turn(index, carry, *, masked):  # type: ignore[no-untyped-def]
+            position_C = index * config.tiles.context + jnp.arange(config.tiles.context)
+            needed_C = (position_C >= tile.begin) & (position_C < tile.end) if masked else None
+            place = _place(table_ref, tile.row, position_C, needed_C, k_ref.shape[1])
+            k_CH = _read(k_ref, place, kv_head, at_H, needed_C, q_AH.dtype)
+            scores_AC = tb.dot(q_AH, k_CH, trans_b=True, precision=lax.Precision.HIGHEST)
+            scores_AC = _scores(scores_AC, _read_scale(k_scale_ref, place, kv_head, needed_C), config)
+            if needed_C is not None:
+                seen_AC = _seen(tile, lanes, position_C, tree_ref, config)
+                scores_AC = jnp.where(seen_AC & needed_C[None, :], scores_AC, -jnp.inf)
+            top_A, total_A, sum_AH = carry
+            new_top_A = jnp.maximum(top_A, jnp.max(scores_AC, axis=1) * factor)
+            weights_AC = exp2_of(scores_AC, factor, new_top_A[:, None])
+            shrink_A = exp2_of(top_A, 1.0, new_top_A)
+            total_A = total_A * shrink_A + jnp.sum(weights_AC, axis=1)
+            v_CH = _read(v_ref, place, kv_head, at_H, needed_C, q_AH.dtype)
+            v_scale_C = _read_scale(v_scale_ref, place, kv_head, needed_C)
+            if v_scale_C is not None:
+                weights_AC *= v_scale_C[None, :]
+            values_AH = tb.dot(weights_AC.astype(v_CH.dtype), v_CH, precision=lax.Precision.HIGHEST)
+            return new_top_A, total_A, sum_AH * shrink_A[:, None] + values_AH
+
+        size = config.tiles.query_rows
+        carry = jnp.full(size, LOWEST), jnp.zeros(size), jnp.zeros(q_AH.shape, jnp.float32)
+        for low, high, masked in _stretches(tile, first, stop, config, tree=tree_ref is not None):
+            carry = lax.fori_loop(low, high, functools.partial(turn, masked=masked), carry)
+        top_A, total_A, sum_AH = carry
+        out_AH = sum_AH / jnp.where(total_A == 0.0, 1.0, total_A)[:, None]
+        if len(out_refs) == 1:
+            tb.store(out_refs[0].at[at_AH], out_AH.astype(q_AH.dtype), mask=mask_AH)
+        else:
+            tb.store(out_refs[0].at[(split, *at_AH)], out_AH, mask=mask_AH)
+            weight_A = jnp.where(total_A == 0.0, LOWEST, top_A + jnp.log2(total_A))
+            tb.store(out_refs[1].at[(split, *at_A)], weight_A, mask=lanes.used_A)
+
+
+def _stretches(
+    tile: Tile, first: jax.Array, stop: jax.Array, config: Config, *, tree: bool
+) -> list[tuple[jax.Array, jax.Array, bool]]:
+    """The turns from `first` to `stop` in order, as (low, high, masked): turns that every token sees whole need no mask.
+
+    A tile of one token keeps to one loop, since between two of them the pipeline of loads runs dry.
+    """
+    if config.query_tokens == 1 and not tree:
+        return [(first, stop, True)]
+    context = config.tiles.context
+    all_see = tile.origin if tree else tile.position + 1
+    stretches, low = [], first
+    if config.sliding_window is not None:
+        last_begin = jnp.maximum(tile.position + tile.count - config.sliding_window, 0)
+        low = jnp.clip(pl.cdiv(last_begin, context), first, stop)
+        stretches = [(first, low, True)]
+    high = jnp.clip(all_see // context, low, stop)
+    return [*stretches, (low, high, False), (high, stop, True)]
+
+
+def _place(table_ref, row, position_C, needed_C, block_size):  # type: ignore[no-untyped-def]
+    """Block and slot of each position. Block sizes are powers of two, and shifts are cheaper than a signed division."""
+    at = table_ref.at[row, position_C >> (block_size.bit_length() - 1)]
+    block_C = tb.load(at) if needed_C is None else tb.load(at, mask=needed_C, other=0)
+    return block_C, position_C & (block_size - 1)
+
+
+def _read(pages_ref, place, kv_head, at_H, needed_C, dtype):  # type: ignore[no-untyped-def]
+    """Keys or values of one head at those places, in the queries' type, without their scales. Zeros where not needed."""
+    block_C, slot_C = place
+    at = pages_ref.at[block_C[:, None], slot_C[:, None], kv_head, at_H[None, :]]
+    width = pages_ref.shape[3]
+    mask = None if needed_C is None else needed_C[:, None]
+    if at_H.shape[0] != width:
+        inside = (at_H < width)[None, :]
+        mask = inside if mask is None else mask & inside
+    other = (
+        0.0 if jnp.issubdtype(pages_ref.dtype, jnp.floating) else 0
+    )  # a float8 from an integer is no constant in Triton
+    if mask is None:
+        x_CH = tb.load(at)
+    else:
+        x_CH = tb.load(at, mask=jnp.broadcast_to(mask, (len(block_C), len(at_H))), other=other)
+    if pages_ref.dtype == jnp.uint8:
+        x_CH = lax.bitcast_convert_type(x_CH, jnp.float8_e4m3fn)
+    return x_CH.astype(dtype)
+
+
+def _read_scale(scale_ref, place, kv_head, needed_C):  # type: ignore[no-untyped-def]
+    if scale_ref is None:
+        return None
+    at = scale_ref.at[place[0], place[1], kv_head]
+    return tb.load(at) if needed_C is None else tb.load(at, mask=needed_C, other=0.0)
+
+
+def _factor(config: Config) -> float:
+    """What turns scores, as the loop keeps them, into exponents of two. Above zero, so that a maximum stays one."""
+    return LOG2_E * (config.scale if config.logit_softcap is None and config.scale > 0 else 1.0)
+
+
+def _scores(scores_AC: jax.Array, k_scale_C: jax.Array | None, config: Config) -> jax.Array:
+    """Products of queries and keys as scores; the attention scale waits for `_factor` where it can."""
+    if k_scale_C is not None:
+        scores_AC = scores_AC * k_scale_C[None, :]
+    if config.logit_softcap is not None:
+        return config.logit_softcap * jnp.tanh(scores_AC * (config.scale / config.logit_softcap))
+    return scores_AC if config.scale > 0 else scores_AC * config.scale
+
+
+def _seen(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config):  # type: ignore[no-untyped-def]
+    """Which of the positions each lane sees."""
+    own_A = tile.position + lanes.token_A
+    if tree_ref is None:
+        seen_AC = position_C[None, :] <= own_A[:, None]
+    else:
+        place_C = position_C - tile.origin  # among the query tokens of the row
+        branch_AC = _branch(tree_ref, tile, lanes, place_C, config.tiles.context)
+        seen_AC = branch_AC | (place_C < 0)[None, :]
+    if config.sliding_window is not None:
+        seen_AC &= position_C[None, :] > own_A[:, None] - config.sliding_window
+    return seen_AC
+
+
+def _branch(tree_ref, tile: Tile, lanes: Lanes, place_C, context: int):  # type: ignore[no-untyped-def]
+    """The tree mask at those places. A lane reads the few words that hold its bits, since a gather of bits would fill the registers."""
+    word_C = place_C >> 5
+    first_word = jnp.min(word_C)
+    found_AC = jnp.zeros((lanes.token_A.shape[0], context), jnp.int32)
+    for index in range(pl.cdiv(context, 32) + 1):
+        word = first_word + index
+        inside_A = lanes.used_A & (word >= 0) & (word < tree_ref.shape[1])
+        bits_A = tb.load(tree_ref.at[tile.token + lanes.token_A, word], mask=inside_A, other=0)
+        found_AC = jnp.where((word_C == word)[None, :], bits_A[:, None], found_AC)
+    return ((found_AC >> (place_C & 31)[None, :]) & 1) != 0

@@ -1,0 +1,159 @@
+"""Every kernel and whole steps of Llama-3-8B, compiled for an H200 that is not there: no spills, pages changed in place, no copy of them.
+
+Each check is seen to find what it is for. Skipped where JAX's CUDA plugin is not installed; `.ci/run` installs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpage.bench.step_shapes import BUCKETS, step_shapes
+from pallas_kernels import triton_backend
+from pallas_kernels.inspection import Findings, compile_for, inspect, sass, unavailable
+from pallas_kernels.inspection.cases import Case, attention_case, copy_case, write_case
+from pallas_kernels.specs import find
+
+reason = unavailable()
+pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+
+LAYERS = 2
+ATTENTION = {  # a call of each kind, and what its kernel must be made of
+    "llama-3-8b decode 64x2048": {"triton": ("LDGSTS.128", "HMMA"), "mosaic": ("UTMALDG", "HGMMA")},
+    "llama-3-8b verify chain 16x8": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
+    "llama-3-8b chunk 2048+0": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
+    "qwen2-0.5b decode 64x2048": {"triton": ("LDGSTS.128", "HMMA")},
+    "mistral-7b chunk 2048+6144": {"triton": ("LDGSTS.128", "HGMMA")},
+    "llama-3-8b verify tree 16x16": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
+}
+
+
+def compiled_case(case: Case) -> Findings:
+    return inspect(compile_for(case.function, *case.arguments))
+
+
+def array_bytes(pages: Any) -> list[int]:
+    return [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [(name, backend) for name, backends in ATTENTION.items() for backend in backends]
+)
+def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
+    found = compiled_case(attention_case(find(name), backend))
+    assert found.calls["paged_attention"] == 1 and found.spilled_bytes == 0
+    for kernel in found.kernels:
+        assert 16 <= kernel.machine.registers <= 255
+        assert (kernel.shared_bytes or 0) <= 232448
+    if sass.disassembler() is None:
+        return  # what follows needs NVIDIA's disassembler
+    (main,) = (
+        kernel for kernel in found.kernels if kernel.name.startswith("paged_attention") and "reduce" not in kernel.name
+    )
+    instructions = sass.opcodes(main.image)
+    for wanted in ATTENTION[name][backend]:
+        assert sass.count(instructions, *wanted.split(".")) > 0, f"no {wanted}"
+    assert sass.count(instructions, "LDL") == sass.count(instructions, "STL") == 0
+
+
+@pytest.mark.parametrize("page_dtype", ["int8", "uint8"])
+def test_attention_over_quantised_pages_keeps_its_sums_in_registers(page_dtype: str) -> None:
+    for name in ("llama-3-8b decode 64x2048", "llama-3-8b chunk 128+0"):
+        spec = dataclasses.replace(find(name), page_dtype=page_dtype)
+        assert compiled_case(attention_case(spec, "triton")).spilled_bytes == 0, name
+
+
+@pytest.mark.parametrize("page_dtype", ["bfloat16", "int8", "uint8"])
+def test_new_keys_and_values_are_written_in_place(page_dtype: str) -> None:
+    case = write_case(64, page_dtype=page_dtype)
+    assert_in_place(compiled_case(case), case.arguments[0])
+
+
+def test_blocks_are_copied_in_place() -> None:
+    case = copy_case(16)
+    assert_in_place(compiled_case(case), case.arguments[0])
+
+
+def assert_in_place(found: Findings, pages: Any) -> None:
+    sizes = array_bytes(pages)
+    assert found.problems(pages_bytes=sum(sizes), array_bytes=max(sizes)) == []
+    assert sum(found.calls.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "reduced"),
+    [("decode", "triton", 1), ("verify", "triton", 1), ("chunk", "triton", 0), ("chunk", "mosaic", 0)],
+)
+def test_a_step_changes_its_pages_in_place(kind: str, backend: str, reduced: int) -> None:
+    shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=LAYERS)
+    found = inspect(compile_for(shapes.step, *shapes.arguments))
+    assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
+    expected = {"paged_attention": LAYERS, "write_kv": LAYERS, "paged_attention_reduce": reduced * LAYERS}
+    assert found.calls == {name: number for name, number in expected.items() if number}
+    assert len(found.kernels) == sum(found.calls.values())
+
+
+# What the checks are for, planted.
+
+
+def test_pages_that_are_not_donated_are_found() -> None:
+    case = write_case(64)
+    sizes = array_bytes(case.arguments[0])
+    found = inspect(compile_for(jax.jit(case.function.__wrapped__), *case.arguments))
+    listed = found.problems(pages_bytes=sum(sizes), array_bytes=max(sizes))
+    assert any("0 bytes are aliased" in problem for problem in listed)
+    assert any("(copy)" in problem for problem in listed)
+
+
+def test_a_scan_that_copies_the_layers_pages_is_found() -> None:
+    pages = jax.ShapeDtypeStruct((4, 1024, 16, 8, 128), jnp.bfloat16)
+    new = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
+
+    def step(pages: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda carry, layer: (carry, layer.at[3, 5].set(new)), None, pages)[1]
+
+    found = inspect(compile_for(jax.jit(step, donate_argnums=0), pages, new))
+    num_bytes = pages.size * 2
+    listed = found.problems(pages_bytes=num_bytes, array_bytes=num_bytes // 4)
+    assert any("makes" in problem for problem in listed), listed
+
+
+def kernel(body: Any, name: str, shape: jax.ShapeDtypeStruct, **settings: Any) -> Any:
+    call = triton_backend.kernel_call(
+        body, name=name, grid=(1,), out_shape=[shape], num_stages=1, interpret=False, **settings
+    )
+    return jax.jit(lambda x: call(x)[0], donate_argnums=0)
+
+
+def test_a_kernel_that_spills_is_found() -> None:
+    def square(x_ref: Any, out_ref: Any) -> None:
+        row, middle, column = jnp.arange(128)[:, None], jnp.arange(32), jnp.arange(128)[None, :]
+        left = triton_backend.load(x_ref.at[row, middle[None, :]])
+        product = triton_backend.dot(left, triton_backend.load(x_ref.at[middle[:, None], column]))
+        triton_backend.store(
+            out_ref.at[row, column], product.astype(left.dtype)
+        )  # 512 sums for each thread of one warp
+
+    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    found = inspect(compile_for(kernel(square, "square", x, num_warps=1), x))
+    assert found.spilled_bytes > 0
+    assert any("square spills" in problem for problem in found.problems(pages_bytes=0, array_bytes=1 << 40))
+
+
+def test_an_array_that_a_kernel_does_not_change_in_place_is_found() -> None:
+    def add_one(x_ref: Any, out_ref: Any) -> None:
+        index = jnp.arange(1024)
+        triton_backend.store(out_ref.at[index], triton_backend.load(x_ref.at[index]) + 1)
+
+    x = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    listed = {}
+    for aliases in (True, False):
+        jitted = kernel(add_one, "add_one", x, num_warps=4, input_output_aliases={0: 0} if aliases else {})
+        found = inspect(compile_for(jitted, x))
+        assert found.calls == {"add_one": 1}
+        listed[aliases] = found.problems(pages_bytes=4 << 20, array_bytes=4 << 20)
+    assert listed[True] == [] and any("makes 4194304 bytes (custom-call)" in problem for problem in listed[False])

@@ -1,0 +1,1 @@
+"""Programs around the engine. Run them from the root of the repository: `PYTHONPATH=. python tools/gpu_check.py`."""

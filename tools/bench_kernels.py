@@ -1,0 +1,214 @@
+"""Times the kernels over named shapes beside measured ceilings, the XLA gather and contiguous attention; or finds the best tiles.
+
+    PYTHONPATH=. python tools/bench_kernels.py --specs decode --backends triton,mosaic,scan
+    PYTHONPATH=. python tools/bench_kernels.py --tune --specs all --backends triton --minutes 9
+    PYTHONPATH=. python tools/bench_kernels.py --interpret --small --specs 16x2048 --backends reference
+
+A time is that of a call on the device among many in one program, which read other keys and values each time (see
+pallas_kernels/bench/timing.py for what is included). --tune writes a file per kind of GPU, from which `paged_attention` then takes its
+tiles; what was tuned before and is not now stays in it. A backend that refuses a call, and tiles that do not compile, are reported with
+the reason. The last line of standard output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels.bench import ceilings, environment, goals, pages
+from pallas_kernels.bench.bounds import Ceilings
+from pallas_kernels.bench.cases import label
+from pallas_kernels.bench.compare import ceilings_table, compare, table
+from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, read
+from pallas_kernels.bench.parts import best_of, chosen, contiguous_seconds, measured_ceilings
+from pallas_kernels.bench.record import append_section, section
+from pallas_kernels.bench.timing import XLA_BACKENDS
+from pallas_kernels.bench.tuner import STARTS, OnDevice, Tuned, by_shape, tune
+from pallas_kernels.paged_attention import BACKENDS
+from pallas_kernels.paged_attention.tiles import TUNED, Tiles, read_tuned, write_tuned
+from pallas_kernels.specs import Spec
+from tools.progress import Bar
+
+ROOT = Path(__file__).parents[1]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--specs", default="all", help='texts of shape names, comma-separated; "short": a list of ten; default: all'
+    )
+    parser.add_argument("--list", action="store_true", help="list the shapes, and do nothing")
+    parser.add_argument("--backends", default="triton,mosaic,scan", help="default: triton,mosaic,scan")
+    parser.add_argument("--minutes", type=float, default=9.0, help="what no longer fits is left out; default: 9")
+    parser.add_argument("--tune", action="store_true", help="find tiles for the shapes' kinds, and write them")
+    parser.add_argument(
+        "--tuned-directory", type=Path, default=TUNED, help="where --tune writes; default: the package's"
+    )
+    parser.add_argument("--out", type=Path, help="Markdown file that gets a section with the tables")
+    parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
+    parser.add_argument("--no-contiguous", action="store_true", help="without torch's contiguous attention")
+    parser.add_argument("--interpret", action="store_true", help="on CPU: kernels are interpreted; needs --small")
+    parser.add_argument("--small", action="store_true", help="cut the shapes small: proves the program, not the speed")
+    arguments = parser.parse_args(argv)
+    arguments.backends = arguments.backends.split(",")
+    if unknown := set(arguments.backends) - set(BACKENDS):
+        parser.error(f"--backends: {', '.join(sorted(unknown))} not among {', '.join(BACKENDS)}")
+    if arguments.tune and (xla := set(arguments.backends) & set(XLA_BACKENDS)) and len(xla) == len(arguments.backends):
+        parser.error(f"--tune: {', '.join(sorted(xla))} take no tiles")
+    if arguments.interpret and not arguments.small:
+        parser.error("--interpret needs --small: a real shape takes hours there")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        specs = chosen(arguments.specs)
+    except KeyError as unknown:
+        sys.exit(str(unknown.args[0]))
+    if arguments.list:
+        print("\n".join(map(label, specs)))
+        return 0
+    deadline = time.monotonic() + arguments.minutes * 60
+    directory = Path(tempfile.mkdtemp(prefix="bench_kernels_"))
+    if not (arguments.small or arguments.tune or arguments.no_contiguous):
+        time_contiguous(arguments.specs, directory)  # before JAX takes the GPU's memory
+    platform = jax.devices()[0].platform
+    if platform != "gpu" and not arguments.small:
+        print(
+            "There is no GPU here, or JAX does not see it. --interpret --small runs a miniature on CPU.",
+            file=sys.stderr,
+        )
+        return 2
+    measured = measured_ceilings(arguments.small)
+    print(ceilings_table(measured).plain(), flush=True)
+    specs = [spec.cut() for spec in specs] if arguments.small else specs
+    work = tuning if arguments.tune else timing
+    finding = work(specs, arguments, measured, deadline, directory)
+    finding.tables.insert(0, ceilings_table(measured))
+    return report(finding, arguments, measured)
+
+
+def time_contiguous(specs: str, directory: Path) -> None:
+    """In a process of its own, which is gone before JAX starts."""
+    command = [sys.executable, str(ROOT / "tools" / "time_contiguous_attention.py"), "--specs", specs]
+    try:
+        subprocess.run([*command, "--to", str(directory / "contiguous.jsonl")], check=False, timeout=240)
+    except subprocess.TimeoutExpired:
+        print("contiguous: not finished after 240 s", file=sys.stderr)
+    for finding in read(directory / "contiguous.jsonl"):
+        print(f"{finding.check}: {finding.status}: {finding.summary}", flush=True)
+        for one in finding.tables:
+            print(one.plain(), flush=True)
+
+
+def timing(
+    specs: Sequence[Spec], arguments: argparse.Namespace, measured: Ceilings, deadline: float, directory: Path
+) -> Finding:
+    bar = Bar(len(specs) * len(arguments.backends), "timing")
+    rows = compare(
+        specs,
+        arguments.backends,
+        measured,
+        interpret=[name for name in arguments.backends if arguments.interpret and name not in XLA_BACKENDS],
+        time_left=lambda: time.monotonic() < deadline - 20,
+        done=lambda row: bar.step(f"{label(row.spec)} {row.backend}"),
+        layers=2 if arguments.small else None,
+    )
+    bar.close()
+    others = contiguous_seconds(directory)
+    tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
+    data: dict[str, Any] = {"rows": [row.as_data(measured) for row in rows]}
+    data["contiguous"] = others.get("contiguous", {})
+    if "triton" in arguments.backends and time.monotonic() < deadline - 20:
+        copied = pages.timings(measured, interpret=arguments.interpret, small=arguments.small)
+        tables, data["pages"] = [*tables, *copied.tables], copied.data["rows"]
+    tables += [one for finding in read(directory / "contiguous.jsonl") for one in finding.tables]
+    timed = sum(row.seconds is not None for row in rows)
+    status = FAILED if any(row.failed for row in rows) else PASSED
+    return Finding("bench_kernels", status, f"{timed} of {len(rows)} timed", tables=tables, data=data)
+
+
+def tuning(
+    specs: Sequence[Spec], arguments: argparse.Namespace, measured: Ceilings, deadline: float, directory: Path
+) -> Finding:
+    """The time left is shared evenly among the shapes that still wait. Writes after each, so that nothing found is lost."""
+    kind = jax.devices()[0].device_kind
+    jobs = [(name, *job) for name in arguments.backends if name in STARTS for job in by_shape(specs).items()]
+    made = Table("Tiles", ["backend and shape", "tiles", "x ceiling", "of the start", "tried", "failed", "finished"])
+    data: list[dict[str, Any]] = []
+    path = ""
+    bar = Bar(len(jobs), "shape")
+    for index, (backend, shape, group) in enumerate(jobs):
+        until = time.monotonic() + (deadline - time.monotonic()) / (len(jobs) - index)
+        start = read_tuned(kind, arguments.tuned_directory).get(backend, {}).get(str(shape))
+        starts = [STARTS[backend](shape), *([start] if start else [])]
+        device = OnDevice(
+            backend, group, measured, interpret=arguments.interpret, layers=2 if arguments.small else None
+        )
+        tuned = tune(shape, group, device.measure, starts, prefetch=device.prefetch, deadline=until, progress=bar.show)
+        device.close()
+        if tuned.best:
+            found = read_tuned(kind, arguments.tuned_directory)
+            found.setdefault(backend, {})[str(shape)] = tuned.best
+            path = str(write_tuned(kind, found, arguments.tuned_directory))
+        made.rows.append(_tuned_row(backend, tuned, len(group), starts[0]))
+        data.append(_tuned_data(backend, tuned))
+        bar.step()
+    bar.close()
+    return Finding(
+        "tuning", "passed", f"written to {path or 'nothing'}", tables=[made], data={"tuned": data, "path": path}
+    )
+
+
+def _tuned_row(backend: str, tuned: Tuned, num_specs: int, start: Tiles) -> list[str]:
+    counts = [str(len(tuned.seconds)), str(len(tuned.failures)), "yes" if tuned.finished else "no: time was up"]
+    if tuned.best is None:
+        reason = next(iter(tuned.failures.values()), "time was up")
+        return [f"{backend} {tuned.shape}", f"none: {reason}", "-", "-", *counts]
+    best = tuned.seconds[tuned.best]
+    tiles = ", ".join(f"{name} {value}" for name, value in asdict(tuned.best).items())
+    gain = best / tuned.seconds[start]
+    return [f"{backend} {tuned.shape}", tiles, f"{best / num_specs:.2f}", f"{gain:.2f}", *counts]
+
+
+def _tuned_data(backend: str, tuned: Tuned) -> dict[str, Any]:
+    tried = [
+        {
+            "tiles": asdict(tiles),
+            "score": None if tiles in tuned.failures else score,
+            "failure": tuned.failures.get(tiles),
+        }
+        for tiles, score in tuned.seconds.items()
+    ]
+    best = asdict(tuned.best) if tuned.best else None
+    return {"backend": backend, "shape": str(tuned.shape), "best": best, "finished": tuned.finished, "tried": tried}
+
+
+def report(finding: Finding, arguments: argparse.Namespace, measured: Ceilings) -> int:
+    for one in finding.tables[1:]:
+        print(f"\n{one.plain()}")
+    print(f"\n{finding.check}: {finding.summary}")
+    where = environment.describe()
+    if arguments.out:
+        date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        append_section(arguments.out, section([finding], where, date=date, command="tools/bench_kernels.py"))
+    data = json.dumps({**finding.data, "ceilings": ceilings.as_data(measured), "environment": where})
+    if arguments.json:
+        arguments.json.write_text(data + "\n", encoding="utf-8")
+    print(data, flush=True)
+    return int(finding.status == FAILED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

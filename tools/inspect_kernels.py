@@ -1,0 +1,123 @@
+"""Compiles every kernel, and whole steps of a model, for a GPU that is not there, and writes what came out into docs/kernels.md.
+
+    python tools/inspect_kernels.py            # some minutes; rewrites the tables
+    python tools/inspect_kernels.py --check    # fails where the file says something else
+
+It takes JAX's CUDA plugin, but neither a GPU nor CUDA. To count instructions it takes NVIDIA's disassembler, which triton's wheel has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from jaxpage.bench.step_shapes import BUCKETS, step_shapes
+from pallas_kernels.inspection import GPUS, Findings, compile_for, inspect, sass, unavailable
+from pallas_kernels.inspection.cases import cases
+from pallas_kernels.inspection.report import Row, markdown, rows
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "kernels.md"
+BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspect_kernels.py -->"
+HEAD = "# Kernels\n\n## What the compiler makes of them\n\n"
+STEPS = (("decode", "triton"), ("verify", "triton"), ("chunk", "triton"), ("chunk", "mosaic"))
+STEP_COLUMNS = ("step", "our kernels", "all kernels", "pages", "aliased", "temporary MiB", "problems")
+
+
+def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[str]]:
+    """The rows of all cases whose name has `only` in it, and the refusals."""
+    found, refusals = [], []
+    chosen = [case for case in cases() if only in case.name]
+    for case in tqdm(chosen, desc="Kernels", unit="case", disable=None if progress else True):
+        try:
+            found += rows(case, gpu=gpu)
+        except NotImplementedError as refusal:
+            refusals.append(f"{case.name}: {refusal}")
+    return found, refusals
+
+
+def step_rows(gpu: str, num_layers: int | None, progress: bool) -> Iterator[tuple[str, ...]]:
+    """A row of cells for each of `STEPS`."""
+    for kind, backend in tqdm(STEPS, desc="Steps", unit="step", disable=None if progress else True):
+        shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=num_layers)
+        found = inspect(compile_for(shapes.step, *shapes.arguments, gpu=gpu))
+        problems = found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes)
+        yield (
+            f"{kind} of {BUCKETS[kind].num_tokens} tokens, {shapes.num_layers} layers ({backend})",
+            _counts(found),
+            str(found.num_launches),
+            f"{shapes.pages_bytes / 2**30:.0f} GiB",
+            f"{found.aliased_bytes / 2**30:.0f} GiB",
+            f"{found.temporary_bytes / 2**20:.0f}",
+            "; ".join(problems) or "none",
+        )
+
+
+def _counts(found: Findings) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(Counter(found.calls).items()))
+
+
+def section(arguments: argparse.Namespace) -> str:
+    """What stands between the marks."""
+    progress = not arguments.quiet
+    found, refusals = kernel_rows(arguments.gpu, arguments.only, progress)
+    text = markdown(found, refusals, gpu=arguments.gpu)
+    if not arguments.no_steps:
+        steps = "\n".join("| " + " | ".join(row) + " |" for row in step_rows(arguments.gpu, arguments.layers, progress))
+        head = "| " + " | ".join(STEP_COLUMNS) + " |\n|---|---|" + "---:|" * 4 + "---|"
+        text += f"\n\nWhole steps of Llama-3-8B in bfloat16, 16 rows, from shapes alone:\n\n{head}\n{steps}"
+    return text
+
+
+def replaced(document: str, text: str) -> str:
+    """The document with the text between its marks. Raises ValueError if they are not there, once each and in order."""
+    if document.count(BEGIN) != 1 or document.count(END) != 1 or document.index(BEGIN) > document.index(END):
+        raise ValueError(f"the document must have the lines {BEGIN!r} and {END!r}, once each and in this order")
+    before, rest = document.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Rewrites the tables; with --check compares them, and exits with 1 where they differ."""
+    parser = argparse.ArgumentParser(prog="inspect_kernels", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare with the file, and write nothing")
+    parser.add_argument("--print", action="store_true", help="print the tables, and write nothing")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="default: h200")
+    parser.add_argument("--only", default="", help="kernels of cases with this in their name; goes with --print")
+    parser.add_argument("--layers", type=int, help="of the steps' model, which the table names; default: all it has")
+    parser.add_argument("--no-steps", action="store_true", help="leave the whole steps out; goes with --print")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/kernels.md")
+    arguments = parser.parse_args(words)
+    if reason := unavailable():
+        parser.error(reason)
+    if (arguments.only or arguments.no_steps) and not arguments.print:
+        parser.error("--only and --no-steps make a part of the tables, which --print shows")
+    if sass.disassembler() is None and not arguments.print:
+        parser.error("instructions are counted by nvdisasm: pip install triton, or put CUDA's on the PATH")
+    if arguments.layers is not None and arguments.layers < 1:
+        parser.error(f"--layers must be at least 1, not {arguments.layers}")
+    if arguments.print:
+        print(section(arguments))
+        return
+    path = arguments.document
+    old = path.read_text(encoding="utf-8") if path.exists() else f"{HEAD}{BEGIN}\n{END}\n"
+    try:
+        new = replaced(old, section(arguments))
+    except ValueError as error:
+        parser.error(f"{path}: {error}")
+    if not arguments.check:
+        path.write_text(new, encoding="utf-8")
+        return
+    if new != old:
+        print("\n".join(difflib.unified_diff(old.splitlines(), new.splitlines(), str(path), "now", lineterm="", n=1)))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
