@@ -30,6 +30,7 @@ from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+LONG_TEXTS = st.lists(st.integers(0, 3), min_size=20, max_size=40)
 VOCAB = 257
 
 
@@ -53,7 +54,7 @@ def looked_up(text: Sequence[int], shortest: int, longest: int, num_drafts: int)
     return None
 
 
-@given(TEXTS, st.integers(1, 40), st.integers(1, 5), st.integers(0, 5), st.integers(1, 6))
+@given(LONG_TEXTS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 5), st.integers(1, 6))
 def test_prompt_lookup_goes_on_as_behind_the_longest_and_latest_match(
     text: list[int], num_prompt_tokens: int, shortest: int, more: int, num_drafts: int
 ) -> None:
@@ -191,6 +192,16 @@ def test_what_grows_token_by_token_is_what_is_built_at_once(texts: list[list[int
             slow.grow(text, size)
         fast.grow(text, len(tokens))
     assert vars(slow) == vars(fast)
+
+
+def test_a_tree_knows_nothing_of_tokens_that_it_has_not_taken_in() -> None:
+    tree = SuffixTree(8)
+    text = tree.begin([1, 2, 2, 3, 2, 4])
+    tree.grow(text, 4)
+    assert len(tree.find([2, 2, 3])) == 3
+    assert len(tree.find([3, 2])) == 1  # 2 is known, and that it follows 3 is not
+    assert tree.path(tree.find([1])[0], 4, 0.0).token_ids == [2, 2, 3]
+    assert tree.tree(tree.find([1])[0], 4, 4, 0.0).token_ids == [2, 2, 3]
 
 
 def test_a_tree_is_no_larger_than_what_repeats() -> None:
@@ -567,6 +578,20 @@ def test_a_proposer_that_fails_is_not_asked_again_and_hurts_nobody(caplog: pytes
     assert [record.message for record in caplog.records if "proposer failed" in record.message] == [
         caplog.records[0].message
     ]
+
+
+def test_only_what_can_be_verified_reaches_a_plan() -> None:
+    for name, double in proposers.harmless(VOCAB).items():
+        speculation = Speculation(double, LIMITS, None, vocab_size=VOCAB)
+        num_drafts = 0
+        for size in range(1, 60):
+            group = make_group("a", 0, [1] * size, max_tokens=99)
+            group.sequences[0].num_computed_tokens = size - 1
+            for draft in speculation.propose([group]).values():
+                assert draft.token_ids and draft == draft.sound(VOCAB, 3), name
+                assert len(draft.parents) == len(draft.token_ids) <= 3, name
+                num_drafts += 1
+        assert (num_drafts > 0) == (name != "no_draft"), name
 
 
 @pytest.fixture(scope="module")

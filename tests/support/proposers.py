@@ -62,7 +62,7 @@ def twins(vocab_size: int) -> Double:
 
     def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
         levels = noise.choices(range(vocab_size), k=most)
-        parents = [(index - 2) // 2 for index in range(2, most + 2)]
+        parents = [index // 2 - 1 for index in range(most)]
         tokens = [levels[(index + 2).bit_length() - 2] for index in range(most)]
         return Draft(tuple(tokens), tuple(parents))
 
