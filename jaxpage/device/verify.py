@@ -10,7 +10,7 @@ def accept(
     drawn_T: Int[Array, "T"],
     token_ids_T: Int[Array, "T"],
     parents_T: Int[Array, "T"],
-    query_start: Int[Array, "B+1"],
+    query_start: Int[Array, "_"],  # [B + 1]
     max_query_len: int,
 ) -> Int[Array, "B Q"]:
     """From the first token of each row down to children that are what was drawn: the tokens of that path, -1 behind the last.
