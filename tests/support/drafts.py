@@ -16,7 +16,7 @@ DRAFTING = {"method": "ngram", "num_speculative_tokens": 4}  # settings of the e
 
 
 class Scripted:
-    """Drafts what a sequence will be, so many right tokens and wrong ones behind them. `calls`: (sequence, known tokens) of each."""
+    """Drafts what a sequence will be, so many right tokens and wrong ones behind them. `heard`: what it was told of each sequence."""
 
     def __init__(
         self, texts: Mapping[int, Sequence[int]], script: Callable[[int, int], tuple[int, int]], vocab_size: int = 257
@@ -27,7 +27,7 @@ class Scripted:
             script: by sequence id and number of known tokens: how many right drafts, and how many wrong ones.
         """
         self.texts, self.script, self.vocab_size = texts, script, vocab_size
-        self.calls: list[tuple[int, int]] = []
+        self.heard: dict[int, list[int]] = {}
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], num_drafts: int) -> Draft | None:
         known = len(token_ids)
@@ -35,7 +35,7 @@ class Scripted:
         right = list(self.texts.get(sequence_id, ())[known : known + num_right])
         follows = [*self.texts.get(sequence_id, ())[known + len(right) :], *[0] * num_wrong]
         wrong = [(token_id + 1) % self.vocab_size for token_id in follows[:num_wrong]]
-        self.calls.append((sequence_id, known))
+        self.heard[sequence_id] = list(token_ids)
         return chain(tuple([*right, *wrong][:num_drafts]))
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
