@@ -89,7 +89,12 @@ ENGINE_FLAGS = (
     Flag("enable_prefix_caching", None, "requests share the KV blocks of what was computed before; default: yes"),
     Flag("attention_backend", str, "auto, or one of the backends of pallas_kernels; default: auto"),
     Flag("seed", int, "seed of the seeds that requests without one are given; default: 0"),
-    Flag("speculative_config", json_object, "speculation (not supported by this version)", "JSON"),
+    Flag(
+        "speculative_config",
+        json_object,
+        'draft what follows and verify it: {"method": "ngram", "num_speculative_tokens": 4}; default: no drafts',
+        "JSON",
+    ),
     Flag("tensor_parallel_size", int, "devices to split the model over (this version: 1)"),
     Flag("event_log", str, "write everything that a replay needs to this file"),
 )
@@ -97,7 +102,7 @@ ENGINE_FLAGS = (
 # Those on which it depends what fits in memory.
 PLAN_SETTINGS = (
     *("revision", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "num_blocks", "kv_cache_memory_bytes"),
-    *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"),
+    *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "speculative_config", "tensor_parallel_size"),
 )
 PLANNED_SETTINGS = (
     "kv_cache_dtype",
