@@ -26,6 +26,7 @@ from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.plan import StepPlan
 from jaxpage.scheduling.scheduler import NO_DRAFTS
 from jaxpage.shapes import NOT_FINITE
+from jaxpage.speculation.admitting import possible
 from jaxpage.speculation.proposal import Draft
 from jaxpage.speculation.speculation import Speculation
 
@@ -137,7 +138,8 @@ class Engine:
         """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
         self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
         began = time.monotonic()
-        drafts = self.propose(self.scheduler.running)
+        if drafts := self.propose(self.scheduler.running):
+            drafts = possible(drafts, self._strategies, self.builder.vocab_size)
         proposed = time.monotonic()
         plan = self.scheduler.plan(drafts)
         self._blocks_may_be_missing = plan is not None and bool(plan.swap_out or plan.swap_in or plan.copies)

@@ -13,6 +13,7 @@ from jaxpage.outputs import RequestMetrics
 from jaxpage.request import SequenceGroup
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.plan import StepPlan
+from jaxpage.speculation.counts import SpeculationCounts
 
 
 @dataclass
@@ -26,6 +27,7 @@ class EngineMetrics:
     request_success_total: dict[str, int] = field(default_factory=dict)  # by finish reason
     requests: dict[str, RequestMetrics] = field(default_factory=dict)
     memory: MemoryHistory = field(default_factory=MemoryHistory)
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     _step_began: float = 0.0  # in seconds of time.monotonic
 
     def arrived(self, request_id: str) -> RequestMetrics:
@@ -56,6 +58,11 @@ class EngineMetrics:
         for row in plan.rows:
             num_prompt_tokens = len(group_of[row.sequence_id].request.prompt_token_ids)
             self.prompt_tokens_total += max(0, min(row.context_length, num_prompt_tokens) - row.start)
+        for sequence_id, num_tokens, num_accepted in self.speculation.add(plan, edits, group_of):
+            metrics = self.requests[group_of[sequence_id].request.request_id]
+            metrics.num_drafts += 1
+            metrics.num_draft_tokens += num_tokens
+            metrics.num_accepted_tokens += num_accepted
         for group in groups:
             metrics = self.requests[group.request.request_id]
             metrics.num_preemptions = group.num_preemptions
@@ -93,6 +100,7 @@ class EngineMetrics:
             "prompt_tokens_total": self.prompt_tokens_total,
             "generation_tokens_total": self.generation_tokens_total,
             "copy_on_write_blocks_total": self.copy_on_write_blocks_total,
+            **self.speculation.snapshot(),
             "shared_blocks": split.shared_blocks,
             "kv_token_slots": split.token_slots,
             "kv_reserved_slots": split.reserved_slots,
