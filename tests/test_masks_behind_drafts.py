@@ -244,12 +244,12 @@ def test_wild_drafts_change_nothing(llm: LLM) -> None:
     scripted = Scripted(texts, mixed_up)
 
     class Wild:
-        def propose(self, sequence_id: int, token_ids: Any, num_drafts: int) -> Draft | None:
-            draft = scripted.propose(sequence_id, token_ids, num_drafts)
-            beyond = (VOCAB, -1, 10**6)[len(token_ids) % 3]
+        def propose(self, request: Any, sequence: Any, num_drafts: int) -> Draft | None:
+            draft = scripted.propose(request, sequence, num_drafts)
+            beyond = (VOCAB, -1, 10**6)[sequence.num_known_tokens % 3]
             return chain((*draft.token_ids[: num_drafts - 1], beyond))
 
-        def forget(self, sequence_ids: Any) -> None:
+        def forget(self, group: Any) -> None:
             pass
 
     draft_with(llm._engine, Wild())

@@ -160,7 +160,7 @@ def test_a_log_tells_what_was_drafted_and_what_was_right(llm: LLM, crowd: Path) 
             num_wrong += length - 1 - len(right)
             first += length
         assert first == len(result["tokens"])
-    assert num_right > 30 and num_wrong > 30
+    assert num_right > 20 and num_wrong > 20
     with logged(llm, crowd.with_suffix(".again")):
         without_drafts(llm)
         outputs = llm.generate(*crowd_of(llm), use_tqdm=False)
