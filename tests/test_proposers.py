@@ -299,6 +299,9 @@ def test_a_sequence_goes_on_as_an_earlier_answer_did_its_last_tokens_included() 
     answered(proposer, 1, [10, 11, 12, 13, 14])
     assert continues(proposer, [99, 10, 11, 12]) == chain((13, 14))
     assert continues(proposer, [99, 11]) == chain((12,))  # one token the same, one drafted
+    group = make_group("b", 2, [99, 10, 11], max_tokens=99)
+    write(group, [12])
+    assert ask(proposer, group, 4) == chain((13, 14))  # what is the same begins in the prompt
 
 
 def test_prompts_are_nobody_elses() -> None:
@@ -453,6 +456,10 @@ def test_synthetic_drafts_end_with_the_output_and_refuse_another_one() -> None:
     write(group, [8])
     with pytest.raises(ValueError, match="token 3"):
         ask(proposer, group, 4)
+    other = make_group("b", 1, [1], max_tokens=99)
+    write(other, [5, 9])
+    with pytest.raises(ValueError, match="token 1"):
+        ask(proposer, other, 4)
 
 
 @given(st.integers(1, 8), st.floats(0, 1))
