@@ -140,6 +140,20 @@ def test_the_workspace_holds_scored_tiles_and_neutral_adjustments(
     assert long - short >= 64 * 4 * (8192 - 1024)
 
 
+def test_the_workspace_holds_a_draw_behind_every_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 sequences with 7 drafts draw from 512 tokens, if a step may have as many; each draw has logits of its own."""
+    model = write(tmp_path, LLAMA_3_8B)
+    drafting = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}')
+
+    def workspace(most: str, *words: str) -> int:
+        size = ("--memory", "80GiB", "--max-model-len", "1024", "--max-num-batched-tokens", most)
+        return planned(capsys, model, *size, *words)["workspace_bytes"]
+
+    logits = 4 * LLAMA_3_8B["vocab_size"]
+    assert workspace("2048", *drafting) - workspace("2048") >= (512 - 64) * logits
+    assert workspace("128", *drafting) - workspace("128") >= (128 - 64) * logits, "16 sequences with 7 drafts"
+
+
 def test_users_are_as_many_as_a_block_manager_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, write(tmp_path, LLAMA_3_8B), "--memory", "20GiB", "--block-size", "32")
     assert [row["length"] for row in plan["users_by_length"]] == [256, 512, 1024, 2048, 4096, 8192]

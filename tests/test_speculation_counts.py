@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.cli_commands import _drafted
 from jaxpage.decoding import Append, Finish
+from jaxpage.outputs import RequestMetrics
 from jaxpage.request import Request, SequenceGroup
 from jaxpage.request import Sequence as Tokens
 from jaxpage.scheduling import Row, Sample, StepPlan
@@ -176,3 +179,10 @@ def test_only_rows_that_decode_are_target_steps() -> None:
     counts = SpeculationCounts()
     counts.add(plan, [Append(1, 6), Append(3, 9)], groups)
     assert (counts.num_decode_rows, counts.num_decode_tokens, counts.snapshot()["tokens_per_target_step"]) == (1, 1, 1)
+
+
+def test_the_line_behind_a_text_says_what_was_accepted() -> None:
+    metrics = RequestMetrics(arrival_time=0.0)
+    assert _drafted(None) == _drafted(metrics) == ""
+    metrics = replace(metrics, num_drafts=3, num_draft_tokens=8, num_accepted_tokens=7)
+    assert _drafted(metrics) == "7 of 8 drafts accepted, "

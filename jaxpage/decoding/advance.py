@@ -49,7 +49,7 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
             continue
         draws = []
         for index, sample, drafted in drawn:
-            draws.append(_draw(result, index, sample)._replace(drafted=drafted))
+            draws.append(_draw(result, index, sample, drafted))
             if (parent_id := plan.rows[sample.row].sequence_id) != sample.sequence_id:
                 edits.append(Fork(parent_id, sample.sequence_id, sample.sample_index))
         try:
@@ -86,11 +86,11 @@ def _scores(plan: StepPlan, scored: StepResult) -> list[Edit]:
     return edits
 
 
-def _draw(result: StepResult, index: int, sample: Sample) -> Draw:
+def _draw(result: StepResult, index: int, sample: Sample, drafted: bool) -> Draw:
     token_id, num_top = int(result.token_ids[index]), sample.num_logprobs
     if num_top is None or token_id < 0:
-        return Draw(sample.sequence_id, token_id)
-    return Draw(sample.sequence_id, token_id, next(_logprobs(result, index, index + 1, num_top)))
+        return Draw(sample.sequence_id, token_id, None, drafted)
+    return Draw(sample.sequence_id, token_id, next(_logprobs(result, index, index + 1, num_top)), drafted)
 
 
 def _logprobs(result: StepResult, start: int, stop: int, num_top: int) -> Iterator[TokenLogprobs]:

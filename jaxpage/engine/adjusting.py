@@ -51,8 +51,13 @@ def adjustments_of(
     history_RC: Any = None
     if penalised:
         history_RC = np.full(shapes.history_RC.shape, vocab_size, np.int32)
+        last: tuple[int, ...] = ()
+        known_C = np.zeros(0, np.int32)
         for index, sample in penalised:
-            history_RC[index, : len(sample.history)] = sample.history
+            if sample.history is not last:  # the draws behind a row's drafts share it
+                last, known_C = sample.history, np.array(sample.history, np.int32)
+            history_RC[index, : len(last)] = known_C
+            history_RC[index, len(last) : len(last) + len(sample.drafts)] = sample.drafts
     return Adjustments(mask_RU, ids_BE, bias_RE, history_RC)
 
 

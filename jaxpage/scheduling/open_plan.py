@@ -108,16 +108,17 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
 
 def drafted_samples(sample: Sample, draft: Draft, sequence: Sequence, request: Request) -> list[Sample]:
     """The draws behind each draft, as if the drafts before it were known. `sample`: the draw from the last known token."""
-    samples = [
-        sample._replace(offset=1 + index, position=sample.position + depth) for index, depth in enumerate(draft.depths)
-    ]
-    if not request.adjusts:
-        return samples
-    paths = [draft.path(index) for index in range(len(samples))]
-    return [
-        _adjusted(sample._replace(drafts=path), request, [*sequence.token_ids, *path])
-        for sample, path in zip(samples, paths, strict=True)
-    ]
+    row, _, sequence_id, params, seed, sample_index, position, _, num_logprobs, history, num_prompt_tokens, _ = sample
+    suppresses = bool(request.params.min_tokens or request.bad_word_token_ids)
+    samples = []
+    for index, depth in enumerate(
+        draft.depths
+    ):  # several draws for every token that comes out, so each is made in one go
+        path = draft.path(index) if request.adjusts else ()
+        suppressed = suppressed_token_ids(request, [*sequence.token_ids, *path]) if suppresses else ()
+        who = (row, 1 + index, sequence_id, params, seed, sample_index, position + depth)
+        samples.append(Sample(*who, suppressed, num_logprobs, history, num_prompt_tokens, path))
+    return samples
 
 
 def _adjusted(sample: Sample, request: Request, known: list[int]) -> Sample:

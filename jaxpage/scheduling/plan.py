@@ -54,7 +54,7 @@ class Sample(NamedTuple):
     num_logprobs: int | None = None  # likeliest candidates wanted beside the drawn token; None: not even its own
     history: tuple[int, ...] = ()  # the known tokens, prompt first, where a penalty counts them
     num_prompt_tokens: int = 0  # of the history
-    drafts: tuple[int, ...] = ()  # what stands between the known tokens and the draw, where a grammar asks
+    drafts: tuple[int, ...] = ()  # what stands between the known tokens and the draw, where anything asks
 
 
 @dataclass(frozen=True)

@@ -47,16 +47,12 @@ class SpeculationCounts:
         if not plan.verifies:
             return []
         verified = verified_drafts(plan, edits)
-        for row in plan.rows:
-            if row.parents:
-                for position in range(_depth(row.parents)):
-                    self.num_accepted_per_position.setdefault(position, 0)
-        for each in verified:
-            self.num_drafts += 1
-            self.num_draft_tokens += each.num_tokens
-            self.num_accepted_tokens += each.num_accepted
-            for position in range(each.num_accepted):
-                self.num_accepted_per_position[position] += 1
+        self.num_drafts += len(verified)
+        self.num_draft_tokens += sum([each.num_tokens for each in verified])
+        self.num_accepted_tokens += sum([each.num_accepted for each in verified])
+        for position in range(max([_depth(parents) for parents in {row.parents for row in plan.rows if row.parents}])):
+            accepted = sum([each.num_accepted > position for each in verified])
+            self.num_accepted_per_position[position] = self.num_accepted_per_position.get(position, 0) + accepted
         return verified
 
     def _add_decoding(self, plan: StepPlan, edits: list[Edit], group_of: Mapping[int, SequenceGroup]) -> None:
