@@ -4,6 +4,7 @@ last bit. Drafts come from doubles that know what follows, or what does not."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 from collections import Counter
 
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, SamplingParams
-from jaxpage.decoding import advance as advancing
+from jaxpage.config import UnsupportedSettings
 from jaxpage.device import steps
 from jaxpage.engine import batch_builder
-from jaxpage.errors import UnsupportedError, UnsupportedSettings
+from jaxpage.errors import UnsupportedError
 from jaxpage.scheduling import open_plan
 from jaxpage.speculative_config import SpeculativeConfig
 from tests.support.drafts import KINDS, MOST_DRAFTS, NUM_TOKEN_IDS, Drafter
@@ -23,6 +24,7 @@ from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import write_tokenizer
 
+advancing = importlib.import_module("jaxpage.decoding.advance")  # the package has a function of that name
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
 
 
@@ -123,7 +125,7 @@ def engines(directories):
 
     yield engine
     for llm in made.values():
-        llm.close()
+        llm.shutdown()
 
 
 def everything(outputs):
