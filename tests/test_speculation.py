@@ -37,18 +37,12 @@ class Branching(SpeculativeConfig):
 
 TREES = Branching(method="ngram", num_speculative_tokens=MOST_DRAFTS, tree=True)
 CHAINS = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)
-SMALL_POOL = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+SMALL_POOL = {"max_num_seqs": 4, "max_model_len": 96, "enable_prefix_caching": False, "speculative_config": TREES}
 ENGINES = {
     "without": {"max_num_seqs": 7},
     "trees": {"max_num_seqs": 7, "block_size": 4, "num_blocks": 257, "speculative_config": TREES},
-    "recomputing": {**SMALL_POOL, "max_num_seqs": 4, "block_size": 1, "num_blocks": 131, "speculative_config": TREES},
-    "swapping": {
-        **SMALL_POOL,
-        "max_num_seqs": 4,
-        "num_blocks": 10,
-        "preemption_mode": "swap",
-        "speculative_config": TREES,
-    },
+    "recomputing": {**SMALL_POOL, "block_size": 1, "num_blocks": 131},
+    "swapping": {**SMALL_POOL, "num_blocks": 10, "preemption_mode": "swap"},
     "alone": {"max_num_seqs": 1, "block_size": 16, "speculative_config": TREES},
     "chains": {"max_num_seqs": 2, "block_size": 8, "num_blocks": 66, "speculative_config": CHAINS},
     "int8 without": {"max_num_seqs": 2, "kv_cache_dtype": "int8"},
