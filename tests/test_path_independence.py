@@ -175,8 +175,8 @@ class Forking(SamplingStrategy):
         super().__init__(request, lambda: NoText())
         self._fork_at, self._child_id, self.num_tokens = fork_at, child_id, 0
 
-    def _advance(self, sequence_id, token_id, logprobs):
-        edits = super()._advance(sequence_id, token_id, logprobs)
+    def _advance(self, draw):
+        edits, sequence_id = super()._advance(draw), draw.sequence_id
         self.num_tokens += 1
         if self.num_tokens == self._fork_at:
             self._stopping_of[self._child_id] = copy.deepcopy(self._stopping_of[sequence_id])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jaxpage.speculation import Draft
+from jaxpage.request import SequenceGroup
+from jaxpage.speculation import Draft, chain
+
+NUM_TOKEN_IDS = 257  # of the small models
+MOST_DRAFTS = 7
+Outputs = Mapping[tuple[tuple[int, ...], int, int], Sequence[int]]  # by prompt, seed and sample: what the request draws
 
 
 def random_draft(
@@ -33,3 +39,85 @@ def random_draft(
         tokens.append(token)
         parents.append(parent)
     return Draft(tuple(tokens), tuple(parents))
+
+
+# What follows, at most how many drafts, and a source of chance: the draft.
+Kind = Callable[[random.Random, list[int], int], Draft]
+
+
+def oracle(rng: random.Random, future: list[int], most: int) -> Draft:
+    return chain(tuple(future[:most]))
+
+
+def wrong(rng: random.Random, future: list[int], most: int) -> Draft:
+    """Not one of them is right."""
+    return chain(tuple((token_id + 1) % NUM_TOKEN_IDS for token_id in future[:most]))
+
+
+def any_length(rng: random.Random, future: list[int], most: int) -> Draft:
+    return random_draft(rng, future, rng.randrange(most + 1), NUM_TOKEN_IDS, branches=False)
+
+
+def any_tree(rng: random.Random, future: list[int], most: int) -> Draft:
+    return random_draft(rng, future, rng.randrange(most + 1), NUM_TOKEN_IDS)
+
+
+def too_many(rng: random.Random, future: list[int], most: int) -> Draft:
+    """Behind what follows, past any end; and more than a step holds."""
+    return random_draft(rng, future, most + 40, NUM_TOKEN_IDS, branches=False, share_right=1.0)
+
+
+def duplicates(rng: random.Random, future: list[int], most: int) -> Draft:
+    """Every token stands twice behind each of the two before it."""
+    parents = [-1, -1] + [parent for parent in range(most) for _ in range(2)]
+    depths = Draft((0,) * most, tuple(parents[:most])).depths
+    known = [depth for depth in depths if depth <= len(future)]
+    return Draft(tuple(future[depth - 1] for depth in known), tuple(parents[: len(known)]))
+
+
+def right_branch(rng: random.Random, future: list[int], most: int, *, last: bool) -> Draft:
+    """At every depth a right token and a wrong one, and what follows behind the right one."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    right = -1
+    for token_id in future[: most // 2]:
+        pair = [token_id, (token_id + 1) % NUM_TOKEN_IDS]
+        tokens += pair[::-1] if last else pair
+        parents += [right, right]
+        right = len(tokens) - 1 - (not last)
+    return Draft(tuple(tokens), tuple(parents))
+
+
+KINDS: dict[str, Kind] = {
+    "oracle": oracle,
+    "wrong": wrong,
+    "any length": any_length,
+    "any tree": any_tree,
+    "too many": too_many,
+    "duplicates": duplicates,
+    "right branch first": functools.partial(right_branch, last=False),
+    "right branch last": functools.partial(right_branch, last=True),
+}
+
+
+class Drafter:
+    """Stands in for an engine's proposer. Drafts for every running sequence, beams too, by what `outputs` say that follows.
+
+    A request that is not among them gets drafts at random.
+    """
+
+    def __init__(self, outputs: Outputs, seed: int = 0) -> None:
+        self.outputs = outputs
+        self.kind: Kind = oracle
+        self._rng = random.Random(seed)
+
+    def propose(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
+        drafts = {}
+        for group in groups:
+            for sequence in group.unfinished:
+                key = group.request.prompt_token_ids, group.request.seed, sequence.sample_index
+                future = self.outputs.get(key, ())[sequence.num_output_tokens :]
+                draft = self.kind(self._rng, list(future), MOST_DRAFTS)
+                if draft.token_ids:
+                    drafts[sequence.sequence_id] = draft
+        return drafts
