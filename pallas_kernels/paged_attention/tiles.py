@@ -38,6 +38,9 @@ class Tiles:
     num_stages: int
 
     def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if type(value) is not int:
+                raise TypeError(f"{name} must be an int, not {value!r}")
         for name, low, high in (("query_rows", 16, 256), ("context", 16, 256), ("num_warps", 1, 16)):
             value = getattr(self, name)
             if not low <= value <= high or value & (value - 1):
