@@ -59,14 +59,14 @@ def kernel_call(
     interpret: run on CPU, as plain JAX operations; warps and stages mean nothing then.
 
     Raises:
-        NotImplementedError: an operand is so large that the backend's offsets overflow.
+        NotImplementedError: an operand or a result is so large that the backend's offsets overflow.
     """
     whole = pl.BlockSpec(memory_space=pl.ANY)
     out_specs = [whole] * len(out_shape) if isinstance(out_shape, Sequence) else whole
 
     def call(*operands: jax.Array | None) -> Any:
-        for operand in operands:
-            _check_offsets(operand)
+        for array in (*operands, *jax.tree.leaves(out_shape)):
+            _check_offsets(array)
         return pl.pallas_call(
             kernel,
             grid=grid,
@@ -82,7 +82,7 @@ def kernel_call(
     return call
 
 
-def _check_offsets(operand: jax.Array | None) -> None:
+def _check_offsets(operand: Any) -> None:
     """Offsets count elements, in 32 bits with a sign up to 2**32 bytes and in 64 bits beyond: too few for bytes in between."""
     if operand is not None and operand.size > 2**31 and operand.size * operand.dtype.itemsize <= 2**32:
         raise NotImplementedError(
