@@ -355,6 +355,21 @@ def test_bits_that_depend_on_neighbours_are_seen():
     assert stability.check("scan", "decode", stability.decode_settings(spec, (2, 3)), run).status == PASSED
 
 
+def test_bits_that_depend_on_the_rows_other_tokens_are_seen_and_may_be_recorded():
+    spec = dataclasses.replace(SMALL, contexts=(30,), queries=(5,))
+
+    def settings():
+        return stability.verify_settings(spec, (5, 3, 1))
+
+    def run(case):
+        return case.run("scan") * np.float32(1 + 2.0**-23 * (int(case.step.query_start[1]) == 3))
+
+    assert stability.check("triton", "verify", settings(), lambda case: case.run("scan")).status == PASSED
+    found = stability.check("triton", "verify", settings(), run)
+    assert found.status == FAILED and found.data["differing"] == ["3 tokens in a step of 5"]
+    assert stability.check("triton", "verify", settings(), run, promised=False).status == PASSED
+
+
 @pytest.mark.parametrize("tokens", [(1, 20), (20, 20), (6, 20)], ids=["decode", "whole", "end"])
 def test_contiguous_attention_is_the_same_attention(tokens):
     torch = pytest.importorskip("torch")

@@ -1,7 +1,8 @@
 """How a kernel cuts its work: a checked config, what is chosen for a shape, and what was measured on a kind of GPU.
 
 A choice never depends on how many rows or blocks a call has, only on what `Shape` names. So a token meets the same sums in the same order
-in every bucket of one kind of step, whoever its neighbours are.
+in every bucket of one kind of step, whoever its neighbours are. The exception: where a row of several query tokens has more context than
+`max_splits` splits of `split_context` positions, or a window, splits end where its tiles say.
 """
 
 from __future__ import annotations
