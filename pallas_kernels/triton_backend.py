@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as _tpu  # noqa: F401
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.compat import refuse_x64
+
 # Each lowering warns, and no frame of this project is on the stack then: so by its text, once for the process.
 DEPRECATION = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
@@ -59,12 +61,13 @@ def kernel_call(
     interpret: run on CPU, as plain JAX operations; warps and stages mean nothing then.
 
     Raises:
-        NotImplementedError: an operand or a result is so large that the backend's offsets overflow.
+        NotImplementedError: an operand or a result is so large that the backend's offsets overflow, or JAX counts in 64 bits.
     """
     whole = pl.BlockSpec(memory_space=pl.ANY)
     out_specs = [whole] * len(out_shape) if isinstance(out_shape, Sequence) else whole
 
     def call(*operands: jax.Array | None) -> Any:
+        refuse_x64()
         for array in (*operands, *jax.tree.leaves(out_shape)):
             _check_offsets(array)
         return pl.pallas_call(

@@ -461,6 +461,13 @@ def test_the_engines_float32_is_no_tf32_in_any_thread(tmp_path, monkeypatch):
     assert seen == [("float32", "highest")] * 2 + [("bfloat16", None)]
 
 
+def test_pages_are_not_timed_when_time_is_short(monkeypatch):
+    monkeypatch.setattr(parts, "measured_ceilings", lambda small: CEILINGS)
+    monkeypatch.setattr(parts, "compare", lambda specs, backends, *_, **__: [])
+    *_, last = parts.PARTS["bench"](parts.Options(seconds=30))
+    assert (last.status, last.check) == (LEFT_OUT, "pages: timings") and "it may need 40" in last.summary
+
+
 def test_a_missing_package_leaves_the_engine_out(tmp_path):
     to = tmp_path / "engine.jsonl"
     program = "import sys, runpy; sys.modules['llguidance'] = None; sys.argv[0] = 'x'; "

@@ -212,6 +212,22 @@ def test_numpy_arrays_of_any_integers_do(integers):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+def test_kernels_refuse_64_bits_and_xla_does_not():
+    case = make_case(9, [4, 4], [1, 1])
+    pages = np.ones((3, 2, 1, 8), np.float32)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        got = paged_attention(*case.arrays, scale=0.5)
+        with pytest.raises(NotImplementedError, match="triton: jax_enable_x64.*mosaic: jax_enable_x64"):
+            paged_attention(*case.arrays, scale=0.5, interpret=True)
+        with pytest.raises(NotImplementedError, match="triton: jax_enable_x64"):
+            write_kv(pages[0], pages[1], pages, pages, np.array([1, 2]), interpret=True)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, oracle(case, scale=0.5), atol=1e-5)
+
+
 def test_write_kv_fills_exactly_its_slots():
     rng = np.random.default_rng(10)
     k_pages, v_pages = rng.standard_normal((2, 5, 4, 2, 8)).astype(np.float32)
