@@ -11,6 +11,7 @@ from jax import sharding
 from jax.experimental.pallas import mosaic_gpu
 
 mg: Any = mosaic_gpu  # its names and their types differ among versions
+config: Any = jax.config  # whose values have no types
 MOSAIC_INTERPRETABLE = hasattr(mg, "InterpretGPUParams")  # from jax 0.11 on
 
 
@@ -63,3 +64,9 @@ def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     """What lies behind a ref, in registers of a layout. `optimized`: fail where the copy would be slow."""
     index = () if jax.__version_info__ >= (0, 11, 0) else ((),)
     return mg.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def refuse_x64() -> None:
+    """Raises NotImplementedError where JAX makes integers of 64 bits unless told otherwise: in a kernel they meet indices of 32."""
+    if config.jax_enable_x64:
+        raise NotImplementedError("jax_enable_x64, under which a kernel's integers have 64 bits")

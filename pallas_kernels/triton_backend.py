@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as _tpu  # noqa: F401
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.compat import refuse_x64
+
 # Each lowering warns, and no frame of this project is on the stack then: so by its text, once for the process.
 DEPRECATION = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
@@ -59,14 +61,15 @@ def kernel_call(
     interpret: run on CPU, as plain JAX operations; warps and stages mean nothing then.
 
     Raises:
-        NotImplementedError: an operand is so large that the backend's offsets overflow.
+        NotImplementedError: an operand or a result is so large that the backend's offsets overflow, or JAX counts in 64 bits.
     """
     whole = pl.BlockSpec(memory_space=pl.ANY)
     out_specs = [whole] * len(out_shape) if isinstance(out_shape, Sequence) else whole
 
     def call(*operands: jax.Array | None) -> Any:
-        for operand in operands:
-            _check_offsets(operand)
+        refuse_x64()
+        for array in (*operands, *jax.tree.leaves(out_shape)):
+            _check_offsets(array)
         return pl.pallas_call(
             kernel,
             grid=grid,
@@ -82,7 +85,7 @@ def kernel_call(
     return call
 
 
-def _check_offsets(operand: jax.Array | None) -> None:
+def _check_offsets(operand: Any) -> None:
     """Offsets count elements, in 32 bits with a sign up to 2**32 bytes and in 64 bits beyond: too few for bytes in between."""
     if operand is not None and operand.size > 2**31 and operand.size * operand.dtype.itemsize <= 2**32:
         raise NotImplementedError(

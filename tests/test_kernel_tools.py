@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import json
 import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -27,7 +29,7 @@ from pallas_kernels.paged_attention import tiles
 from pallas_kernels.paged_attention.tiles import Tiles
 from pallas_kernels.specs import Spec
 from tests.support import attention
-from tools import bench_kernels, gpu_check, time_contiguous_attention
+from tools import bench_kernels, check_engine, gpu_check, time_contiguous_attention
 
 CEILINGS = Ceilings(copied=2.0e12, read=3.0e12, matmul=6.0e14)
 SMALL = Spec(name="small", num_heads=4, num_kv_heads=2, head_width=16, contexts=(30, 9), queries=(1, 1), block_size=8)
@@ -353,6 +355,21 @@ def test_bits_that_depend_on_neighbours_are_seen():
     assert stability.check("scan", "decode", stability.decode_settings(spec, (2, 3)), run).status == PASSED
 
 
+def test_bits_that_depend_on_the_rows_other_tokens_are_seen_and_may_be_recorded():
+    spec = dataclasses.replace(SMALL, contexts=(30,), queries=(5,))
+
+    def settings():
+        return stability.verify_settings(spec, (5, 3, 1))
+
+    def run(case):
+        return case.run("scan") * np.float32(1 + 2.0**-23 * (int(case.step.query_start[1]) == 3))
+
+    assert stability.check("triton", "verify", settings(), lambda case: case.run("scan")).status == PASSED
+    found = stability.check("triton", "verify", settings(), run)
+    assert found.status == FAILED and found.data["differing"] == ["3 tokens in a step of 5"]
+    assert stability.check("triton", "verify", settings(), run, promised=False).status == PASSED
+
+
 @pytest.mark.parametrize("tokens", [(1, 20), (20, 20), (6, 20)], ids=["decode", "whole", "end"])
 def test_contiguous_attention_is_the_same_attention(tokens):
     torch = pytest.importorskip("torch")
@@ -414,6 +431,41 @@ def test_what_crashes_or_hangs_takes_no_other_along(tmp_path):
     assert ended["hang"][0].status == FAILED and "hangs" in ended["hang"][0].summary
     assert ended["big"][0].status == LEFT_OUT and "it may need 1000" in ended["big"][0].summary
     assert ended["late"][0].status == LEFT_OUT and "time is up" in ended["late"][0].summary
+
+
+def test_what_a_part_leaves_behind_is_stopped(tmp_path):
+    program = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
+    )
+    one = child(tmp_path, "leaves", program, needs_s=0)
+    run_all([one], deadline=time.monotonic() + 30, jobs=1, done=lambda *_: None)
+    status = Path(f"/proc/{int(one.log.read_text())}/status")
+    until = time.monotonic() + 10
+    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_the_engines_float32_is_no_tf32_in_any_thread(tmp_path, monkeypatch):
+    """Engines compile in threads of their own."""
+    seen = []
+
+    def generated(backend, dtype, orders):
+        thread = threading.Thread(target=lambda: seen.append((dtype, jax.config.jax_default_matmul_precision)))
+        thread.start()
+        thread.join()
+        return [[([1], [0.0]) for _ in order] for order in orders]
+
+    monkeypatch.setattr(check_engine, "generated", generated)
+    check_engine.main(["triton", "reference", "--to", str(tmp_path / "engine.jsonl")])
+    assert seen == [("float32", "highest")] * 2 + [("bfloat16", None)]
+
+
+def test_pages_are_not_timed_when_time_is_short(monkeypatch):
+    monkeypatch.setattr(parts, "measured_ceilings", lambda small: CEILINGS)
+    monkeypatch.setattr(parts, "compare", lambda specs, backends, *_, **__: [])
+    *_, last = parts.PARTS["bench"](parts.Options(seconds=30))
+    assert (last.status, last.check) == (LEFT_OUT, "pages: timings") and "it may need 40" in last.summary
 
 
 def test_a_missing_package_leaves_the_engine_out(tmp_path):

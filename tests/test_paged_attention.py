@@ -248,6 +248,72 @@ def test_refusals_name_the_argument():
         paged_attention(*case.arrays, scale=1.0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"q_TNH": np.float32(1)}, ValueError, "q_TNH must have 3 axes"),
+        ({"q_TNH": np.zeros((5, 0, 16), np.float32)}, ValueError, "0 query heads"),
+        ({"k_pages": np.zeros((3, 8, 0, 16), np.float32)}, ValueError, r"k_pages must not be empty.*\(3, 8, 0, 16\)"),
+        ({"block_table_BM": np.zeros((2, 0), np.int32)}, ValueError, r"block_table_BM must not be empty.*\(2, 0\)"),
+        ({"tree_mask_TQ": np.zeros((5, 0), bool)}, ValueError, r"tree_mask_TQ .*\(5, 0\)"),
+        ({"scale": "x"}, TypeError, "scale must be a number.*'x'"),
+        ({"scale": jnp.float32(1)}, TypeError, "scale must be a number"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite, not nan"),
+        ({"sliding_window": 1.5}, TypeError, "sliding_window must be an integer.*1.5"),
+        ({"sliding_window": 0}, ValueError, "sliding_window must be at least 1, not 0"),
+        ({"logit_softcap": 0.0}, ValueError, "logit_softcap must be above 0, not 0.0"),
+        ({"max_query_len": 2.5}, TypeError, "max_query_len must be an integer.*2.5"),
+        ({"max_query_len": 0}, ValueError, "max_query_len must be at least 1, not 0"),
+    ],
+)
+def test_what_is_no_call_is_refused_by_name(changes, error, text):
+    arguments = vars(make_case(9, [4, 4], [1, 1])) | {"scale": 1.0} | changes
+    with pytest.raises(error, match=text):
+        paged_attention(**{name: value for name, value in arguments.items() if value is not None})
+
+
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
+def test_a_call_without_tokens_or_rows_gives_zeros(backend):
+    interpret = backend == "triton"
+    for contexts, queries, padding in (([9, 4], [0, 0], 0), ([], [], 2)):
+        case = make_case(9, contexts or [1], queries or [0], padding=padding)
+        if not contexts:
+            case.block_table_BM, case.context_len_B = case.block_table_BM[:0], case.context_len_B[:0]
+            case.query_start = case.query_start[:1]
+        got = paged_attention(*case.arrays, scale=1.0, backend=backend, interpret=interpret)
+        assert got.shape == case.q_TNH.shape
+        assert got.dtype == case.q_TNH.dtype
+        assert not np.any(got)
+
+
+@pytest.mark.parametrize("integers", ["int64", "int8", "uint8"])
+def test_numpy_arrays_of_any_integers_do(integers):
+    """Not compiled, and with more query tokens than the narrowest of these types counts."""
+    case = make_case(9, [120, 20], [100, 20], padding=20)
+    want = oracle(case, scale=0.25)
+    for name in ("block_table_BM", "context_len_B", "query_start"):
+        setattr(case, name, getattr(case, name).astype(integers))
+    for backend in ("reference", "scan"):
+        got = paged_attention(*case.arrays, scale=np.float64(0.25), backend=backend)
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_kernels_refuse_64_bits_and_xla_does_not():
+    case = make_case(9, [4, 4], [1, 1])
+    pages = np.ones((3, 2, 1, 8), np.float32)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        got = paged_attention(*case.arrays, scale=0.5)
+        with pytest.raises(NotImplementedError, match="triton: jax_enable_x64.*mosaic: jax_enable_x64"):
+            paged_attention(*case.arrays, scale=0.5, interpret=True)
+        with pytest.raises(NotImplementedError, match="triton: jax_enable_x64"):
+            write_kv(pages[0], pages[1], pages, pages, np.array([1, 2]), interpret=True)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, oracle(case, scale=0.5), atol=1e-5)
+
+
 def test_write_kv_fills_exactly_its_slots():
     rng = np.random.default_rng(10)
     k_pages, v_pages = rng.standard_normal((2, 5, 4, 2, 8)).astype(np.float32)

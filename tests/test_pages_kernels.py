@@ -202,12 +202,12 @@ def check_copy(function, by_slot, pairs, seed=0):
     got = function(pages, source, destination)
     for new, old in zip(jax.tree.leaves(got), jax.tree.leaves(pages), strict=True):
         rows = np.asarray(old).reshape(P * S if by_slot else P, -1)
-        want, inside = rows.copy(), destination < len(rows)
-        want[destination[inside]] = rows[source[inside]]
+        want, inside = rows.copy(), (destination >= 0) & (destination < len(rows))
+        want[destination[inside]] = rows[np.clip(source[inside], 0, len(rows) - 1)]
         same(np.asarray(new), want.reshape(old.shape))
 
 
-CHAIN = [(1, 2), (2, 3), (3, 1), (4, 99), (0, 0), (0, 0)]  # a circle, one that is left out, padding
+CHAIN = [(1, 2), (2, 3), (3, 1), (4, 99), (5, -1), (-1, 4)]  # a circle, two that are left out, a source that is clamped
 
 
 def pairs_of(num_rows):
@@ -358,6 +358,12 @@ def test_auto_is_the_kernel_on_a_gpu_and_xla_where_it_refuses(monkeypatch):
         NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"
     ):
         kernels(large, backend="triton")
+    many = jax.ShapeDtypeStruct(
+        (3 * 2**12,), jnp.int32
+    )  # whose bytes are too many for one array, though the pages are not
+    wide = jax.ShapeDtypeStruct((16, 2**18), jnp.uint8)
+    with pytest.raises(NotImplementedError, match=r"triton: .* uint8 \(12288, 262144\) has"):
+        jax.eval_shape(functools.partial(gather_blocks, backend="triton"), wide, many)
 
 
 def test_refusals_name_the_argument():
@@ -387,7 +393,7 @@ def test_refusals_name_the_argument():
         (ValueError, "must be alike", (new, new, pages[0], pages[1][1:], index), {}),
         (
             ValueError,
-            r"k_pages must have 4 axes, but its shape is \(4, 3, 20\)",
+            r"k_pages must have 4 axes and not be empty, but its shape is \(4, 3, 20\)",
             (new, new, pages[0][0], pages[1], index),
             {},
         ),
@@ -398,3 +404,33 @@ def test_refusals_name_the_argument():
         copy_blocks(pages, index, index[1:])
     with pytest.raises(ValueError, match=r"contents must be uint8 \(2, 1920\), but are uint8 \(2, 5\)"):
         scatter_blocks(pages, index, np.zeros((2, 5), np.uint8))
+    pool = np.zeros((3, 2, 4), np.float32)
+    for error, message, operation, arguments in (
+        (
+            ValueError,
+            r"pages must be alike .* \[\(3, 2, 4\), \(2, 2, 4\)\]",
+            copy_blocks,
+            ((pool, pool[1:]), index, index),
+        ),
+        (ValueError, r"first 2 axes .* \[\(3, 2, 4\), \(3, 1, 4\)\]", copy_slots, ((pool, pool[:, 1:]), index, index)),
+        (ValueError, r"pages must be alike .* \[\(\)\]", copy_blocks, (np.float32(1), index, index)),
+        (ValueError, r"not empty, .* \[\(0, 2, 4\)\]", gather_blocks, (pool[:0], index)),
+        (ValueError, "pages must have at least one array", gather_blocks, ((), index)),
+        (TypeError, "pages must hold integers or floats, but an array holds bool", gather_blocks, (pool > 0, index)),
+        (ValueError, r"blocks must have one axis, but its shape is \(1, 2\)", gather_blocks, (pool, index[None])),
+        (TypeError, "source must hold integers, but holds float32", copy_blocks, (pool, pool[0, 0], index)),
+    ):
+        with pytest.raises(error, match=message):
+            operation(*arguments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numpy_arrays_and_narrow_integers_do(backend):
+    """Not compiled; the pool has more slots than eight bits count."""
+    pages = np.arange(2 * 40 * 4 * 1 * 16, dtype=np.float32).reshape(2, 40, 4, 1, 16)
+    got = write_kv(pages[0, 0, :2], pages[1, 0, :2], *pages, np.array([5, 9], np.int8), **BACKENDS[backend])
+    want = pages.copy().reshape(2, 160, 1, 16)
+    want[:, [5, 9]] = pages[:, 0, :2]
+    np.testing.assert_array_equal(np.stack(got).reshape(want.shape), want)
+    moved = copy_blocks(pages[0], np.array([1], np.uint8), np.array([2], np.int8), **BACKENDS[backend])
+    np.testing.assert_array_equal(moved, pages[0, [0, 1, 1, *range(3, 40)]])

@@ -109,6 +109,23 @@ def test_attention_over_quantized_pages_matches_float64(backend, dtype, options)
     np.testing.assert_allclose(got, oracle(read, scale=0.3, **options), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_small_weights_times_small_scales_are_no_zeros_in_float16(dtype):
+    """One position has nearly all the weight and no value, as the first token of a text often has."""
+    case = make_case(3, [70], [1], dtype="float16")
+    case.q_TNH[..., 0], case.k_pages[..., 0] = 7.0, 0.0
+    case.q_TNH[..., 1:] = 0.0
+    first = case.block_table_BM[0, 0]
+    case.k_pages[first, 0, :, 0], case.v_pages[first, 0] = 1.0, 0.0
+    (k_pages, k_scale), (v_pages, v_scale) = (
+        quantized(x, dtype) for x in (case.k_pages, case.v_pages * np.float32(0.01))
+    )
+    kept = dataclasses.replace(case, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale)
+    want = oracle(kept, scale=1.0)
+    got = run(*kept.arrays, scale=1.0, backend="triton", **kept.scales)
+    assert np.abs(np.asarray(got, np.float64) - want).max() < 0.01 * np.abs(want).max()
+
+
 MUTATIONS = {
     "no scale of keys": lambda k, v: (np.ones_like(k), v),
     "no scale of values": lambda k, v: (k, np.ones_like(v)),

@@ -106,6 +106,7 @@ def _ending(one: _Running, deadline: float, now: float) -> list[Finding] | None:
         return [
             Finding(name, FAILED, f"stopped after {elapsed:.0f} s: it hangs, or is far too slow", data=_tail(one.child))
         ]
+    _stop(one.process)  # what it started and left behind would keep the GPU busy
     if status == 0:
         return []
     how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
@@ -117,7 +118,7 @@ def _tail(child: Child) -> dict[str, str]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that was started here, and its group."""
+    """Ends a process that was started here, and its group, which may outlive it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

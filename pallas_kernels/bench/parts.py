@@ -40,6 +40,9 @@ SHORT = (
 )
 
 
+PAGES_S = 40  # that timing what writes and moves pages may take, most of it compilation
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """interpret: kernels run on CPU, and everything is cut small. seconds: of the part. directory: where other parts left findings."""
@@ -181,7 +184,13 @@ def _bench(options: Options) -> Iterator[Finding]:
     tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
     timed = sum(row.seconds is not None for row in rows)
     yield Finding("bench", PASSED, f"{timed} of {len(rows)} timed", tables=tables)
-    yield judged("pages: timings", lambda: pages.timings(measured, interpret=small, small=small))
+    yield judged("pages: timings", lambda: _page_timings(measured, small, end))
+
+
+def _page_timings(measured: Ceilings, small: bool, end: float) -> Finding:
+    if not small and (left := end - time.monotonic()) < PAGES_S:
+        raise LeftOut(f"{max(0, left):.0f} s were left, and it may need {PAGES_S}")
+    return pages.timings(measured, interpret=small, small=small)
 
 
 def _timed(spec: Spec, rows: list[Row], measured: Ceilings) -> Finding:

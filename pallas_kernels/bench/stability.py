@@ -1,9 +1,10 @@
 """Whether a token's output has the same bits whoever its neighbours are: measured, and a failure only where a backend promises it.
 
 One probe row keeps its queries, keys and values while the batch, its place in it, the table's width and the blocks' places change
-("decode"), and while the chunk that brings its last token grows and shrinks ("chunk"). Kernels promise equal bits within one kind of
-step, since their tiles depend on nothing else. Across kinds (a decode step against a chunk) nothing is promised, and the difference
-is recorded.
+("decode"), and while the chunk that brings its last token grows and shrinks ("chunk", and "verify" for steps of few tokens). Kernels
+promise equal bits within one kind of step, since their tiles depend on nothing else. Nothing is promised, and the difference is recorded,
+across kinds (a decode step against a chunk), and in verification over a context of more than `max_splits` times `split_context`
+positions or behind a window: there the ends of the splits follow the tile's, and so the number of the row's query tokens.
 """
 
 from __future__ import annotations
@@ -75,13 +76,21 @@ def chunk_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:
     yield f"chunk of {spec.queries[0]} beside others", whole
 
 
+def verify_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:
+    """The last token of row 0 comes with the last `size` tokens of its row, in steps of as many tokens as the row has."""
+    whole = make_case(spec, seed=4)
+    for size in sizes:
+        yield f"{size} tokens in a step of {spec.queries[0]}", last_tokens(whole, size, spec.queries[0])
+
+
 def probe(case: Case, out_TNH: jax.Array, first: bool) -> np.ndarray:
     """The output of the probe's last token."""
     start = np.asarray(case.step.query_start)
     return np.asarray(out_TNH[int(start[1] if first else start[-1]) - 1])
 
 
-def check(backend: str, kind: str, settings: Settings, run: Run) -> Finding:
+def check(backend: str, kind: str, settings: Settings, run: Run, *, promised: bool | None = None) -> Finding:
+    """promised: whether other bits are a failure; None: where the backend promises the same."""
     found: list[tuple[str, np.ndarray]] = []
     for name, case in settings:
         try:
@@ -98,7 +107,7 @@ def check(backend: str, kind: str, settings: Settings, run: Run) -> Finding:
         largest = float(np.abs(out.astype(np.float64) - base.astype(np.float64)).max())
         table.rows.append([name, "yes" if same else "NO", f"{largest:.1e}"])
         differing += [] if same else [name]
-    promised = backend in PROMISED
+    promised = backend in PROMISED if promised is None else promised
     summary = f"{len(found) - len(differing)} of {len(found)} settings have the same bits"
     summary += f" (differ: {', '.join(differing)})" if differing else ""
     status = FAILED if promised and differing else PASSED
@@ -140,8 +149,11 @@ def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]
     base = specs.find("llama-3-8b decode 64 ragged")
     decode = dataclasses.replace(base, contexts=(777, *(1 + 31 * i for i in range(1, 64))), queries=(1,) * 64)
     chunk = dataclasses.replace(base, contexts=(1500, 333, 90), queries=(512, 1, 40))
+    short = dataclasses.replace(base, contexts=(500,), queries=(16,))
+    long = dataclasses.replace(base, contexts=(8200,), queries=(16,))
     batches: tuple[int, ...] = (2, 4, 8, 16, 64)
     sizes: tuple[int, ...] = (512, 300, 65, 64, 7, 1)
+    few = (16, 9, 5, 1)
     if small:
         decode, chunk = decode.cut(rows=4, context=70), chunk.cut(rows=2, context=70, queries=20)
         batches, sizes = (3,), (20, 3)
@@ -154,4 +166,9 @@ def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]
     )
     yield judged(f"stability {backend}: chunk", lambda: check(backend, "chunk", chunk_settings(chunk, sizes), run))
     if not small:
+        yield judged(f"stability {backend}: verify", lambda: check(backend, "verify", verify_settings(short, few), run))
+        yield judged(
+            f"stability {backend}: verify over much",
+            lambda: check(backend, "verify over much", verify_settings(long, few), run, promised=False),
+        )
         yield judged(f"stability {backend}: across kinds", lambda: across_kinds(backend, chunk, run))

@@ -9,6 +9,7 @@ import functools
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt8
 
 from pallas_kernels.backends import first_that_takes
@@ -35,11 +36,11 @@ def copy_blocks(
         interpret: run the kernels on CPU, operation by operation.
 
     Raises:
-        ValueError: no such backend, or source and destination are not alike.
+        ValueError, TypeError: an argument does not fit; the text names it and its value.
         NotImplementedError: no backend takes the call; the text has every backend's reason.
     """
-    leaves, tree = jax.tree.flatten(pages)
-    _check_pairs(source, destination)
+    leaves, tree = _flattened(pages, axes=1)
+    source, destination = _pairs(source, destination)
     copied = first_that_takes(
         "copy_blocks",
         functools.partial(xla.copy_blocks, leaves, source, destination),
@@ -60,8 +61,8 @@ def copy_slots(
 ) -> Pages:
     """`copy_blocks` of single slots, each named by block * S + offset: closes the gaps that refused drafts leave. All leaves have the
     same P and S."""
-    leaves, tree = jax.tree.flatten(pages)
-    _check_pairs(source, destination)
+    leaves, tree = _flattened(pages, axes=2)
+    source, destination = _pairs(source, destination)
     copied = first_that_takes(
         "copy_slots",
         functools.partial(xla.copy_slots, leaves, source, destination),
@@ -77,7 +78,8 @@ def gather_blocks(
 ) -> UInt8[Array, "n block_bytes"]:
     """What the blocks hold in every layer, as bytes in the order of the leaves: one array, so one transfer to the host. Backend,
     interpretation and errors are those of `copy_blocks`."""
-    leaves = jax.tree.leaves(pages)
+    leaves, _ = _flattened(pages, axes=1)
+    blocks = _ids("blocks", blocks)
     return first_that_takes(
         "gather_blocks",
         functools.partial(xla.gather_blocks, leaves, blocks),
@@ -97,7 +99,8 @@ def scatter_blocks(
 ) -> Pages:
     """Block `blocks[i]` gets back what `gather_blocks` made of some block. Padding names the null block. Backend, interpretation and
     errors are those of `copy_blocks`."""
-    leaves, tree = jax.tree.flatten(pages)
+    leaves, tree = _flattened(pages, axes=1)
+    blocks, contents = _ids("blocks", blocks), jnp.asarray(contents)
     block_bytes = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in leaves)
     if contents.shape != (blocks.shape[0], block_bytes) or contents.dtype != "uint8":
         raise ValueError(
@@ -113,8 +116,32 @@ def scatter_blocks(
     return jax.tree.unflatten(tree, scattered)
 
 
-def _check_pairs(source: jax.Array, destination: jax.Array) -> None:
-    if source.ndim != 1 or source.shape != destination.shape:
-        raise ValueError(
-            f"source and destination must be alike, of one axis, but are {source.shape} and {destination.shape}"
-        )
+def _flattened(pages: Pages, *, axes: int) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
+    """The leaves, which must agree in so many of their first axes, and how they hang together."""
+    leaves, tree = jax.tree.flatten(pages)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    if not leaves:
+        raise ValueError("pages must have at least one array")
+    shapes = [leaf.shape for leaf in leaves]
+    if min(map(len, shapes)) < axes or any(shape[:axes] != shapes[0][:axes] for shape in shapes) or not leaves[0].size:
+        raise ValueError(f"pages must be alike in their first {axes} axes and not empty, but their shapes are {shapes}")
+    for leaf in leaves:
+        if not (jnp.issubdtype(leaf.dtype, jnp.integer) or jnp.issubdtype(leaf.dtype, jnp.floating)):
+            raise TypeError(f"pages must hold integers or floats, but an array holds {leaf.dtype}")
+    return leaves, tree
+
+
+def _ids(name: str, ids: jax.Array) -> jax.Array:
+    ids = jnp.asarray(ids)
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must have one axis, but its shape is {ids.shape}")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, but holds {ids.dtype}")
+    return ids.astype(jnp.int32)
+
+
+def _pairs(source: jax.Array, destination: jax.Array) -> tuple[jax.Array, jax.Array]:
+    source, destination = _ids("source", source), _ids("destination", destination)
+    if source.shape != destination.shape:
+        raise ValueError(f"source and destination must be alike, but are {source.shape} and {destination.shape}")
+    return source, destination

@@ -13,12 +13,27 @@ Leaves = list[jax.Array]  # each [P, S, ...]
 
 
 def copy_blocks(leaves: Leaves, source: Int[Array, "n"], destination: Int[Array, "n"]) -> Leaves:
-    return [leaf.at[destination].set(leaf[source], mode="drop") for leaf in leaves]
+    return [_written(leaf, destination, _read(leaf, source)) for leaf in leaves]
 
 
 def copy_slots(leaves: Leaves, source: Int[Array, "n"], destination: Int[Array, "n"]) -> Leaves:
     # By two indices: of a reshaped array that is read and then written, XLA makes a copy of the whole.
-    return [leaf.at[_place(leaf, destination)].set(leaf[_place(leaf, source)], mode="drop") for leaf in leaves]
+    num_slots = leaves[0].shape[0] * leaves[0].shape[1]
+    source = jnp.clip(source, 0, num_slots - 1)
+    return [_written(leaf, _place(leaf, destination), _read(leaf, _place(leaf, source))) for leaf in leaves]
+
+
+Index = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def _read(leaf: jax.Array, index: Index) -> jax.Array:
+    """What lies beyond the pages is clamped, below zero as well."""
+    return leaf.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def _written(leaf: jax.Array, index: Index, values: jax.Array) -> jax.Array:
+    """What lies beyond the pages is left out, below zero as well."""
+    return leaf.at[index].set(values, mode="drop", wrap_negative_indices=False)
 
 
 def _place(leaf: jax.Array, slots: Int[Array, "n"]) -> tuple[jax.Array, jax.Array]:
@@ -26,13 +41,13 @@ def _place(leaf: jax.Array, slots: Int[Array, "n"]) -> tuple[jax.Array, jax.Arra
 
 
 def gather_blocks(leaves: Leaves, blocks: Int[Array, "n"]) -> UInt8[Array, "n block_bytes"]:
-    return jnp.concatenate([_as_bytes(leaf[blocks]) for leaf in leaves], axis=1)
+    return jnp.concatenate([_as_bytes(_read(leaf, blocks)) for leaf in leaves], axis=1)
 
 
 def scatter_blocks(leaves: Leaves, blocks: Int[Array, "n"], contents: UInt8[Array, "n block_bytes"]) -> Leaves:
     ends = np.cumsum([leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves])
     parts = jnp.split(contents, ends[:-1], axis=1)
-    return [leaf.at[blocks].set(_from_bytes(part, leaf), mode="drop") for leaf, part in zip(leaves, parts, strict=True)]
+    return [_written(leaf, blocks, _from_bytes(part, leaf)) for leaf, part in zip(leaves, parts, strict=True)]
 
 
 def _as_bytes(values: jax.Array) -> jax.Array:

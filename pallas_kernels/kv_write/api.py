@@ -40,9 +40,11 @@ def write_kv(
         ValueError, TypeError: an argument does not fit; the text names it and its value.
         NotImplementedError: no backend takes the call; the text has every backend's reason.
     """
+    k_TKH, v_TKH, k_pages, v_pages, slots_T = map(jnp.asarray, (k_TKH, v_TKH, k_pages, v_pages, slots_T))
+    k_scale, v_scale = (None if scale is None else jnp.asarray(scale) for scale in (k_scale, v_scale))
     _check(k_TKH, v_TKH, k_pages, v_pages, slots_T)
     check_scales(k_pages, v_pages, k_scale, v_scale)
-    arguments = (k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale)
+    arguments = (k_TKH, v_TKH, k_pages, v_pages, slots_T.astype(jnp.int32), k_scale, v_scale)
     return first_that_takes(
         "write_kv",
         functools.partial(xla.write, *arguments),
@@ -53,8 +55,8 @@ def write_kv(
 
 
 def _check(k_TKH: jax.Array, v_TKH: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slots_T: jax.Array) -> None:
-    if k_pages.ndim != 4:
-        raise ValueError(f"k_pages must have 4 axes, but its shape is {k_pages.shape}")
+    if k_pages.ndim != 4 or not k_pages.size:
+        raise ValueError(f"k_pages must have 4 axes and not be empty, but its shape is {k_pages.shape}")
     if v_pages.shape != k_pages.shape:
         raise ValueError(f"k_pages and v_pages must be alike, but are {k_pages.shape} and {v_pages.shape}")
     if slots_T.ndim != 1 or not jnp.issubdtype(slots_T.dtype, jnp.integer):

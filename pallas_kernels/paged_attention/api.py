@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.paged_attention import mosaic, reference, scan, triton
@@ -65,7 +66,7 @@ def paged_attention(
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, not {backend!r}")
-    longest = max(1, q_TNH.shape[0])
+    longest = max((1, *jnp.shape(q_TNH)[:1]))
     arguments = Arguments(
         q_TNH=q_TNH,
         k_pages=k_pages,
@@ -81,6 +82,8 @@ def paged_attention(
         v_scale=v_scale,
         max_query_len=longest if max_query_len is None else min(max_query_len, longest),
     )
+    if not arguments.q_TNH.shape[0] or not arguments.context_len_B.shape[0]:
+        return jnp.zeros_like(arguments.q_TNH)  # no tokens, or nothing but padding
     platform = "interpret" if interpret else "gpu" if jax.default_backend() == "gpu" else ""
     refusals = []
     for name in _AUTO[platform] if backend == "auto" else (backend,):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.quantized_pages import check_scales
 
+_TABLES = ("block_table_BM", "context_len_B", "query_start")
+_ARRAYS = ("q_TNH", "k_pages", "v_pages", *_TABLES, "tree_mask_TQ", "k_scale", "v_scale")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """One call. Arrays as `paged_attention` documents them; everything else is static."""
+    """One call. Arrays as `paged_attention` documents them; everything else is static. Tables and lengths become int32."""
 
     q_TNH: jax.Array
     k_pages: jax.Array  # [P, S, K, H]
@@ -29,10 +34,30 @@ class Arguments:
     max_query_len: int  # at most T
 
     def __post_init__(self) -> None:
+        for name in _ARRAYS:
+            if (array := getattr(self, name)) is not None:
+                object.__setattr__(self, name, jnp.asarray(array))
+        self._check_arrays()
+        for name in _TABLES:
+            object.__setattr__(self, name, getattr(self, name).astype(jnp.int32))
+        # Numbers become Python's own, which have no type in JAX that results could take on.
+        for name in ("scale", "logit_softcap"):
+            if (number := getattr(self, name)) is not None or name == "scale":
+                object.__setattr__(self, name, _number(name, number))
+        for name in ("sliding_window", "max_query_len"):
+            if (number := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _at_least_one(name, number))
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
+
+    def _check_arrays(self) -> None:
         for name, rank in (("q_TNH", 3), ("k_pages", 4), ("v_pages", 4), ("block_table_BM", 2), ("context_len_B", 1)):
             if getattr(self, name).ndim != rank:
                 raise ValueError(f"{name} must have {rank} axes, but its shape is {getattr(self, name).shape}")
-        for name in ("block_table_BM", "context_len_B", "query_start"):
+        for name, shape in (("k_pages", self.k_pages.shape), ("block_table_BM", self.block_table_BM.shape[1:])):
+            if 0 in shape:
+                raise ValueError(f"{name} must not be empty, but its shape is {getattr(self, name).shape}")
+        for name in _TABLES:
             if not jnp.issubdtype(getattr(self, name).dtype, jnp.integer):
                 raise TypeError(f"{name} must hold integers, but holds {getattr(self, name).dtype}")
         if self.k_pages.shape != self.v_pages.shape:
@@ -51,17 +76,28 @@ class Arguments:
             raise ValueError(f"query_start must have {num_rows + 1} entries (rows + 1), not {self.query_start.shape}")
         if self.q_TNH.shape[2] != self.k_pages.shape[3]:
             raise ValueError(f"head width differs: queries {self.q_TNH.shape[2]}, pages {self.k_pages.shape[3]}")
-        if self.q_TNH.shape[1] % num_kv_heads:
+        if self.q_TNH.shape[1] % num_kv_heads or not self.q_TNH.shape[1]:
             raise ValueError(f"{self.q_TNH.shape[1]} query heads do not divide among {num_kv_heads} key/value heads")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
-        if self.logit_softcap is not None and not self.logit_softcap > 0:
-            raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
-        if self.max_query_len < 1:
-            raise ValueError(f"max_query_len must be at least 1, not {self.max_query_len}")
         tree = self.tree_mask_TQ
-        if tree is not None and (tree.ndim != 2 or tree.shape[0] != self.q_TNH.shape[0] or tree.dtype != jnp.bool_):
+        rows_of_bools = tree is None or (tree.ndim == 2 and tree.shape[1] > 0 and tree.dtype == jnp.bool_)
+        if tree is not None and (not rows_of_bools or tree.shape[0] != self.q_TNH.shape[0]):
             raise ValueError(
                 f"tree_mask_TQ must hold a bool for each of {self.q_TNH.shape[0]} query tokens and the tokens of its row, "
                 f"not {tree.dtype} of shape {tree.shape}"
             )
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number that is known when the call is traced, not {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, not {value}")
+    return float(value)
+
+
+def _at_least_one(name: str, value: object) -> int:
+    if not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer that is known when the call is traced, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+    return int(value)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel
+from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel, refuse_x64
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.mosaic_kernel import entry
 from pallas_kernels.paged_attention.mosaic_plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
@@ -52,6 +52,7 @@ def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax
 
     interpret: simulate the GPU's threads, barriers and copies on CPU, about half a second for each program that has something to see.
     """
+    refuse_x64()
     _refuse(arguments, interpret)
     tiles = tiles or tuned("mosaic", shape_of(arguments)) or heuristic(shape_of(arguments))
     _refuse_tiles(arguments, tiles)

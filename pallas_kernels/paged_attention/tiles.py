@@ -1,7 +1,8 @@
 """How a kernel cuts its work: a checked config, what is chosen for a shape, and what was measured on a kind of GPU.
 
 A choice never depends on how many rows or blocks a call has, only on what `Shape` names. So a token meets the same sums in the same order
-in every bucket of one kind of step, whoever its neighbours are.
+in every bucket of one kind of step, whoever its neighbours are. The exception: where a row of several query tokens has more context than
+`max_splits` splits of `split_context` positions, or a window, splits end where its tiles say.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Tiles:
     num_stages: int
 
     def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if type(value) is not int:
+                raise TypeError(f"{name} must be an int, not {value!r}")
         for name, low, high in (("query_rows", 16, 256), ("context", 16, 256), ("num_warps", 1, 16)):
             value = getattr(self, name)
             if not low <= value <= high or value & (value - 1):

@@ -5,7 +5,8 @@ and one split of the row's context. It walks its split in turns of `Tiles.contex
 table, keys and values by page id, and an online softmax adds them up in float32. Where a context may have several splits, a second kernel
 puts them together (`triton_reduce`).
 
-Where the splits of a tile end depends on the tile alone, so the sums of a token have one order in every bucket and batch.
+Where the splits of a tile end depends on the tile alone, so the sums of a token have one order in every bucket and batch (`tiles` names
+the exception).
 """
 
 from __future__ import annotations

@@ -102,8 +102,10 @@ def kernel(  # type: ignore[no-untyped-def]
             weights_AC = exp2_of(scores_AC, factor, new_top_A[:, None])
             shrink_A = exp2_of(top_A, 1.0, new_top_A)
             total_A = total_A * shrink_A + jnp.sum(weights_AC, axis=1)
-            v_CH = _read(v_ref, place, kv_head, at_H, needed_C, q_AH.dtype)
             v_scale_C = _read_scale(v_scale_ref, place, kv_head, needed_C)
+            # A weight times a scale may be out of float16's range, while bfloat16 has all that eight bits say of a value.
+            narrow = v_scale_C is not None and q_AH.dtype == jnp.float16
+            v_CH = _read(v_ref, place, kv_head, at_H, needed_C, jnp.bfloat16 if narrow else q_AH.dtype)
             if v_scale_C is not None:
                 weights_AC *= v_scale_C[None, :]
             values_AH = tb.dot(weights_AC.astype(v_CH.dtype), v_CH, precision=lax.Precision.HIGHEST)
