@@ -206,6 +206,30 @@ def _add_bench(commands: _Commands[_Parser]) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of random token ids; default: 0")
     add_engine_flags(kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS))
     kv_dtype.set_defaults(run=_lazily("bench_kv_dtype"))
+    _add_bench_speculation(kinds)
+
+
+def _add_bench_speculation(kinds: _Commands[_Parser]) -> None:
+    parser = _command(kinds, "speculation", "tokens per step and per second with drafts, by batch, beside none")
+    add = parser.add_argument
+    batches = [1, 2, 4, 8, 16, 32, 64]
+    add("--batches", type=int, nargs="+", default=batches, metavar="N", help="sequences at once; default: 1 2 4 ... 64")
+    add("--methods", nargs="+", default=["ngram"], metavar="NAME", help="how drafts are made; default: ngram")
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        nargs="+",
+        default=[3],
+        metavar="N",
+        help="fixed numbers of drafts, beside auto; default: 3",
+    )
+    add("--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy")
+    add("--max-output", type=int, default=128, metavar="N", help="tokens of each sequence; default: 128")
+    add("--repeats", type=int, default=5, metavar="N", help="turns of each; medians are told; default: 5")
+    add("--text", metavar="FILE", help="prompts are parts of it; default: random token ids")
+    add("--seed", type=int, default=0, metavar="N", help="of random token ids; default: 0")
+    add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))
+    parser.set_defaults(run=_lazily("bench_speculation"))
 
 
 def _add_replay(commands: _Commands[_Parser]) -> None:

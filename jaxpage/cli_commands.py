@@ -14,7 +14,7 @@ from jaxpage.cli_flags import PLANNED_SETTINGS, UsageError, engine_settings, sam
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import BUILT_IN, ResolvedConfig, resolve_config
 from jaxpage.errors import UnsupportedError
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -127,6 +127,13 @@ def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     run(arguments, _resolved(arguments, without=("seed",)).config)
 
 
+def bench_speculation(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench speculation`."""
+    from jaxpage.bench.speculation import run
+
+    run(arguments, _resolved(arguments, without=("seed",)).config)
+
+
 def replay(arguments: argparse.Namespace) -> int:
     """`jaxpage replay LOG`: status 1 at a difference."""
     if not Path(arguments.log).is_file():
@@ -212,8 +219,15 @@ def _print_stream(chunks: Iterator[RequestOutput], kept: list[str] | None = None
     reason = last.outputs[0].finish_reason
     if reason == "error":
         reason += f", {last.outputs[0].stop_reason}"
-    say(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, finish reason: {reason}]")
+    say(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, {_drafted(last.metrics)}finish reason: {reason}]")
     return last
+
+
+def _drafted(metrics: RequestMetrics | None) -> str:
+    """What came of drafts, if there were any."""
+    if metrics is None or not metrics.num_draft_tokens:
+        return ""
+    return f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted, "
 
 
 def _ask() -> str:

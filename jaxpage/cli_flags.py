@@ -89,7 +89,12 @@ ENGINE_FLAGS = (
     Flag("enable_prefix_caching", None, "requests share the KV blocks of what was computed before; default: yes"),
     Flag("attention_backend", str, "auto, or one of the backends of pallas_kernels; default: auto"),
     Flag("seed", int, "seed of the seeds that requests without one are given; default: 0"),
-    Flag("speculative_config", json_object, "speculation (not supported by this version)", "JSON"),
+    Flag(
+        "speculative_config",
+        json_object,
+        'how what follows is drafted: {"method": "ngram"}, or "suffix"; default: not',
+        "JSON",
+    ),
     Flag("tensor_parallel_size", int, "devices to split the model over (this version: 1)"),
     Flag("event_log", str, "write everything that a replay needs to this file"),
 )

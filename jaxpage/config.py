@@ -107,20 +107,28 @@ def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def unknown_setting(name: str) -> Problem:
-    """The problem with a name that no setting has, with the name that was probably meant."""
-    nearest = nearest_name(name, EngineConfig.model_fields)
-    hint = f"did you mean {nearest!r}?" if nearest else f"settings are {', '.join(EngineConfig.model_fields)}"
+    """The problem with a name that no setting has, with the name that was probably meant. Dots lead into settings that have settings."""
+    group, _, last = name.rpartition(".")
+    names = SpeculativeConfig.model_fields if group == "speculative_config" else EngineConfig.model_fields
+    nearest = nearest_name(last, names)
+    hint = f"did you mean {nearest!r}?" if nearest else f"settings are {', '.join(names)}"
     return name, f"unknown setting; {hint}"
 
 
 def _explain(error: ValidationError) -> Iterable[Problem]:
+    found: dict[str, list[str]] = {}  # where one of several kinds of values would do: all of them
     for item in error.errors(include_url=False, include_context=False):
-        name = ".".join(str(part) for part in item["loc"])
+        name = ".".join(str(part) for part in item["loc"][:2])  # what follows says which kind was tried
+        message = item["msg"].replace("Input should", "must").replace("String should", "must")
         if item["type"] == "extra_forbidden":
-            yield unknown_setting(name)
+            found[name] = [unknown_setting(name)[1]]
+        elif item["type"] == "missing":
+            found[name] = ["is required"]
+        elif name in found:
+            found[name].insert(-1, f" or {message.removeprefix('must be ')}")
         else:
-            message = item["msg"].replace("Input should", "must").replace("String should", "must")
-            yield name, f"{message}, got {shown(item['input'])}"
+            found[name] = [message, f", got {shown(item['input'])}"]
+    return ((name, "".join(parts)) for name, parts in found.items())
 
 
 def _contradictions(config: EngineConfig) -> Iterable[Problem]:

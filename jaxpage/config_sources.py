@@ -18,6 +18,7 @@ from jaxpage.config import (
     unknown_setting,
 )
 from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.speculative_config import SpeculativeConfig
 from jaxpage.yaml_loader import load_mapping, parse_scalar
 
 PREFIX = "JAXPAGE_"
@@ -37,7 +38,7 @@ class ResolvedConfig:
     def lines(self) -> list[str]:
         """The effective settings as YAML, each with its origin as a comment."""
         values = {name: _as_yaml(getattr(self.config, name)) for name in EngineConfig.model_fields}
-        width = max(len(f"{name}: {value}") for name, value in values.items())
+        width = min(60, max(len(f"{name}: {value}") for name, value in values.items()))
         return [f"{f'{name}: {value}':<{width}}  # {self.origins[name]}" for name, value in values.items()]
 
 
@@ -99,13 +100,16 @@ def _parsed(variable: str, text: str) -> Any:
 
 
 def _located(problems: Iterable[Problem], origins: Mapping[str, str]) -> str:
-    return "\n".join(f"{origins.get(name, BUILT_IN)}: {name}: {text}" for name, text in problems)
+    """Settings of settings come from where the whole does."""
+    return "\n".join(f"{origins.get(name.partition('.')[0], BUILT_IN)}: {name}: {text}" for name, text in problems)
 
 
 def _as_yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    if isinstance(value, SpeculativeConfig):
+        return json.dumps(value.model_dump())
+    text = str(value)
     plain = not isinstance(value, str) or (
         text.replace("-", "").replace("_", "").isalnum() and parse_scalar(text) == value
     )

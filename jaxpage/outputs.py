@@ -28,7 +28,7 @@ class TokenLogprobs:
 
 @dataclass(kw_only=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic`, and how often it was preempted."""
+    """When things happened to a request, in seconds of `time.monotonic`, how often it was preempted, and what came of drafts for it."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -36,6 +36,9 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
+    num_drafts: int = 0  # of a sequence in a step, one or more tokens each
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of them, those in the text: right, and before whatever ended it
 
 
 @dataclass(kw_only=True)

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
 
+WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
+SUPPORTED = ("ngram", "suffix")
+
+# Which methods a field is for. In a configuration of another method it is a contradiction.
+BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": WITH_WEIGHTS,
+        "prompt_lookup_min": ("ngram",),
+        "prompt_lookup_max": ("ngram",),
+        "suffix_decoding_max_tree_depth": ("suffix",),
+        "suffix_decoding_max_cached_requests": ("suffix",),
+        "suffix_decoding_max_spec_factor": ("suffix",),
+        "suffix_decoding_min_token_prob": ("suffix",),
+    }
+)
+
+
+class SuffixDecoding(NamedTuple):
+    """Settings of suffix decoding."""
+
+    max_tree_depth: int = 24  # tokens that are the same and tokens that are drafted, together
+    max_cached_requests: int = 10_000  # whose outputs are kept to draft from, each sample counted
+    max_spec_factor: float = 1.0  # drafts for each token that is the same
+    min_token_prob: float = 0.1  # of a draft: by the counts, with all the drafts before it
+
 
 class SpeculativeConfig(BaseModel):
-    """How what follows is drafted. With coupled acceptance nothing in here changes a text: it changes how many steps it takes."""
+    """How what follows is drafted. With coupled acceptance nothing in here changes a text: it changes how many steps it takes.
+
+    None: the method's default.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -20,21 +49,50 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
     tree: bool = False  # drafts may branch: several guesses of what comes next, verified at once
     acceptance: Literal["coupled", "rejection", "typical"] = "coupled"
-    prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 2  # of "ngram": the shortest match
-    prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] = 4  # and the longest
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] | None = None  # of "ngram": the shortest match (2)
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] | None = None  # and the longest that is looked for (16)
+    suffix_decoding_max_tree_depth: Annotated[int, Field(ge=2, le=256)] | None = None  # of "suffix": see SuffixDecoding
+    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] | None = None  # 0: of no other request
+    suffix_decoding_max_spec_factor: Annotated[float, Field(gt=0, le=64)] | None = None
+    suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """The shortest and the longest match. Where one is given the default of the other gives way to it."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is None:
+            shortest = 2 if longest is None else min(2, longest)
+        return shortest, max(16, shortest) if longest is None else longest
+
+    @property
+    def suffix_decoding(self) -> SuffixDecoding:
+        given = {name: getattr(self, f"suffix_decoding_{name}") for name in SuffixDecoding._fields}
+        return SuffixDecoding(**{name: value for name, value in given.items() if value is not None})
 
     def problems(self) -> Iterable[str]:
         """What contradicts itself."""
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            yield f"prompt_lookup_min is {self.prompt_lookup_min}, above prompt_lookup_max, {self.prompt_lookup_max}"
+        for name, methods in BELONGS.items():
+            value = getattr(self, name)
+            if value is not None and self.method not in methods:
+                yield f"{name} is {value!r}, but method is {self.method!r}: it belongs to {' and '.join(methods)}"
+        shortest, longest = self.prompt_lookup
+        if shortest > longest:
+            yield f"prompt_lookup_min is {shortest}, above prompt_lookup_max, {longest}"
+        depth, wanted = self.suffix_decoding.max_tree_depth, self.num_speculative_tokens
+        if self.method == "suffix" and wanted != "auto" and wanted >= depth:
+            yield (
+                f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
+            )
 
     def refused(self) -> Iterable[str]:
         """What this version does not do."""
-        if self.method not in ("ngram",):
-            yield f"method {self.method!r} is not supported: this version drafts by ngram only"
+        if self.method not in SUPPORTED:
+            yield (
+                f"method {self.method!r} is not supported: this version drafts on the host only; use {' or '.join(SUPPORTED)}"
+            )
         if self.acceptance != "coupled":
-            yield f"acceptance {self.acceptance!r} is not supported: this version accepts coupled drafts only"
+            yield (
+                f"acceptance {self.acceptance!r} is not supported: this version accepts coupled drafts only; use coupled"
+            )
         if self.tree and self.method == "ngram":
             yield "tree=True is not supported: method 'ngram' drafts chains; use False"
-        if self.model is not None:
-            yield f"model {self.model!r} is not supported: method {self.method!r} has no weights"

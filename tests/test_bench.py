@@ -138,13 +138,21 @@ def test_engines_with_other_settings_stand_beside(model: Path, capsys: pytest.Ca
         "swap",
     ]
     others = ["--versus", "preemption_mode=recompute", "--versus", "num_blocks=41, swap_space_blocks=40"]
+    others += ["--versus", "speculative_config={method: ngram, num_speculative_tokens: 3}, num_blocks=41"]
     assert cli.main(["bench", "throughput", *words, *others]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
-    assert result["identical_outputs"] == [6, 6]
+    assert result["identical_outputs"] == [6, 6, 6]
     assert [other["engine"] for other in result["baselines"]] == others[1::2]
     preemptions = [result["num_preemptions"], *(other["num_preemptions"] for other in result["baselines"])]
     assert preemptions[0] > 0 and preemptions[1] > 0 and preemptions[2] == 0
+    *others, drafted = result["baselines"]
+    assert all(other["tokens_per_target_step"] == 1 and other["num_draft_tokens"] == 0 for other in (result, *others))
+    num_drafts, num_accepted = drafted["num_draft_tokens"], drafted["num_accepted_tokens"]
+    assert num_drafts > num_accepted > 0 and drafted["tokens_per_target_step"] > 1
+    assert f"drafts {num_drafts} {num_accepted}" == " ".join(
+        ["drafts", *(line.split()[-1] for line in shown if line.startswith("drafts"))]
+    )
     assert "6 of 6 outputs are those of preemption_mode=recompute" in shown
 
 

@@ -5,6 +5,7 @@ Each check is seen to find what it is for. Skipped where JAX's CUDA plugin is no
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -57,6 +58,13 @@ def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
     for wanted in ATTENTION[name][backend]:
         assert sass.count(instructions, *wanted.split(".")) > 0, f"no {wanted}"
     assert sass.count(instructions, "LDL") == sass.count(instructions, "STL") == 0
+
+
+@pytest.mark.parametrize("page_dtype", ["int8", "uint8"])
+def test_attention_over_quantised_pages_keeps_its_sums_in_registers(page_dtype: str) -> None:
+    for name in ("llama-3-8b decode 64x2048", "llama-3-8b chunk 128+0"):
+        spec = dataclasses.replace(find(name), page_dtype=page_dtype)
+        assert compiled_case(attention_case(spec, "triton")).spilled_bytes == 0, name
 
 
 @pytest.mark.parametrize("page_dtype", ["bfloat16", "int8", "uint8"])

@@ -400,7 +400,7 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
     ("change", "message"),
     [
         ({"event": "arrival"}, "it does not begin with a header"),
-        ({"format": 2}, "the log has format 2; this version reads format 1"),
+        ({"format": 1}, "the log has format 1; this version reads format 2"),
         ({"engine": None}, "engine of the header must be a dict, got None"),
         ({"config": {"max_num_seq": 2}}, "max_num_seq: unknown setting; did you mean 'max_num_seqs'"),
         ({"engine": {"num_blocks": "many"}}, "num_blocks: must be a valid integer, got 'many'"),
@@ -1012,7 +1012,7 @@ def test_every_history_can_be_replayed_and_every_number_counts(
 
 HEADER = {
     "event": "header",
-    "format": 1,
+    "format": 2,
     "versions": {},
     "device": "",
     "config": {},

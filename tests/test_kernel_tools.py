@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import specs, write_kv
-from pallas_kernels.bench import oracle, pages, parity, parts, record, session, stability, timing, tuner
+from pallas_kernels.bench import check, oracle, pages, parity, parts, record, stability, timing, tuner
 from pallas_kernels.bench.bounds import Ceilings, work
 from pallas_kernels.bench.cases import Case, label, make_case, seen_slots, shape_of_spec, tree_masks
 from pallas_kernels.bench.children import Child, run_all
@@ -315,7 +315,7 @@ def test_a_wrong_backend_fails_the_whole_check(monkeypatch, capsys, tmp_path):
     def parts_finding(check, data):
         return Finding(check, PASSED, "", data=data)
 
-    monkeypatch.setattr(session.Session, "run", run)
+    monkeypatch.setattr(check.Check, "run", run)
     assert gpu_check.main(["--interpret"]) == 0
     right = Case.run
     monkeypatch.setattr(Case, "run", lambda self, backend, **options: right(self, backend, **options) * 1.05)

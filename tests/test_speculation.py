@@ -28,14 +28,7 @@ advancing = importlib.import_module("jaxpage.decoding.advance")  # the package h
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
 
 
-class Branching(SpeculativeConfig):
-    """Trees, whatever the method: the doubles take the method's place."""
-
-    def refused(self):
-        return ()
-
-
-TREES = Branching(method="ngram", num_speculative_tokens=MOST_DRAFTS, tree=True)
+TREES = SpeculativeConfig(method="suffix", num_speculative_tokens=MOST_DRAFTS, tree=True)
 CHAINS = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)
 # Menus are small: compiling takes longer than all else.
 TWO = {"max_num_seqs": 2, "max_num_batched_tokens": 16}

@@ -86,6 +86,18 @@ def test_widths_groups_blocks_and_types(width, heads, block_size, dtype, page_dt
     np.testing.assert_allclose(np.asarray(got, np.float64), oracle(case, **options), atol=tolerance, rtol=tolerance)
 
 
+TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}
+
+
+@pytest.mark.parametrize("page_dtype", triton.PAGE_DTYPES)
+@pytest.mark.parametrize("dtype", triton.QUERY_DTYPES)
+def test_every_pair_of_types(dtype, page_dtype):
+    case = make_case(3, [37], [1], heads=(2, 1), padding=1, dtype=dtype, page_dtype=page_dtype)
+    got = run(*case.arrays, **case.scales, scale=0.25, tiles=UNSPLIT, max_query_len=1, backend="triton")
+    tolerance = TOLERANCES[dtype]
+    np.testing.assert_allclose(np.asarray(got, np.float64), oracle(case, scale=0.25), atol=tolerance, rtol=tolerance)
+
+
 def filled(case: Case, num_rows: int) -> Case:
     """With empty rows behind, so that cases of any number of rows share a compiled shape."""
     missing = num_rows - len(case.context_len_B)

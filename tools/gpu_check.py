@@ -20,9 +20,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from pallas_kernels.bench.check import Check, exit_status, has_gpu
 from pallas_kernels.bench.findings import FAILED, Finding
 from pallas_kernels.bench.record import append_section, as_data, counted, line, section
-from pallas_kernels.bench.session import Session, exit_status, has_gpu
 from pallas_kernels.paged_attention import BACKENDS
 from tools.progress import Bar
 
@@ -66,16 +66,16 @@ def main(argv: list[str] | None = None) -> int:
         for old in arguments.directory.glob("*.jsonl"):
             old.unlink()
         settings["directory"] = arguments.directory.resolve()
-    session = Session(**settings)
-    children = session.children()
+    check = Check(**settings)
+    children = check.children()
     if arguments.list or not children:
         print("\n".join(child.name for child in children) or f"no part's name holds {arguments.only!r}; see --list")
         return 0 if children else 1
-    print(f"findings and logs: {session.directory}", flush=True)
-    return report(session, arguments, run(session, len(children) + 1))
+    print(f"findings and logs: {check.directory}", flush=True)
+    return report(check, arguments, run(check, len(children) + 1))
 
 
-def run(session: Session, num_parts: int) -> list[Finding]:
+def run(check: Check, num_parts: int) -> list[Finding]:
     bar = Bar(num_parts, "part")
 
     def found(finding: Finding) -> None:
@@ -85,15 +85,15 @@ def run(session: Session, num_parts: int) -> list[Finding]:
         bar.write(text)
 
     try:
-        return session.run(found=found, ended=lambda name, verdict: bar.step(f"{name}: {verdict}"))
+        return check.run(found=found, ended=lambda name, verdict: bar.step(f"{name}: {verdict}"))
     finally:
         bar.close()
 
 
-def report(session: Session, arguments: argparse.Namespace, findings: list[Finding]) -> int:
+def report(check: Check, arguments: argparse.Namespace, findings: list[Finding]) -> int:
     environment = next((dict(f.data) for f in findings if f.check == "environment" and f.data), {})
     status = exit_status(findings)
-    if not session.interpret and not has_gpu(findings):
+    if not check.interpret and not has_gpu(findings):
         print(NO_GPU, file=sys.stderr)
         status = 2
     for finding in findings:

@@ -89,16 +89,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--print", action="store_true", help="print the tables, and write nothing")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="default: h200")
     parser.add_argument("--only", default="", help="kernels of cases with this in their name; goes with --print")
-    parser.add_argument("--layers", type=int, help="of the steps' model; default: all it has")
+    parser.add_argument("--layers", type=int, help="of the steps' model, which the table names; default: all it has")
     parser.add_argument("--no-steps", action="store_true", help="leave the whole steps out; goes with --print")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/kernels.md")
     arguments = parser.parse_args(words)
     if reason := unavailable():
         parser.error(reason)
-    partial = arguments.only or arguments.no_steps or arguments.layers is not None
-    if partial and not arguments.print:
-        parser.error("--only, --no-steps and --layers make a part of the tables, which --print shows")
+    if (arguments.only or arguments.no_steps) and not arguments.print:
+        parser.error("--only and --no-steps make a part of the tables, which --print shows")
     if sass.disassembler() is None and not arguments.print:
         parser.error("instructions are counted by nvdisasm: pip install triton, or put CUDA's on the PATH")
     if arguments.layers is not None and arguments.layers < 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from jax.typing import DTypeLike
 
 from jaxpage.bench.report import environment
+from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.cli_flags import UsageError
@@ -25,7 +25,6 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.device.step_inputs import packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
 from jaxpage.engine.capacity import choose_dtype, place_of
-from jaxpage.engine.text import load_tokenizer
 from jaxpage.models.base import abstract_model
 from jaxpage.tables import aligned
 
@@ -99,15 +98,7 @@ def _token_ids(arguments: argparse.Namespace, config: EngineConfig, files: Model
     if arguments.text is None:
         draw = np.random.default_rng(arguments.seed)
         return [int(token_id) for token_id in draw.integers(0, files.spec.vocab_size, arguments.num_tokens)]
-    tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else files.directory)
-    if tokenizer is None:
-        raise UsageError(f"--text {arguments.text}: the model {config.model!r} has no tokenizer")
-    try:
-        text = Path(arguments.text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--text {arguments.text}: {error}") from None
-    token_ids: list[int] = tokenizer(text)["input_ids"]
-    return token_ids
+    return read_token_ids(arguments.text, config)
 
 
 def position_logits(

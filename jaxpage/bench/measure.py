@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from jaxpage.bench.report import Measurement
 from jaxpage.bench.workloads import WorkItem
@@ -50,8 +51,24 @@ def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float,
             - sum(before["num_preemptions_total"].values()),
             "num_cached_tokens": after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"],
             "num_steps": after["engine_steps_total"] - before["engine_steps_total"],
+            **_of_decoding(before, after),
             "compiles_during_run": after["compile_total"] - before["compile_total"],
             "num_blocks": after["num_blocks_total"],
             "num_blocks_free_afterwards": after["num_blocks_free"],
         },
     )
+
+
+def _of_decoding(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Tokens for each sequence of each step that decodes, and what came of drafts."""
+    names = ("decode_tokens_total", "decode_rows_total")
+    num_tokens, num_rows = (after[name] - before[name] for name in names)
+    drafted, accepted = (
+        after[name] - before[name]
+        for name in ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
+    )
+    return {
+        "tokens_per_target_step": num_tokens / num_rows if num_rows else 0.0,
+        "num_draft_tokens": drafted,
+        "num_accepted_tokens": accepted,
+    }

@@ -85,6 +85,9 @@ _ROWS = (
     ("load (s)", "load_seconds", ".2f"),
     ("compile (s)", "compile_seconds", ".2f"),
     ("preemptions", "num_preemptions", "d"),
+    ("tokens per step of a row", "tokens_per_target_step", ".2f"),
+    ("drafts", "num_draft_tokens", "d"),
+    ("drafts accepted", "num_accepted_tokens", "d"),
     ("warm-up (s)", "warmup_seconds", ".2f"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -74,9 +75,9 @@ def _started(config: EngineConfig) -> Iterator[tuple[LLM, float]]:
 
 
 def _changes(text: str) -> dict[str, Any]:
-    """The settings in NAME=VALUE[,NAME=VALUE...]. Raises UsageError if it is something else."""
+    """The settings in NAME=VALUE[,NAME=VALUE...]; a value in braces may have commas. Raises UsageError if it is something else."""
     changes = {}
-    for part in text.split(","):
+    for part in re.split(r",(?![^{]*\})", text):
         name, equals, value = part.partition("=")
         if not equals:
             raise UsageError(f"--versus takes NAME=VALUE[,NAME=VALUE], got {text!r}")

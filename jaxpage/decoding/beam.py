@@ -80,7 +80,7 @@ class BeamStrategy:
             going, best = [], best[: self._beam.n or self._beam.beam_width]
         return self._edits(going, best)
 
-    def mask(self, sequence_id: int, drafts: Sequence[int] = ()) -> None:
+    def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> None:
         """No grammar goes with beams."""
 
     def _ranked(self, draws: Sequence[Draw]) -> list[_Candidate]:

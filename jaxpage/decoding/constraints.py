@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +89,9 @@ class Constraint:
         self._token_ids: list[int] = []
         self._matcher, first = grammar.at_start()
         self._is_alone = False  # with its states of the grammar
+        self._ahead: dict[
+            tuple[int, ...], Constraint | None
+        ] = {}  # behind drafts that were asked about; None: see `behind`
         self._look(first)
 
     @property
@@ -96,21 +99,37 @@ class Constraint:
         """Whether the text may end as it is, without a token for it."""
         return self._may_end and len(self._token_ids) >= self._min_tokens
 
-    def behind(self, token_ids: Sequence[int]) -> Mask | None:
-        """What may be drawn behind these tokens; None where they cannot follow, or end the sequence."""
+    def behind(self, token_ids: tuple[int, ...]) -> Mask | None:
+        """What may be drawn behind these tokens; None where they cannot follow, or end the sequence. Changes nothing."""
+        place = self._behind(token_ids)
+        return None if place is None else place.mask
+
+    def _behind(self, token_ids: tuple[int, ...]) -> Constraint | None:
+        """Each place is looked at once, however many drafts lead through it."""
         if not token_ids:
-            return self.mask
+            return self
+        if token_ids not in self._ahead:
+            before = self._behind(token_ids[:-1])
+            self._ahead[token_ids] = None if before is None else before._followed_by(token_ids[-1])
+        return self._ahead[token_ids]
+
+    def _followed_by(self, token_id: int) -> Constraint | None:
+        """Another one, a token further, if it goes on there."""
+        if not _has(self._text, token_id):
+            return None
+        self._is_alone = False  # a copy adds what it finds to the states of both
         ahead = copy.copy(self)
-        ahead._matcher, ahead._token_ids = self._matcher.deep_copy(), self._token_ids.copy()
-        for token_id in token_ids:
-            if not _has(ahead.mask, token_id) or not _has(ahead._text, token_id) or ahead.advance(token_id):
-                return None
-        return ahead.mask
+        ahead._matcher, ahead._token_ids, ahead._ahead = self._matcher.deep_copy(), self._token_ids.copy(), {}
+        return None if ahead.advance(token_id) else ahead
 
     def advance(self, token_id: int) -> End | None:
         """The sequence gains a token that the mask admitted. Returns why it cannot go on behind it, if it cannot."""
         if _has(self._ends_V, token_id) and not _has(self._text, token_id):
             return None  # an end
+        if (ahead := self._ahead.get((token_id,))) is not None:  # it has been there
+            vars(self).update(vars(ahead), _ahead={})
+            return None
+        self._ahead = {}
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
         self._look(self._admitted())

@@ -37,7 +37,7 @@ class SamplingStrategy:
                 ended.add(draw.sequence_id)
         return edits
 
-    def mask(self, sequence_id: int, drafts: Sequence[int] = ()) -> Mask | None:
+    def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
         constraint = self._constraint(sequence_id)
         return None if constraint is None else constraint.behind(drafts)
 

@@ -30,7 +30,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def mask(self, sequence_id: int, drafts: Sequence[int] = ()) -> Mask | None:
+    def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
         """What a sequence that is about to draw may draw, behind these drafts; None if no grammar says. Asked only if the request has
         structured outputs."""
         ...

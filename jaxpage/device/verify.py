@@ -10,7 +10,7 @@ def accept(
     drawn_T: Int[Array, "T"],
     token_ids_T: Int[Array, "T"],
     parents_T: Int[Array, "T"],
-    query_start: Int[Array, "starts"],
+    query_start: Int[Array, "_"],  # [B + 1]: an axis that only a result may have by name
     max_query_len: int,
 ) -> Int[Array, "B Q"]:
     """From the first token of each row down to children that are what was drawn: the tokens of that path, -1 behind the last.
@@ -48,7 +48,7 @@ def unpack_tree_mask(tree_mask_TU: UInt32[Array, "T U"], max_query_len: int) -> 
 
 
 def moves(
-    paths_BQ: Int[Array, "B Q"], slots_T: Int[Array, "T"], query_start: Int[Array, "starts"]
+    paths_BQ: Int[Array, "B Q"], slots_T: Int[Array, "T"], query_start: Int[Array, "_"]
 ) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
     """Slots (sources, destinations) that bring the tokens of each path to where they stand in the text.
 

@@ -40,13 +40,14 @@ from jaxpage.engine.event_log import EventLog, check_new
 from jaxpage.engine.log_header import header
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
+from jaxpage.engine.shape_costs import measure_shapes
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
+from jaxpage.speculation import make_proposer
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import SpeculativeConfig
 from jaxpage.tables import aligned
@@ -103,6 +104,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
     scheduler = _scheduler(config, place, menu, memory, files.spec.kv)
+    controller = _controller(config.speculative_config, scheduler.limits)
     engine = Engine(
         scheduler=scheduler,
         builder=BatchBuilder(
@@ -123,8 +125,10 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=_speculation(config.speculative_config, scheduler.limits),
+        speculation=_speculation(config.speculative_config, scheduler.limits, controller, files.spec.vocab_size),
     )
+    if controller is not None:
+        measure_shapes(engine.builder, engine.runner, controller.costs)
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
     if config.event_log is not None:
         engine.events = EventLog(config.event_log, header(config, engine, memory))
@@ -184,12 +188,16 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
-def _speculation(config: SpeculativeConfig | None, limits: StepLimits) -> Speculation | None:
+def _controller(config: SpeculativeConfig | None, limits: StepLimits) -> Controller | None:
+    return Controller(limits) if config is not None and config.num_speculative_tokens == "auto" else None
+
+
+def _speculation(
+    config: SpeculativeConfig | None, limits: StepLimits, controller: Controller | None, vocab_size: int
+) -> Speculation | None:
     if config is None:
         return None
-    choices = tuple(sorted({length - 1 for _, length in limits.verified}))
-    controller = Controller(choices) if config.num_speculative_tokens == "auto" else None
-    return Speculation(NGramProposer(config.prompt_lookup_min, config.prompt_lookup_max), limits, controller)
+    return Speculation(make_proposer(config), limits, controller, vocab_size=vocab_size)
 
 
 def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
@@ -200,6 +208,8 @@ def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: Mem
         mixed=mixes(config, place),
         verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
         trees=any(bucket.trees for bucket in menu.verify),
+        decoded=tuple(bucket.num_rows for bucket in menu.decode),
+        streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
     )
     manager = BlockManager(
         BlockPool(memory.num_blocks),

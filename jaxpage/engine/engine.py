@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
@@ -25,6 +26,7 @@ from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.plan import StepPlan
 from jaxpage.scheduling.scheduler import NO_DRAFTS
 from jaxpage.shapes import NOT_FINITE
+from jaxpage.speculation.admitting import possible
 from jaxpage.speculation.proposal import Draft
 from jaxpage.speculation.speculation import Speculation
 
@@ -135,7 +137,11 @@ class Engine:
     def step(self) -> list[SequenceGroup]:
         """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
         self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
-        plan = self.scheduler.plan(self.propose(self.scheduler.running))
+        began = time.monotonic()
+        if drafts := self.propose(self.scheduler.running):
+            drafts = possible(drafts, self._strategies, self.builder.vocab_size)
+        proposed = time.monotonic()
+        plan = self.scheduler.plan(drafts)
         self._blocks_may_be_missing = plan is not None and bool(plan.swap_out or plan.swap_in or plan.copies)
         if plan is None:
             return []
@@ -148,7 +154,7 @@ class Engine:
         self._blocks_may_be_missing = False
         edits = advance(plan, result, self._strategies)
         self.events.drawn(plan, result, edits)
-        groups = self._commit(plan, edits)
+        groups = self._commit(plan, edits, began, proposed)
         if (result.token_ids == NOT_FINITE).any():
             self.reset_prefix_cache()  # numbers that are none may be in the pages too, and must not outlive their request
         return groups
@@ -196,11 +202,11 @@ class Engine:
             self.metrics.memory = MemoryHistory()
         return report
 
-    def _commit(self, plan: StepPlan, edits: list[Edit]) -> list[SequenceGroup]:
+    def _commit(self, plan: StepPlan, edits: list[Edit], began: float, proposed: float) -> list[SequenceGroup]:
         groups = self.scheduler.commit(plan, edits)
-        seconds = self.metrics.committed(plan, edits, groups, self._groups)
+        self.metrics.committed(plan, edits, groups, self._groups)
         if self.speculation is not None:
-            self.speculation.verified(plan, edits, seconds)
+            self.speculation.verified(plan, edits, time.monotonic() - proposed, proposed - began)
         self._forget_finished(groups)
         return groups
 
@@ -235,7 +241,7 @@ class Engine:
     def _forget(self, group: SequenceGroup) -> None:
         self.metrics.ended(group)
         if self.speculation is not None:
-            self.speculation.forget(group.sequence_ids)
+            self.speculation.forget(group)
         for sequence_id in group.sequence_ids:
             self._strategies.pop(sequence_id, None)
             self._groups.pop(sequence_id, None)

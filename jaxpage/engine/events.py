@@ -7,6 +7,7 @@ The scheduler is a function of its events, so what these records hold is all tha
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +17,8 @@ import numpy as np
 from jaxpage.decoding import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.request import SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.scheduling.plan import StepPlan, StepResult
+from jaxpage.scheduling.plan import Row, StepPlan, StepResult
+from jaxpage.speculation import Draft, chain
 
 Record = dict[str, Any]
 
@@ -94,14 +96,16 @@ class Recorder(Events):
     def planned(self, plan: StepPlan) -> None:
         self._step = plan.step_id
         draws = [sample.row for sample in plan.samples]
+        drafts = [_drafts(row) for row in plan.rows if row.parents]
         fields = {
             "rows": [[row.sequence_id, row.start, len(row.token_ids)] for row in plan.rows],
+            "drafts": drafts,
             "tables": self._table_changes(plan),
             **{name: [list(pair) for pair in getattr(plan, name)] for name in ("swap_out", "swap_in", "copies")},
             "preempted": list(plan.preempted),
         }
         present: Record = {name: value for name, value in fields.items() if value}
-        if draws != list(range(len(plan.rows))):
+        if draws != usual_draws(present):
             present["draws"] = draws
         self._record("plan", **present)
 
@@ -109,7 +113,8 @@ class Recorder(Events):
         fields = {
             "logprobs": _logprobs(plan, result),
             "scores": [_scores(edit) for edit in edits if isinstance(edit, Score)],
-            "edits": [_described(edit) for edit in edits if not isinstance(edit, Append | Score)],
+            "edits": _described(plan, result, edits),
+            "paths": _paths(plan, result),
         }
         present = {name: value for name, value in fields.items() if value}
         self._record("result", tokens=result.token_ids.tolist(), **present)
@@ -199,11 +204,50 @@ def _scores(edit: Score) -> list[Any]:
     return [edit.sequence_id, edit.position, *tokens]
 
 
-def _described(edit: Finish | Fork | Drop) -> list[Any]:
-    match edit:
-        case Finish():
-            return ["finish", edit.sequence_id, edit.reason, edit.stop_reason]
-        case Fork():
-            return ["fork", edit.parent_id, edit.child_id, edit.sample_index]
-        case Drop():
-            return ["drop", edit.sequence_id]
+def usual_draws(plan: Record) -> list[int]:
+    """The rows that a recorded plan draws from unless it says otherwise: each once, or one with drafts behind each of its tokens."""
+    if "drafts" not in plan:
+        return list(range(len(plan["rows"])))
+    return [index for index, (_, _, num_tokens) in enumerate(plan["rows"]) for _ in range(num_tokens)]
+
+
+def _drafts(row: Row) -> list[Any]:
+    """[sequence, token ids], and parents where it is no chain: -1 for those that follow the last known token."""
+    draft = Draft(row.token_ids[-len(row.parents) :], tuple(parent - 1 for parent in row.parents))
+    parents = [] if draft == chain(draft.token_ids) else [list(draft.parents)]
+    return [row.sequence_id, list(draft.token_ids), *parents]
+
+
+def _paths(plan: StepPlan, result: StepResult) -> list[list[int]]:
+    """Of each row which of its tokens are right drafts, one behind the other; nothing of a step without drafts."""
+    if result.paths is None:
+        return []
+    paths = []
+    first = 0  # of the row's tokens in the stream
+    for row, path in zip(plan.rows, result.paths.tolist(), strict=True):
+        paths.append([place - first for place in path if place > first])
+        first += len(row.token_ids)
+    return paths
+
+
+def _described(plan: StepPlan, result: StepResult, edits: list[Edit]) -> list[list[Any]]:
+    """What is more than a token. Where an end comes before the last token that was drawn for its sequence: behind how many of them."""
+    if result.paths is None:
+        num_draws = {}
+    else:
+        counts = (result.paths >= 0).sum(axis=1).tolist()
+        num_draws = {row.sequence_id: count for row, count in zip(plan.rows, counts, strict=True) if count > 1}
+    num_tokens = Counter(edit.sequence_id for edit in edits if type(edit) is Append) if num_draws else Counter()
+    described: list[list[Any]] = []
+    for edit in edits:
+        match edit:
+            case Finish():
+                sequence_id = edit.sequence_id
+                cut = num_tokens[sequence_id] < num_draws.get(sequence_id, 0)
+                at = [num_tokens[sequence_id]] if cut else []
+                described.append(["finish", sequence_id, edit.reason, edit.stop_reason, *at])
+            case Fork():
+                described.append(["fork", edit.parent_id, edit.child_id, edit.sample_index])
+            case Drop():
+                described.append(["drop", edit.sequence_id])
+    return described

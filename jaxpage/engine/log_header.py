@@ -24,7 +24,7 @@ from jaxpage.errors import EventLogError, JaxpageError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2  # 2: drafts
 _HASHED_AT_ONCE = 4  # arrays, each of which may be copied to the host
 _PACKAGES = ("jaxpage", "jax", "jaxlib", "llguidance")
 _FIELDS = {"versions": dict, "device": str, "config": dict, "config_hash": str, "weights_hash": str, "engine": dict}

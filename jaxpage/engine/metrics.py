@@ -13,6 +13,7 @@ from jaxpage.outputs import RequestMetrics
 from jaxpage.request import SequenceGroup
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.plan import StepPlan
+from jaxpage.speculation.counts import SpeculationCounts
 
 
 @dataclass
@@ -26,6 +27,7 @@ class EngineMetrics:
     request_success_total: dict[str, int] = field(default_factory=dict)  # by finish reason
     requests: dict[str, RequestMetrics] = field(default_factory=dict)
     memory: MemoryHistory = field(default_factory=MemoryHistory)
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     _step_began: float = 0.0  # in seconds of time.monotonic
 
     def arrived(self, request_id: str) -> RequestMetrics:
@@ -46,8 +48,8 @@ class EngineMetrics:
 
     def committed(
         self, plan: StepPlan, edits: list[Edit], groups: list[SequenceGroup], group_of: dict[int, SequenceGroup]
-    ) -> float:
-        """Books a step that happened, and returns its seconds; one that failed has computed nothing."""
+    ) -> None:
+        """Books a step that happened; one that failed has computed nothing."""
         now = time.monotonic()
         self.engine_steps_total += 1
         self.memory.end(now - self._step_began)
@@ -58,12 +60,16 @@ class EngineMetrics:
                 continue  # aborted meanwhile
             num_prompt_tokens = len(group.request.prompt_token_ids)
             self.prompt_tokens_total += max(0, min(row.context_length, num_prompt_tokens) - row.start)
+        for sequence_id, num_tokens, num_accepted in self.speculation.add(plan, edits, group_of):
+            metrics = self.requests[group_of[sequence_id].request.request_id]
+            metrics.num_drafts += 1
+            metrics.num_draft_tokens += num_tokens
+            metrics.num_accepted_tokens += num_accepted
         for group in groups:
             metrics = self.requests[group.request.request_id]
             metrics.num_preemptions = group.num_preemptions
             if metrics.first_token_time is None and any(s.num_output_tokens for s in group.sequences):
                 metrics.first_token_time = now
-        return now - self._step_began
 
     def ended(self, group: SequenceGroup) -> None:
         if metrics := self.requests.pop(group.request.request_id, None):
@@ -96,6 +102,7 @@ class EngineMetrics:
             "prompt_tokens_total": self.prompt_tokens_total,
             "generation_tokens_total": self.generation_tokens_total,
             "copy_on_write_blocks_total": self.copy_on_write_blocks_total,
+            **self.speculation.snapshot(),
             "shared_blocks": split.shared_blocks,
             "kv_token_slots": split.token_slots,
             "kv_reserved_slots": split.reserved_slots,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
@@ -21,15 +22,17 @@ from jaxpage.decoding import BeamStrategy, Draw, Edit, Finish, Grammar, Sampling
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import LogReader, encoded
-from jaxpage.engine.events import Record, Recorder
+from jaxpage.engine.events import Record, Recorder, usual_draws
 from jaxpage.engine.log_header import compare_engines, header, logged_config, read_header
 from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
 from jaxpage.request import SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.speculation import Draft, chain
 
 _LEGENDS = {  # what the entries of a list are, for whoever reads a difference
     "rows": "[sequence, first position, tokens]",
+    "drafts": "[sequence, token ids, parents where it is no chain]",
     "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
     "swap_out": "[block, host block]",
     "swap_in": "[host block, block]",
@@ -38,6 +41,7 @@ _LEGENDS = {  # what the entries of a list are, for whoever reads a difference
     "logprobs": "[draw, rank, token ids, float32 bits]",
     "scores": "[sequence, position, [rank, token ids, float32 bits], ...]",
     "edits": "[what, sequence, ...]",
+    "paths": "of each row, which of its tokens are right drafts",
 }
 _NOTHING = "nothing"  # where one of the two has something
 
@@ -71,7 +75,8 @@ def replay(
         config = logged_config(log, logged, model, keeps_tokenizer=is_constrained)
         built = build_engine(config, progress=progress)
         try:
-            compare_engines(logged, header(config, built.engine, built.memory), force=force)
+            ours = json.loads(encoded(header(config, built.engine, built.memory)))
+            compare_engines(logged, ours, force=force)
             log.take()
             with tqdm(total=num_plans, desc="Replaying", unit="step", disable=None if progress else True) as bar:
                 return Replay(built.engine, log, bar).run()
@@ -86,11 +91,14 @@ class Replay:
     def __init__(self, engine: Engine, log: LogReader, bar: tqdm[Any] | None = None) -> None:
         engine.events = Recorder(self._compare)
         engine.new_strategy = self._strategy
+        engine.propose = lambda groups: self._drafts
+        engine.speculation = None  # what is drafted, and how much of it, the log says
         self._engine = engine
         self._log = log
         self._bar = bar
         self._plan: Record = {}  # the last one
-        self._ends: dict[int, Finish] = {}  # of this step, by sequence id: those that text decided
+        self._ends: dict[int, _End] = {}  # of this step, by sequence id: those that text decided
+        self._drafts: dict[int, Draft] = {}  # of this step, by sequence id
         self._num_steps = self._num_tokens = 0
 
     def run(self) -> Report:
@@ -126,6 +134,7 @@ class Replay:
                     self._log.refuse(f"pin_id must be a number, got {shown(pin_id)}")
                 self._engine.unpin(pin_id)
             case "plan":
+                self._drafts = self._drafts_of(record)
                 with suppress(_Interrupted):
                     self._engine.step()
             case "rebuild":  # after an interrupted step; a failed one does it itself
@@ -144,6 +153,14 @@ class Replay:
             self._engine.add(record["request_id"], None, prompt, _params(record), bad_word_token_ids=words)
         except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
             self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
+
+    def _drafts_of(self, plan: Record) -> dict[int, Draft]:
+        """What the logged step verified; the same is planned where the same blocks are free."""
+        vocab_size = self._engine.builder.vocab_size
+        try:
+            return dict(_draft(*item, vocab_size=vocab_size) for item in plan.get("drafts", ()))
+        except (TypeError, ValueError) as error:
+            self._log.refuse(f"these drafts are none: {error}")
 
     def _strategy(self, group: SequenceGroup, grammar: Grammar | None) -> Strategy:
         if group.request.beam:
@@ -169,7 +186,7 @@ class Replay:
             self._foresee()
         elif came["event"] == "result":
             self._num_steps += 1
-            self._num_tokens += len(came["tokens"])
+            self._num_tokens += _num_tokens(came)
             if self._bar is not None:
                 self._bar.update()
 
@@ -204,7 +221,7 @@ class Replay:
 
     def _sequence_of(self, draw: int) -> Any:
         rows = self._plan["rows"]
-        draws = self._plan.get("draws", range(len(rows)))
+        draws = self._plan.get("draws", usual_draws(self._plan))
         return rows[draws[draw]][0] if draw < len(draws) else None
 
 
@@ -228,33 +245,51 @@ class _Differs(_Leave):
     """Something else came out than was logged."""
 
 
+class _End(NamedTuple):
+    """Of a sequence: behind how many of the step's tokens it came. None: behind the last, or it is an error in place of the only one."""
+
+    finish: Finish
+    num_tokens: int | None
+
+
 class _LoggedEnds(SamplingStrategy):
     """A replay has no text. What text decided (a stop string, an error on the way to text) is therefore taken from the log."""
 
-    def __init__(self, group: SequenceGroup, grammar: Grammar | None, ends: Mapping[int, Finish]) -> None:
+    def __init__(self, group: SequenceGroup, grammar: Grammar | None, ends: Mapping[int, _End]) -> None:
         super().__init__(group.request, NoText, grammar)
         self._ends = ends
+        self._num_tokens: Counter[int] = Counter()  # of this step, by sequence id
+
+    def advance(self, draws: Sequence[Draw]) -> list[Edit]:
+        self._num_tokens.clear()
+        return super().advance(draws)
 
     def _advance(self, draw: Draw) -> list[Edit]:
         append, *own = super()._advance(draw)
-        end = self._ends.get(draw.sequence_id)
-        if end is None:
+        self._num_tokens[draw.sequence_id] += 1
+        if draw.sequence_id not in self._ends:
             return [append, *own]
-        has_raised = end.reason == "error" and own != [
-            end
-        ]  # else the grammar came to this end here too, behind the token
-        return [end] if has_raised else [append, end]
+        end, num_tokens = self._ends[draw.sequence_id]
+        if num_tokens == 0:
+            return [end]  # an error, which took with it all that was drawn
+        is_here = not draw.drafted if num_tokens is None else self._num_tokens[draw.sequence_id] == num_tokens
+        if not is_here:
+            return [append, *own]
+        if end.reason == "error" and own != [end]:
+            # Either text raised, in place of the only token, or the draw behind this one found nothing that it may draw.
+            return [end] if num_tokens is None else [append, *own]
+        return [append, end]  # of a grammar, the end that it came to here too
 
 
 class _LoggedBeams(BeamStrategy):
     """The same of a beam search, all of whose beams end with such an error."""
 
-    def __init__(self, group: SequenceGroup, ends: Mapping[int, Finish]) -> None:
+    def __init__(self, group: SequenceGroup, ends: Mapping[int, _End]) -> None:
         super().__init__(group.request, group.reserved_ids, NoText)
         self._ends = ends
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
-        ends = [self._ends[draw.sequence_id] for draw in draws if draw.sequence_id in self._ends]
+        ends = [self._ends[draw.sequence_id].finish for draw in draws if draw.sequence_id in self._ends]
         return list(ends) if ends and all(draw.token_id >= 0 for draw in draws) else super().advance(draws)
 
 
@@ -265,13 +300,34 @@ def _params(record: Record) -> SamplingParams | BeamSearchParams:
     return BeamSearchParams(**given) if "beam" in record else SamplingParams(**given, seed=record["seed"])
 
 
-def _ends_by_text(result: Record) -> dict[int, Finish]:
+def _ends_by_text(result: Record) -> dict[int, _End]:
     ends = {}
     for edit in result.get("edits", ()):
         match edit:
             case ["finish", int(sequence_id), str(reason), str(stop_reason)]:
-                ends[sequence_id] = Finish(sequence_id, reason, stop_reason)
+                ends[sequence_id] = _End(Finish(sequence_id, reason, stop_reason), None)
+            case ["finish", int(sequence_id), str(reason), str(stop_reason), int(num_tokens)]:
+                ends[sequence_id] = _End(Finish(sequence_id, reason, stop_reason), num_tokens)
     return ends
+
+
+def _draft(sequence_id: Any, token_ids: Any, parents: Any = None, *, vocab_size: int) -> tuple[int, Draft]:
+    """A sequence and its drafts. Raises TypeError or ValueError if they are none that an engine could verify."""
+    draft = chain(tuple(token_ids)) if parents is None else Draft(tuple(token_ids), tuple(parents))
+    if any(type(number) is not int for number in (sequence_id, *draft.token_ids, *draft.parents)):
+        raise ValueError(f"they must be numbers, got {shown([sequence_id, token_ids, parents])}")
+    if not all(0 <= token_id < vocab_size for token_id in draft.token_ids):
+        raise ValueError(f"token ids are 0 to {vocab_size - 1}, got {shown(token_ids)}")
+    if len(draft.parents) != len(draft.token_ids) or not all(-1 <= p < place for place, p in enumerate(draft.parents)):
+        raise ValueError(f"each of {len(draft.token_ids)} needs a parent before it or -1, got {shown(parents)}")
+    return sequence_id, draft
+
+
+def _num_tokens(result: Record) -> int:
+    """That the sequences of a recorded step drew, those behind wrong drafts left out."""
+    if "paths" in result:
+        return sum(1 + len(path) for path in result["paths"])
+    return len(result["tokens"])
 
 
 def _without_text(record: Record) -> Record:

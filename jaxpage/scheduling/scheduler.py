@@ -92,7 +92,7 @@ class Scheduler(Roster):
         """
         if any(sequence.num_pending_tokens > 1 or group.children_due for group, sequence, _ in step.work):
             return
-        most, manager = self.limits.most_drafts(len(step.work)), self.block_manager
+        num_left, manager = self.limits.draft_budget(len(step.work)), self.block_manager
         for group, sequence, _ in step.work:
             draft = drafts.get(sequence.sequence_id)
             if draft is None or group.request.beam:
@@ -100,12 +100,14 @@ class Scheduler(Roster):
             if not self.limits.trees:
                 draft = draft.first_branch()
             start = sequence.num_known_tokens
-            num_drafts = min(len(draft.token_ids), most, group.request.max_total_tokens - start - 1)
+            most = min(num_left, self.limits.most_drafts(len(step.work)), group.request.max_total_tokens - start - 1)
+            num_drafts = min(len(draft.token_ids), most)
             while num_drafts > 0:
                 span = (sequence.sequence_id, start, start + num_drafts)
                 if manager.num_new_blocks(*span) <= manager.pool.num_free:
                     step.add_copies(manager.reserve(*span), manager)
                     step.drafts[sequence.sequence_id] = draft.cut(num_drafts)
+                    num_left -= num_drafts
                     break
                 num_drafts -= 1
 

@@ -41,10 +41,16 @@ class ScriptedRequests:
         return sequence_id
 
     def edits(self, plan: StepPlan) -> list[Edit]:
-        """A token for every draw; the other samples of a request at its first; an end where the script has it."""
+        """A token for every draw that no wrong draft precedes; the other samples of a request at its first; an end where the script
+        has it. Drafts are chains."""
         edits: list[Edit] = []
         for sample in plan.samples:
             ordinal, arrival = self._script_of[sample.sequence_id]
+            row = plan.rows[sample.row]
+            drafts = row.token_ids[1:] if row.parents else ()
+            if any(draft != ordinal for draft in drafts[: sample.offset]):
+                continue
+            is_drafted = drafts[sample.offset : sample.offset + 1] == (ordinal,)
             sequence_ids = [sample.sequence_id]
             if sample.position == arrival.num_prompt_tokens:
                 for sample_index in range(1, arrival.num_samples):
@@ -52,7 +58,7 @@ class ScriptedRequests:
                     edits.append(Fork(sample.sequence_id, sequence_ids[-1], sample_index))
             is_last = sample.position + 1 == arrival.num_prompt_tokens + arrival.num_output_tokens
             for sequence_id in sequence_ids:
-                edits.append(Append(sequence_id, ordinal))
+                edits.append(Append(sequence_id, ordinal, drafted=is_drafted))
                 if is_last:
                     edits.append(Finish(sequence_id, "length"))
                     del self._script_of[sequence_id]

@@ -1,113 +1,231 @@
-"""How many drafts a step is worth: the number that gives the most tokens per second, by what steps cost and how many drafts were right.
+"""How many drafts a step is worth: those that give the most tokens per second, by what steps cost and how often drafts were right.
 
-Both are measured while the engine runs. Goodput as in SmartSpec (Liu et al. 2024, arXiv:2406.14066).
+Goodput as in SmartSpec (Liu et al. 2024, arXiv:2406.14066). Both are measured while the engine runs. A step is chosen by its shape, which
+is what it costs; drafts fill the shape in order of their chance, so one sequence may get seven and another none. Now and then a step is
+spent on looking elsewhere, on credit: never more than a set share of the time. Everything follows from what the controller is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-COST_WEIGHT = 0.1  # of a new measurement of a step in the running mean
-ACCEPTANCE_WEIGHT = 0.1  # of a newly verified draft in a running rate
-PRIOR_DRAFTS = 20  # a sequence is taken for the average until it has had so many drafts
-GAIN = 1.03  # how much better another number has to be before it replaces the one in use
-DWELL = 16  # steps for which a number is kept, unless none is better than it
-PROBE_EVERY = 50  # steps without drafts, after which one step drafts all the same, so that speculation can come back
+from jaxpage.scheduling.policy import StepLimits
+from jaxpage.speculation.estimates import MOST_SURPRISING, Acceptance, Costs, Shape
+from jaxpage.speculation.proposal import Draft
 
-
-@dataclass
-class _Rate:
-    """How many of the drafts that were reached were right, as a running mean."""
-
-    value: float
-    num_drafts: int = 0
-
-    def add(self, num_right: int, num_wrong: int) -> None:
-        for right in (True,) * num_right + (False,) * num_wrong:
-            self.num_drafts += 1
-            weight = (
-                max(ACCEPTANCE_WEIGHT, 1 / self.num_drafts) if self.num_drafts < PRIOR_DRAFTS else ACCEPTANCE_WEIGHT
-            )
-            self.value += weight * (right - self.value)
+SHARE = 0.01  # of the time that may be lost by looking elsewhere
+CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
+LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
+STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
+BEGINS, ENDS = 1.02, 0.98  # how much better drafting promises to be than not to draft, when it begins and when it ends
+DWELL = 16  # steps from its end to its next beginning; it ends at once
+LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Node:
+    """A draft that could be made, or one that was."""
+
+    chance: float  # that it will be right, and all before it
+    rank: float  # never above that of the draft before it, so that the first in rank are the first in the draft
+    weight: float  # chance that it will be there at all
+    depth: int
+    sequence_id: int
+
+
 class Controller:
-    """Chooses among `choices`, numbers of drafts per sequence, of which 0 is always one."""
+    """Decides twice in a step: `ask`, whom to draft for, before anything is spent; and `cut`, how many of the drafts are verified."""
 
-    choices: tuple[int, ...]
-    _seconds: dict[tuple[int, int], float] = field(default_factory=dict)  # of a step by (rows of its shape, drafts)
-    _overall: _Rate = field(default_factory=lambda: _Rate(0.5))
-    _rates: dict[int, _Rate] = field(default_factory=dict)  # by sequence id
-    _current: int = 0
-    _kept: int = DWELL  # steps since the number changed
-    _without: int = 0  # steps without drafts, one after the other
+    def __init__(self, limits: StepLimits) -> None:
+        self.costs = Costs()
+        self.acceptance = Acceptance()
+        self._limits = limits
+        self._shapes_by_rows: dict[int, list[Shape]] = {}
+        self._asking: dict[int, float] = {}  # seconds per draft that is asked for, by rows of the shape
+        self._step = 0
+        self._drafts = False  # whether steps ask for drafts, but for looks
+        self._since = DWELL  # steps since that changed
+        self._reviewed: tuple[int, int] | None = (
+            None  # rows of the shape, and the step, of the last decision without drafts
+        )
+        self._credit = 0.0  # seconds
+        self._look: Shape | None = None  # that this step takes, whatever is best
+        self._looked = 0  # the step of the last look
+        self._num_looks = 0
+        self._paid = False  # whether the last look was better than not to look
+        self._best = 0.0  # tokens per second of the best that is known, at the last decision
+        self._asked: Mapping[int, int] = {}
 
-    def choose(self, num_rows: int, drafts: Sequence[tuple[int, int]], most: int) -> int:
-        """Drafts per sequence for the next step.
+    def ask(self, num_rows: int, sequence_ids: Sequence[int]) -> Mapping[int, int]:
+        """How many drafts each of the sequences is to have, before they are cut. Empty: none is worth anything in this step.
 
         Args:
-            num_rows: rows of the step's shape.
-            drafts: of each sequence that has any: its id and how many.
-            most: that the shapes allow.
+            num_rows: of the step.
+            sequence_ids: of those of its sequences that can be drafted for.
         """
-        allowed = [choice for choice in (0, *self.choices) if choice <= most]
-        if not drafts or len(allowed) == 1:
-            return 0
-        goodput = {choice: self._goodput(num_rows, drafts, choice) for choice in allowed}
+        self._step += 1
+        self._since += 1
+        self._look, self._asked = None, {}
+        shapes = self._shapes(num_rows)
+        if len(shapes) == 1 or not sequence_ids:
+            return {}
+        plain = self.costs.of(shapes[0])
+        may_look = self._step - self._looked >= (1 if self._paid else LOOK_EVERY)
+        if not self._drafts and not (may_look and self._loss(shapes[1], num_rows, num_rows / plain) <= self._credit):
+            rows, step = self._reviewed or (0, 0)
+            if rows == shapes[0][0] and self._step - step < DWELL:
+                return {}
+        nodes = self._nodes_to_ask(num_rows, sequence_ids)
+        goodput = {shape: self._promise(num_rows, nodes, shape) for shape in shapes[1:]}
         best = max(goodput, key=goodput.__getitem__)
-        current = max(choice for choice in allowed if choice <= self._current)
-        if goodput[best] > goodput[current] * GAIN and (self._kept >= DWELL or not current):
-            current, self._kept = best, 0
-        self._current = current
-        self._kept += 1
-        self._without = 0 if current else self._without + 1
-        if self._without >= PROBE_EVERY:
-            self._without = 0
-            return allowed[1]
-        return current
+        self._decide(goodput[best] * plain / num_rows)
+        self._reviewed = None if self._drafts else (shapes[0][0], self._step)
+        self._best = goodput[best] if self._drafts else num_rows / plain
+        chosen = best if self._drafts else shapes[0]
+        if may_look and (look := self._elsewhere(goodput | {shapes[0]: num_rows / plain}, chosen, num_rows)):
+            self._look = chosen = look
+            nodes = sorted(nodes, key=lambda node: (node.depth, -node.rank))
+        self._asked = self._fill(nodes, _room(chosen, num_rows))
+        return self._asked
 
-    def _goodput(self, num_rows: int, drafts: Sequence[tuple[int, int]], choice: int) -> float:
-        seconds = self._cost(num_rows, choice)
-        gained = sum(_expected(self._rate(sequence_id), min(choice, length)) for sequence_id, length in drafts)
-        return (num_rows + gained) / seconds
+    def cut(self, num_rows: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
+        """How many of each sequence's drafts, which came of asking, the step verifies."""
+        for sequence_id in self._asked:
+            self.acceptance.came(sequence_id, sequence_id in drafts, self._step)
+        average = self.acceptance.average()
+        nodes: list[_Node] = []
+        for sequence_id, draft in drafts.items():
+            rates = self.acceptance.rates(sequence_id, average, 1 + len(draft.parents), self._step)
+            nodes += _nodes(sequence_id, draft.parents, rates[1:], 1.0)
+        if self._look is not None:
+            nodes.sort(key=lambda node: (node.depth, -node.rank))
+            return self._fill(nodes, _room(self._look, num_rows))
+        nodes = _in_order(nodes)
+        gains = [0.0]
+        for node in nodes:
+            gains.append(gains[-1] + node.chance)
+        best, most = 0, 0.0
+        for shape in self._shapes(num_rows):
+            count = min(_room(shape, num_rows), len(nodes))
+            goodput = (num_rows + gains[count]) / self.costs.of(shape)
+            if goodput > most:
+                best, most = count, goodput
+        return self._fill(nodes, best)
 
-    def _rate(self, sequence_id: int) -> float:
-        own = self._rates.get(sequence_id)
-        if own is None:
-            return self._overall.value
-        weight = min(1.0, own.num_drafts / PRIOR_DRAFTS)
-        return weight * own.value + (1 - weight) * self._overall.value
+    def verified(self, sequence_id: int, parents: Sequence[int], path: Collection[int]) -> None:
+        """Of a sequence's drafts those of `path` were right."""
+        self.acceptance.add(sequence_id, parents, path, self._step)
 
-    def _cost(self, num_rows: int, choice: int) -> float:
-        """Of a shape that nobody has measured yet: in proportion to its tokens, from the nearest that somebody has."""
-        known = self._seconds.get((num_rows, choice))
-        if known is not None:
-            return known
-        if not self._seconds:
-            return 1.0 + choice
-        tokens = num_rows * (1 + choice)
-        rows, drafts = min(self._seconds, key=lambda shape: abs(shape[0] * (1 + shape[1]) - tokens))
-        return self._seconds[rows, drafts] * max(1.0, tokens / (rows * (1 + drafts)))
-
-    def measured(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """A step of this shape took so long."""
-        known = self._seconds.get((num_rows, num_drafts))
-        # The first run of a shape may pay for what later ones find ready, so it counts until the second.
-        self._seconds[num_rows, num_drafts] = seconds if known is None else known + COST_WEIGHT * (seconds - known)
-
-    def verified(self, sequence_id: int, num_drafts: int, num_right: int) -> None:
-        """Of a sequence's drafts the first `num_right` were right; the one behind them was wrong, and nobody knows of the others."""
-        wrong = int(num_right < num_drafts)
-        self._overall.add(num_right, wrong)
-        self._rates.setdefault(sequence_id, _Rate(self._overall.value)).add(num_right, wrong)
+    def measured(self, num_rows: int, num_drafts: int, num_tokens: int, seconds: float, asking: float) -> None:
+        """A step of so many rows and drafts gave so many tokens in so many seconds; asking for drafts took some more."""
+        shape = self._limits.shape(num_rows, num_drafts)
+        self.costs.add(shape, seconds)
+        if num_asked := sum(self._asked.values()):
+            each, known = asking / num_asked, self._asking.get(shape[0])
+            self._asking[shape[0]] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
+        if self._look is not None:
+            lost = min(seconds, MOST_SURPRISING * self.costs.of(shape)) + asking - num_tokens / self._best
+            self._paid = lost < 0.0 and num_tokens > num_rows and not self._drafts
+            self._credit -= lost
+        self._credit = min(self._credit + SHARE * seconds, CREDIT_STEPS * seconds)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
+        self.acceptance.forget(sequence_ids)
+
+    def _shapes(self, num_rows: int) -> list[Shape]:
+        """That a step of so many rows can have; the first has no drafts."""
+        shapes = self._shapes_by_rows.get(num_rows)
+        if shapes is None:
+            most = min(self._limits.draft_budget(num_rows), num_rows * self._limits.most_drafts(num_rows))
+            shapes, num_drafts = [self._limits.shape(num_rows, 0)], 1
+            while num_drafts <= most:
+                shapes.append(self._limits.shape(num_rows, num_drafts))
+                num_drafts = shapes[-1][1] - num_rows + 1
+            self._shapes_by_rows[num_rows] = shapes
+        return shapes
+
+    def _decide(self, ratio: float) -> None:
+        """ratio: how much better drafting promises to be. It ends at once, so that a mistake costs little, and begins with more care."""
+        if self._drafts and ratio < ENDS:
+            self._drafts, self._since = False, 0
+        elif not self._drafts and ratio > BEGINS and self._since >= DWELL:
+            self._drafts, self._since = True, 0
+
+    def _elsewhere(self, goodput: Mapping[Shape, float], chosen: Shape, num_rows: int) -> Shape | None:
+        """Another shape to look at, if there is credit for it."""
+        others = [shape for shape in goodput if shape != chosen]
+        if self._num_looks % STALEST_EVERY == STALEST_EVERY - 1:
+            other = min(others, key=self.costs.last)
+        else:
+            other = max(others, key=goodput.__getitem__)
+        if self._loss(other, num_rows, self._best) > self._credit:
+            return None
+        self._looked = self._step
+        self._num_looks += 1
+        return other
+
+    def _loss(self, shape: Shape, num_rows: int, best: float) -> float:
+        """Seconds that a step of this shape loses if no draft is right."""
+        asking = self._asking.get(shape[0], 0.0) * _room(shape, num_rows)
+        return self.costs.of(shape) + asking - num_rows / best
+
+    def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
+        """Chains as long as they may be, in the order in which they are worth it."""
+        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows))
+        average, parents = self.acceptance.average(), range(-1, most - 1)
+        nodes: list[_Node] = []
         for sequence_id in sequence_ids:
-            self._rates.pop(sequence_id, None)
+            found, *rates = self.acceptance.rates(sequence_id, average, 1 + most, self._step)
+            nodes += _nodes(sequence_id, parents, rates, found)
+        return _in_order(nodes)
+
+    def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> float:
+        """Tokens per second, if drafts fill the shape in the order of the nodes. A step for which none is found is one without drafts."""
+        left, gained, none, num_asked = float(_room(shape, num_rows)), 0.0, 1.0, 0
+        for node in nodes:
+            left -= node.weight
+            if left < -1e-9 or node.rank < LEAST_CHANCE:
+                break
+            num_asked += 1
+            gained += node.weight * node.chance
+            if node.depth == 1:
+                none *= 1.0 - node.weight
+        plain = self.costs.of(self._limits.shape(num_rows, 0))
+        asking = self._asking.get(shape[0], 0.0) * num_asked
+        return (num_rows + gained) / (plain + (1.0 - none) * (self.costs.of(shape) - plain) + asking)
+
+    def _fill(self, nodes: Iterable[_Node], most: int) -> dict[int, int]:
+        """How many of each sequence's nodes there is room for; where some may not come, others are asked in their place."""
+        counts: dict[int, int] = {}
+        left = float(most)
+        for node in nodes:
+            left -= node.weight
+            if left < -1e-9:
+                break
+            if node.rank >= LEAST_CHANCE or self._look is not None:
+                counts[node.sequence_id] = counts.get(node.sequence_id, 0) + 1
+        return counts
 
 
-def _expected(rate: float, num_drafts: int) -> float:
-    """Right drafts of a chain, each of which is reached only behind right ones."""
-    return sum(rate**depth for depth in range(1, num_drafts + 1))
+def _room(shape: Shape, num_rows: int) -> int:
+    """For drafts."""
+    rows, num_tokens = shape
+    return num_tokens - num_rows if num_tokens > rows else 0
+
+
+def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float], weight: float) -> list[_Node]:
+    """rates: by place, of drafts behind right ones."""
+    nodes: list[_Node] = []
+    least = 1.0
+    for index, parent in enumerate(parents):
+        chance, depth = (nodes[parent].chance, nodes[parent].depth) if parent >= 0 else (1.0, 0)
+        chance *= rates[index]
+        least = min(least, chance)
+        nodes.append(_Node(chance, least, weight, depth + 1, sequence_id))
+    return nodes
+
+
+def _in_order(nodes: Iterable[_Node]) -> list[_Node]:
+    """By rank; where ranks are equal as they are: sorting keeps the drafts of a sequence in their order."""
+    return sorted(nodes, key=lambda node: -node.rank)

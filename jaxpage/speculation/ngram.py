@@ -1,47 +1,82 @@
-"""Prompt lookup: what followed the last few tokens where they stood before in the same sequence (Saxena 2023; vLLM's `ngram`)."""
+"""Prompt lookup: what followed the last few tokens where they stood before in the same sequence (Saxena 2023; vLLM's `ngram`).
+
+Nothing is indexed. Each step compares the whole sequence with its last tokens: for a few thousand tokens that is a matter of microseconds,
+it needs no more memory than the tokens themselves, and steps that do not ask cost nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import numpy as np
+import numpy.typing as npt
 
+from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.speculation.proposal import Draft, chain
 
-
-@dataclass
-class _Index:
-    """Where every n-gram of a sequence stood first: the place behind it."""
-
-    num_tokens: int = 0  # that are indexed
-    behind: dict[tuple[int, ...], int] = field(default_factory=dict)
+TokenIds = npt.NDArray[np.int32]  # [C]
 
 
 class NGramProposer:
-    """Drafts chains. The longest match wins; of several the first, behind which the most is known."""
+    """Drafts chains. The longest match wins; of several the latest, which docs/lab-log.md found better than the first."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         """Lengths of the n-grams that are looked up, 1 <= shortest <= longest."""
-        self._lengths = range(longest, shortest - 1, -1)
-        self._indices: dict[int, _Index] = {}  # by sequence id
+        self._shortest = shortest
+        self._longest = longest
+        self._known: dict[int, _Known] = {}  # by sequence id
 
-    def propose(self, sequence_id: int, token_ids: Sequence[int], num_drafts: int) -> Draft | None:
-        """What may follow. `token_ids` are those of the last call for this sequence, and more."""
-        index = self._indices.setdefault(sequence_id, _Index())
-        self._extend(index, token_ids)
-        for length in self._lengths:
-            place = index.behind.get(tuple(token_ids[-length:])) if length <= len(token_ids) else None
-            if place is not None:
-                return chain(tuple(token_ids[place : place + num_drafts]))
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        known = self._known.get(sequence.sequence_id)
+        if known is None:
+            known = self._known[sequence.sequence_id] = _Known()
+        token_ids = known.grown(sequence.token_ids)
+        start = find(token_ids, self._shortest, self._longest)
+        return None if start is None else chain(tuple(token_ids[start : start + num_drafts].tolist()))
+
+    def forget(self, group: SequenceGroup) -> None:
+        for sequence_id in group.sequence_ids:
+            self._known.pop(sequence_id, None)
+
+
+class _Known:
+    """The tokens of a sequence, in an array with room to grow."""
+
+    def __init__(self) -> None:
+        self._array: TokenIds = np.empty(0, np.int32)
+        self._count = 0
+
+    def grown(self, token_ids: list[int]) -> TokenIds:
+        """All of them; `token_ids` are those of the last call, and more."""
+        count, self._count = self._count, len(token_ids)
+        if self._count > len(self._array):
+            array: TokenIds = np.empty(2 * self._count, np.int32)
+            array[:count] = self._array[:count]
+            self._array = array
+        self._array[count : self._count] = token_ids[count:]
+        return self._array[: self._count]
+
+
+def find(token_ids: TokenIds, shortest: int, longest: int) -> int | None:
+    """The place behind the earlier occurrence of as many of the last tokens as occurred before, at most `longest`; of several the latest.
+
+    None: not even the last `shortest` did. Occurrences may overlap the end that they are compared with.
+    """
+    last = len(token_ids) - 1
+    ends = (token_ids[:last] == token_ids[last]).nonzero()[0]  # where the last `length` tokens ended before
+    if not len(ends):
         return None
-
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        for sequence_id in sequence_ids:
-            self._indices.pop(sequence_id, None)
-
-    def _extend(self, index: _Index, token_ids: Sequence[int]) -> None:
-        """Takes in the n-grams that another token follows."""
-        for stop in range(max(1, index.num_tokens), len(token_ids)):
-            for length in self._lengths:
-                if length <= stop:
-                    index.behind.setdefault(tuple(token_ids[stop - length : stop]), stop)
-        index.num_tokens = len(token_ids)
+    latest = int(ends[-1])
+    if latest + 1 >= longest and np.array_equal(
+        token_ids[latest + 1 - longest : latest + 1], token_ids[last + 1 - longest :]
+    ):
+        return latest + 1  # as in a text that goes in circles
+    for length in range(1, longest):
+        if length >= shortest and len(ends) == 1:
+            break
+        longer = ends[ends.searchsorted(length) :]
+        longer = longer[token_ids[longer - length] == token_ids[last - length]]
+        if not len(longer):
+            if length < shortest:
+                return None
+            break
+        ends = longer
+    return int(ends[-1]) + 1

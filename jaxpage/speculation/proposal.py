@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from jaxpage.request import Request, Sequence, SequenceGroup
 
 
 class Draft(NamedTuple):
@@ -25,6 +27,15 @@ class Draft(NamedTuple):
                 last = index
         return chain(tuple(tokens))
 
+    def sound(self, vocab_size: int, num_tokens: int) -> Draft:
+        """The first tokens, at most `num_tokens`, up to one that the model does not have or that follows nothing before it."""
+        count = 0
+        for token_id, parent in zip(self.token_ids, self.parents, strict=False):
+            if count == num_tokens or not (0 <= token_id < vocab_size and -1 <= parent < count):
+                break
+            count += 1
+        return Draft(tuple(map(int, self.token_ids[:count])), tuple(map(int, self.parents[:count])))
+
     @property
     def depths(self) -> tuple[int, ...]:
         """Of each draft; 1 for those that follow the last known token."""
@@ -44,3 +55,21 @@ class Draft(NamedTuple):
 
 def chain(token_ids: tuple[int, ...]) -> Draft:
     return Draft(token_ids, tuple(range(-1, len(token_ids) - 1)))
+
+
+class Proposer(Protocol):
+    """Guesses what follows. A wrong guess costs time and changes no text.
+
+    A guess shows in how long steps take. So what one request is told must not come from another, unless both have the same `cache_salt`.
+    """
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """At most so many drafts behind the known tokens, which only ever grow. None: nothing comes to mind.
+
+        Not every step asks, so there may be many more tokens than last time.
+        """
+        ...
+
+    def forget(self, group: SequenceGroup) -> None:
+        """The request has ended. Its sequences are as it left them; there may be some that nobody asked about."""
+        ...

@@ -2,76 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import logging
+from collections.abc import Iterable
 
 from jaxpage.decoding.edits import Append, Edit
-from jaxpage.request import SequenceGroup
-from jaxpage.scheduling.plan import StepPlan
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.proposal import Draft
+from jaxpage.speculation.proposal import Draft, Proposer
 
-
-class Proposer(Protocol):
-    """Guesses what follows. A wrong guess costs time and changes no text."""
-
-    def propose(self, sequence_id: int, token_ids: Sequence[int], num_drafts: int) -> Draft | None:
-        """At most so many drafts behind the known tokens, which only ever grow. None: nothing comes to mind."""
-        ...
-
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        """These sequences are gone."""
-        ...
+logger = logging.getLogger(__name__)
 
 
 class Speculation:
-    """Asks a proposer, and a controller how many drafts a step is worth; without a controller as many as the shapes allow."""
+    """Asks a controller how many drafts a step is worth, and a proposer for so many; without a controller as many as the shapes allow."""
 
-    def __init__(self, proposer: Proposer, limits: StepLimits, controller: Controller | None) -> None:
+    def __init__(
+        self, proposer: Proposer, limits: StepLimits, controller: Controller | None, *, vocab_size: int
+    ) -> None:
+        """vocab_size: of the model. What a proposer drafts beyond it is dropped."""
         self._proposer = proposer
+        self._vocab_size = vocab_size
+        self._failed = False
         self._limits = limits
         self._controller = controller
 
     def propose(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
         """Drafts for the running groups' sequences that have one token left to compute, by sequence id. Beams are not drafted for:
         which of them goes on behind a token is not known before it is drawn."""
-        groups = tuple(groups)
-        num_rows = sum(len(group.unfinished) for group in groups)
-        most = self._limits.most_drafts(num_rows)
-        drafts: dict[int, Draft] = {}
-        if not most:
-            return drafts
+        num_rows = 0
+        decoding: dict[int, tuple[Request, Sequence]] = {}  # by sequence id, of those that can be drafted for
         for group in groups:
-            if group.request.beam or group.children_due:
-                continue
             for sequence in group.unfinished:
-                if sequence.num_pending_tokens == 1:
-                    draft = self._proposer.propose(sequence.sequence_id, sequence.token_ids, most)
-                    if draft is not None and draft.token_ids:
-                        drafts[sequence.sequence_id] = draft
-        if self._controller is not None:
-            lengths = [(sequence_id, len(draft.token_ids)) for sequence_id, draft in drafts.items()]
-            num_drafts = self._controller.choose(num_rows, lengths, most)
-            drafts = {sequence_id: draft.cut(num_drafts) for sequence_id, draft in drafts.items() if num_drafts}
-        return drafts
-
-    def verified(self, plan: StepPlan, edits: Iterable[Edit], seconds: float) -> None:
-        """A step happened, with drafts or without."""
+                num_rows += 1
+                if sequence.num_pending_tokens > 1:
+                    return {}  # the step computes a prompt, and has no room for drafts
+                if not (group.request.beam or group.children_due):
+                    decoding[sequence.sequence_id] = group.request, sequence
+        asked = self._ask(num_rows, decoding)
+        if not asked:
+            return {}
+        drafts: dict[int, Draft] = {}
+        for sequence_id, num_drafts in asked.items():
+            draft = self._draft(*decoding[sequence_id], num_drafts)
+            if draft is not None and draft.token_ids:
+                drafts[sequence_id] = draft
         if self._controller is None:
-            return
-        right: dict[int, int] = {}
-        for edit in edits:
-            if isinstance(edit, Append):
-                right[edit.sequence_id] = right.get(edit.sequence_id, 0) + edit.drafted
-        for row in plan.rows:
-            if row.parents:
-                self._controller.verified(row.sequence_id, len(row.parents), right.get(row.sequence_id, 0))
-        if all(len(row.token_ids) == 1 + len(row.parents) for row in plan.rows):
-            self._controller.measured(len(plan.rows), max(len(row.parents) for row in plan.rows), seconds)
+            return drafts
+        counts = self._controller.cut(num_rows, drafts)
+        return {sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()}
 
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        sequence_ids = tuple(sequence_ids)
-        self._proposer.forget(sequence_ids)
+    def _ask(self, num_rows: int, sequence_ids: Iterable[int]) -> dict[int, int]:
+        """How many drafts to ask for, by sequence id."""
+        if self._failed:
+            return {}
         if self._controller is not None:
-            self._controller.forget(sequence_ids)
+            return dict(self._controller.ask(num_rows, list(sequence_ids)))
+        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows) // max(1, num_rows))
+        return dict.fromkeys(sequence_ids, most) if most else {}
+
+    def _draft(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """As much of the proposer's draft as can be verified. No step fails because of a proposer: one that fails is not asked again."""
+        if self._failed:
+            return None
+        try:
+            draft = self._proposer.propose(request, sequence, num_drafts)
+            if draft is None:
+                return None
+            draft = draft.sound(self._vocab_size, num_drafts)
+            return draft if self._limits.trees else draft.first_branch()
+        except Exception:
+            self._give_up()
+            return None
+
+    def _give_up(self) -> None:
+        logger.exception("the proposer failed: from now on nothing is drafted, and texts stay what they are")
+        self._failed = True
+
+    def verified(self, plan: StepPlan, edits: Iterable[Edit], seconds: float, proposing: float) -> None:
+        """A step happened, with drafts or without. Seconds of `propose`, and of all else that the step took."""
+        if self._controller is None or len(plan.samples) != plan.num_tokens or plan.swap_in or plan.swap_out:
+            return  # nothing to learn, or a step that computed prompts or moved blocks: its seconds say nothing
+        num_drafts = num_appended = 0
+        if plan.verifies:
+            appended: dict[int, list[int]] = {}
+            for edit in edits:
+                if isinstance(edit, Append):
+                    appended.setdefault(edit.sequence_id, []).append(edit.token_id)
+                    num_appended += 1
+            for row in plan.rows:
+                if row.parents:
+                    num_drafts += len(row.parents)
+                    path = _right(row, appended.get(row.sequence_id, []))
+                    self._controller.verified(row.sequence_id, [parent - 1 for parent in row.parents], path)
+        num_rows = len(plan.rows)
+        self._controller.measured(num_rows, num_drafts, num_appended or num_rows, seconds, proposing)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """The request has ended."""
+        if not self._failed:
+            try:
+                self._proposer.forget(group)
+            except Exception:
+                self._give_up()
+        if self._controller is not None:
+            self._controller.forget(group.sequence_ids)
+
+
+def _right(row: Row, token_ids: Iterable[int]) -> set[int]:
+    """Which of a row's drafts are among the tokens that the sequence got."""
+    path: set[int] = set()
+    parent = 0
+    for token_id in token_ids:
+        for place, before in enumerate(row.parents, start=1):
+            if before == parent and row.token_ids[place] == token_id:
+                path.add(place - 1)
+                parent = place
+                break
+        else:
+            break
+    return path

@@ -83,12 +83,12 @@ def _program(plan: Plan, operands: Operands, shared: Shared) -> None:
     def _() -> None:
         @pl.when(warpgroup == plan.consumers)
         def _() -> None:
-            mg.set_max_registers(40, action="decrease")
+            mg.set_max_registers(plan.producer_registers, action="decrease")
             _produce(plan, operands, shared, turns, operands.tiles[tile, ROW], head)
 
         @pl.when(warpgroup < plan.consumers)
         def _() -> None:
-            mg.set_max_registers(232, action="increase")
+            mg.set_max_registers(plan.consumer_registers, action="increase")
             _consume(plan, operands, shared, turns, tile, head, split, warpgroup)
 
 

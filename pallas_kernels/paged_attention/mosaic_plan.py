@@ -51,6 +51,16 @@ class Plan:
         return min(ROWS, self.used_rows)
 
     @property
+    def consumer_registers(self) -> int:
+        """Of a thread."""
+        return 224 if self.head_width <= 128 else 232
+
+    @property
+    def producer_registers(self) -> int:
+        """With two consumers what they leave of the 504 that a thread of each warpgroup can have together."""
+        return 504 - 2 * self.consumer_registers if self.consumers == 2 else 96
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a program but for barriers and what Mosaic needs for itself."""
         queries, buffers = self.consumers * ROWS * self.head_width * 2, 4 * self.stages * self.context * self.head_width

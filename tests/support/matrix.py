@@ -1,8 +1,8 @@
 """The support matrix: which parameter is honoured together with which feature, found out by asking the engine.
 
 A cell is found by running the packaged model: the parameter must do what it says (`Case.check`) and, under a feature that is only a way
-of running (streaming, prefix cache, preemption, chunks), give what a plain run gives, to the last bit. What the engine refuses must be
-refused by name.
+of running (streaming, prefix cache, preemption, chunks, speculation), give what a plain run gives, to the last bit. What the engine
+refuses must be refused by name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from tests.support.engines import give_way
+from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up
 
 YES, REFUSED, NO_FIELD = "yes", "refused", "no such field"
 
@@ -57,6 +58,7 @@ class Engines:
             "cached": {"enable_prefix_caching": True},
             "recompute": {"preemption_mode": "recompute"},
             "chunked": {"max_num_batched_tokens": 16},
+            "speculating": {"speculative_config": DRAFTING},
         }
         if kind not in self._llms:
             self._llms[kind] = LLM("demo", use_tqdm=False, **{**SETTINGS, **changes[kind]})
@@ -86,6 +88,22 @@ class Engines:
 
     def chunked(self, params: Params) -> RequestOutput:
         return self.llm("chunked").generate(PROMPT, params, use_tqdm=False)[0]
+
+    def speculation(self, params: Params) -> RequestOutput:
+        """With drafts, right and wrong ones, of what the request was without them."""
+        llm = self.llm("speculating")
+        heard = Scripted({}, lambda *_: (0, 0))
+        draft_with(llm._engine, heard)
+        first_id = llm._engine._num_sequences
+        llm.generate(PROMPT, params, use_tqdm=False)
+        shift = llm._engine._num_sequences - first_id
+        texts = {sequence_id + shift: text for sequence_id, text in heard.heard.items()}
+        draft_with(llm._engine, Scripted(texts, mixed_up, vocab_size=llm._engine.builder.vocab_size))
+        output = llm.generate(PROMPT, params, use_tqdm=False)[0]
+        longest = max(len(completion.token_ids) for completion in output.outputs)
+        if longest >= 12 and isinstance(params, SamplingParams):
+            assert 0 < output.metrics.num_accepted_tokens < output.metrics.num_draft_tokens
+        return output
 
     def _gives_way(self, llm: LLM, params: Params) -> RequestOutput:
         engine = llm._engine
@@ -292,6 +310,7 @@ WAYS: dict[str, Callable[[Engines, Params], RequestOutput]] = {  # features that
     "prefix cache": Engines.prefix_cache,
     "preemption": Engines.preemption,
     "chunked": Engines.chunked,
+    "speculation": Engines.speculation,
 }
 FEATURES = ("greedy", "sampling", "n > 1", "beam search", "structured", *WAYS)
 
@@ -349,4 +368,5 @@ Made by the tests, which ask the engine for every cell: `pytest tests/test_suppo
 
 *priority* needs `scheduling_policy: priority`, else it is refused; *user* matters to `scheduling_policy: fair` only; *stop*,
 *bad_words* and *structured_outputs* need a model with a tokenizer. *preemption* is by swapping and by recomputation.
+*speculation* is with drafts of which some are right; beam searches run beside it without any.
 """

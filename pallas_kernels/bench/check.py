@@ -20,7 +20,7 @@ KERNELS = ("triton", "mosaic")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class Check:
     """minutes: nothing is started that may not fit, and what still runs then is stopped. only: texts, one of which a part's name must
     hold; empty for all. directory: of findings and logs."""
 

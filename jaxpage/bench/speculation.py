@@ -1,0 +1,172 @@
+"""`jaxpage bench speculation`: tokens per step and per second with drafts, by batch and by how drafts are made, beside none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxpage.bench.report import environment
+from jaxpage.bench.texts import read_token_ids
+from jaxpage.checkpoints import read_config, resolve_model
+from jaxpage.cli_flags import UsageError
+from jaxpage.config import EngineConfig
+from jaxpage.errors import UnsupportedError
+from jaxpage.llm import LLM
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.tables import aligned
+
+NONE = "none"
+NUM_INPUT_TOKENS = 64  # of a prompt
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to draft at one batch: medians over the repeats."""
+
+    batch: int
+    method: str
+    num_speculative_tokens: str  # a number, "auto", or nothing without drafts
+    tokens_per_step: float  # of a sequence; steps that compute prompts count too
+    tokens_per_second: float
+    ratio: float  # tokens per second to those without drafts in the same repeat
+    identical: bool  # whether the tokens are those without drafts, in every repeat
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
+    _check(arguments)
+    ways = _ways(arguments)
+    config = _sized(config, max(arguments.batches), NUM_INPUT_TOKENS + arguments.max_output)
+    configs = {way: _config(config, way) for way in ways}
+    prompts = _prompts(arguments, config)
+    params = [
+        SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_output, ignore_eos=True, seed=seed)
+        for seed in range(len(prompts))
+    ]
+    engines: dict[tuple[str, str], LLM] = {}
+    try:
+        for way in tqdm(ways, desc="Starting", disable=None):
+            engines[way] = LLM(**configs[way].model_dump(), use_tqdm=False)
+        cells = []
+        for batch in tqdm(arguments.batches, desc="Measuring", disable=None):
+            cells += measure(engines, prompts[:batch], params[:batch], arguments.repeats)
+    finally:
+        for llm in engines.values():
+            llm.shutdown()
+    print(table(cells))
+    print(f"{arguments.max_output} tokens of each sequence, temperature {arguments.temperature:g}; ratio: to none")
+    context = {name: getattr(arguments, name) for name in ("temperature", "max_output", "repeats", "text", "seed")}
+    results = [asdict(cell) for cell in cells]
+    print(json.dumps({"cells": results, **context, "config": config.model_dump(), "environment": environment()}))
+
+
+def measure(
+    engines: dict[tuple[str, str], LLM], prompts: Prompts, params: Sequence[SamplingParams], repeats: int
+) -> list[Cell]:
+    """One batch with every engine in turn, and every other time the other way round, so that what drifts is in none's favour and against
+    it. The first turn is not counted."""
+    seconds: dict[tuple[str, str], list[float]] = {way: [] for way in engines}
+    steps: dict[tuple[str, str], list[int]] = {way: [] for way in engines}
+    outputs: dict[tuple[str, str], list[list[int]]] = {}
+    identical = dict.fromkeys(engines, True)
+    for repeat in range(1 + repeats):
+        for way in list(engines) if repeat % 2 else reversed(list(engines)):
+            llm = engines[way]
+            before, start = llm.stats()["engine_steps_total"], time.perf_counter()
+            results = llm.generate([*prompts], [*params], use_tqdm=False)
+            seconds[way].append(time.perf_counter() - start)
+            steps[way].append(llm.stats()["engine_steps_total"] - before)
+            outputs[way] = [list(result.outputs[0].token_ids) for result in results]
+        for way in engines:
+            identical[way] &= outputs[way] == outputs[NONE, ""]
+    num_tokens = sum(param.max_tokens or 0 for param in params)
+    return [
+        Cell(
+            len(prompts),
+            *way,
+            tokens_per_step=median(num_tokens / len(prompts) / count for count in steps[way][1:]),
+            tokens_per_second=median(num_tokens / one for one in seconds[way][1:]),
+            ratio=median(none / one for none, one in zip(seconds[NONE, ""][1:], seconds[way][1:], strict=True)),
+            identical=identical[way],
+        )
+        for way in engines
+    ]
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """A row for each way at each batch; the best of a batch in seconds is marked."""
+    rows = [["drafts", "batch", "tokens/step", "tokens/s", "ratio", "same text"]]
+    for cell in cells:
+        best = max(other.ratio for other in cells if other.batch == cell.batch)
+        way = f"{cell.method} {cell.num_speculative_tokens}".strip()
+        numbers = (f"{cell.tokens_per_step:.2f}", f"{cell.tokens_per_second:.1f}", f"{cell.ratio:.3f}")
+        mark = "*" if cell.ratio == best else ""
+        rows.append([way, str(cell.batch), *numbers[:2], numbers[2] + mark, "yes" if cell.identical else "no"])
+    return "\n".join(aligned(rows, num_words=1))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("batches", "num_speculative_tokens"):
+        if min(getattr(arguments, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {min(getattr(arguments, name))}")
+    for name in ("repeats", "max_output"):
+        if getattr(arguments, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.temperature < 0:
+        raise UsageError(f"--temperature must not be negative, got {arguments.temperature:g}")
+    if arguments.seed < 0:
+        raise UsageError(f"--seed must not be negative, got {arguments.seed}")
+
+
+def _ways(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Pairs of a method and a number of drafts."""
+    numbers = [*map(str, arguments.num_speculative_tokens), "auto"]
+    return [(NONE, ""), *((method, number) for method in arguments.methods for number in numbers)]
+
+
+def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
+    """Just large enough, since the engines lie side by side in memory."""
+    length = config.max_model_len or num_tokens
+    num_blocks = config.num_blocks or 1 + batch * (1 + -(-length // config.block_size))
+    return config.replace(max_model_len=length, num_blocks=num_blocks, max_num_seqs=batch, enable_prefix_caching=False)
+
+
+def _config(config: EngineConfig, way: tuple[str, str]) -> EngineConfig:
+    """Raises UsageError for a method that there is not, or that needs what was not given."""
+    method, number = way
+    drafts: Any = None
+    if method != NONE:
+        drafts = {"method": method, "num_speculative_tokens": number if number == "auto" else int(number)}
+        if config.speculative_config is not None:
+            given = config.speculative_config.model_dump(exclude_unset=True)
+            drafts = {**(given if given["method"] == method else {}), **drafts}
+    try:
+        return config.replace(speculative_config=drafts)
+    except (ValueError, UnsupportedError) as error:
+        raise UsageError(f"--methods {method}: {error}") from None
+
+
+def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Prompts:
+    """Of 64 tokens each: parts of the text, or random ids."""
+    count = max(arguments.batches)
+    if arguments.text is None:
+        vocab_size = read_config(resolve_model(config.model, config.revision))["vocab_size"]
+        draw = np.random.default_rng(arguments.seed)
+        return [draw.integers(0, vocab_size, NUM_INPUT_TOKENS).tolist() for _ in range(count)]
+    token_ids = read_token_ids(arguments.text, config)
+    if len(token_ids) < NUM_INPUT_TOKENS:
+        raise UsageError(
+            f"--text {arguments.text}: at least {NUM_INPUT_TOKENS} tokens are needed, got {len(token_ids)}"
+        )
+    room = len(token_ids) - NUM_INPUT_TOKENS
+    starts = [room * index // max(1, count - 1) for index in range(count)]
+    return [token_ids[start : start + NUM_INPUT_TOKENS] for start in starts]

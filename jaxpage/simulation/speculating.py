@@ -1,0 +1,160 @@
+"""Speculation on a virtual clock: the engine's scheduler, controller and shapes; drafts that are right as often as they are told to be.
+
+A closed loop: as many requests as the batch has rows, and whenever one ends another begins.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxpage.device.buckets import make_menu
+from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.scheduling import Scheduler, StepLimits
+from jaxpage.simulation.scripts import ScriptedRequests
+from jaxpage.simulation.traces import Arrival
+from jaxpage.speculation import Draft, chain
+from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.estimates import Shape
+from jaxpage.speculation.speculation import Speculation
+
+NUM_DRAFTS = (1, 3, 7)
+NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 8, 400
+WRONG = 1 << 20
+
+# Of a place in the batch at a step: how often each draft is right behind right ones.
+Rates = Callable[[int, int], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class ShapedDevice:
+    """A step costs what its shape costs, padding included: the same until arithmetic takes longer than reading the weights. Seconds."""
+
+    fixed: float
+    weights: float
+    token: float
+    draft: float = 0.0  # of the proposer, for each draft that it is asked for
+
+    def seconds(self, shape: Shape) -> float:
+        return self.fixed + max(self.weights, self.token * shape[1])
+
+
+class Guesses:
+    """A proposer whose drafts are right as often as `rates` says. `found`: how often it has any."""
+
+    def __init__(self, rates: Rates, found: float = 1.0, seed: int = 0) -> None:
+        self.step = 0
+        self.num_asked = 0  # drafts
+        self.places: dict[int, int] = {}  # in the batch, by sequence id
+        self._rates = rates
+        self._found = found
+        self._random = np.random.default_rng(seed)
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        self.num_asked += num_drafts
+        if self._random.random() >= self._found:
+            return None
+        rates = self._rates(self.places[sequence.sequence_id], self.step)[:num_drafts]
+        wrong = np.flatnonzero(self._random.random(len(rates)) >= rates)
+        num_right = int(wrong[0]) if len(wrong) else len(rates)
+        return chain((sequence.token_ids[-1],) * num_right + (WRONG,) * (len(rates) - num_right))
+
+    def forget(self, group: SequenceGroup) -> None:
+        for sequence_id in group.sequence_ids:
+            self.places.pop(sequence_id, None)
+
+
+@dataclass
+class Progress:
+    """What came of the steps: by the clock of a device that never varies. `shapes`: of each step."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    shapes: list[Shape] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def num_switches(self) -> int:
+        """From steps with drafts to steps without, and back; a single step of the other kind is a look, and none."""
+        drafts = [tokens > rows for rows, tokens in self.shapes]
+        triples = zip(drafts, drafts[1:], drafts[2:], strict=False)
+        smooth = [sum(triple) > 1 for triple in triples]
+        return sum(before != after for before, after in itertools.pairwise(smooth))
+
+    @property
+    def num_by_shape(self) -> Counter[Shape]:
+        return Counter(self.shapes)
+
+
+class SpeculativeLoop:
+    """A batch of `num_rows` requests that decode, on a device whose times vary as those of a real one do."""
+
+    def __init__(
+        self, device: ShapedDevice, guesses: Guesses, num_rows: int, *, seed: int = 0, num_drafts: int | None = None
+    ) -> None:
+        """num_drafts: of each sequence in each step; None: as many as a controller finds worth it, which knows the shapes' costs."""
+        menu = make_menu(
+            num_rows,
+            2048,
+            mixed=True,
+            num_drafts=NUM_DRAFTS if num_drafts is None else (num_drafts,),
+            max_verified_tokens=2048,
+        )
+        self.limits = StepLimits(
+            num_rows,
+            2048,
+            num_rows,
+            mixed=True,
+            decoded=tuple(bucket.num_rows for bucket in menu.decode),
+            verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
+            streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
+        )
+        pool = BlockPool(1 + num_rows * (2 + (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS) // 16))
+        self.scheduler = Scheduler(self.limits, BlockManager(pool, 16, None), max_num_seqs=num_rows)
+        self.controller = Controller(self.limits) if num_drafts is None else None
+        if self.controller is not None:
+            for bucket in menu.decode + menu.verify:
+                shape = bucket.num_rows, bucket.num_tokens
+                self.controller.costs.at_start(shape, [device.seconds(shape)])
+        self.speculation = Speculation(guesses, self.limits, self.controller, vocab_size=WRONG + 1)
+        self._device, self._guesses, self._num_rows = device, guesses, num_rows
+        self._requests = ScriptedRequests()
+        self._random = np.random.default_rng(seed)
+
+    def run(self, num_steps: int) -> Progress:
+        """So many steps in which all decode; those between them, which compute prompts, are on nobody's account."""
+        progress = Progress()
+        while len(progress.shapes) < num_steps:
+            for place in set(range(self._num_rows)) - set(self._guesses.places.values()):
+                group = self._requests.new_group(Arrival(0.0, NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS))
+                self._guesses.places[group.sequences[0].sequence_id] = place
+                self.scheduler.add(group)
+            self._step(progress)
+        return progress
+
+    def _step(self, progress: Progress) -> None:
+        asked = self._guesses.num_asked
+        plan = self.scheduler.plan(self.speculation.propose(self.scheduler.running))
+        assert plan is not None
+        edits = self._requests.edits(plan)
+        for group in self.scheduler.commit(plan, edits):
+            if group.finished:
+                self.speculation.forget(group)
+        if len(plan.samples) < plan.num_tokens:
+            return
+        shape = self.limits.shape(len(plan.rows), plan.num_tokens - len(plan.rows))
+        seconds, proposing = self._device.seconds(shape), self._device.draft * (self._guesses.num_asked - asked)
+        varied = seconds * self._random.lognormal(0.0, 0.05) * (10.0 if self._random.random() < 0.005 else 1.0)
+        self.speculation.verified(plan, edits, varied, proposing)
+        self._guesses.step += 1
+        progress.shapes.append(shape)
+        progress.num_tokens += sum(type(edit).__name__ == "Append" for edit in edits)
+        progress.seconds += seconds + proposing

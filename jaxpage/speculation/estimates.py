@@ -1,0 +1,144 @@
+"""What a controller knows: how long steps of each shape take, and how often drafts are right. It has no clock; it counts steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+Shape = tuple[int, int]  # rows, query tokens in all; of a step without drafts they are as many
+
+PACE_WEIGHT = 0.1  # of a new measurement in how fast the machine is just now
+SHAPE_WEIGHT = 0.05  # and in what its shape takes
+MOST_SURPRISING = (
+    1.25  # factor by which a measurement may differ from what was expected: what differs more, counts as this
+)
+
+PRIOR_DRAFTS = 20  # a sequence is taken for the average until it has had so many drafts
+FIRST_GUESSES = (1.0, 0.5)  # of the average: that there are drafts at all, and that one is right
+GUESS_DRAFTS = 4.0  # what a guess weighs
+MEMORY = 64  # steps after which what was seen has lost two thirds of its weight
+LEAST_WEIGHT = 32.0  # that the average keeps however long ago it was
+
+
+@dataclass
+class Costs:
+    """Seconds by shape, as a product: how fast the machine is just now, times what the shape took at the pace of the first measurements.
+
+    So whatever slows every step (longer contexts, other programs, the host's part) is known of shapes too that no step had meanwhile.
+    Means are of logarithms, and no measurement moves them far: a pause of the host is forgotten in a few steps.
+    """
+
+    _pace: float = 1.0
+    _num_paced: int = 0  # measurements
+    _seconds: dict[Shape, float] = field(default_factory=dict)
+    _counts: dict[Shape, int] = field(default_factory=dict)
+    _last: dict[Shape, int] = field(default_factory=dict)  # when it was measured, in measurements of any
+
+    def of(self, shape: Shape) -> float:
+        """What nobody has measured yet costs in proportion to its tokens, but not less than the nearest that somebody has."""
+        known = self._seconds.get(shape)
+        if known is None:
+            if not self._seconds:
+                return float(shape[1])
+            nearest = min(self._seconds, key=lambda other: abs(other[1] - shape[1]))
+            known = self._seconds[nearest] * max(1.0, shape[1] / nearest[1])
+        return self._pace * known
+
+    def at_start(self, shape: Shape, seconds: Iterable[float]) -> None:
+        """Measured before the first request: the device alone, the host's part is still to come."""
+        self._seconds[shape] = min(seconds)
+        self._counts[shape] = round(1 / SHAPE_WEIGHT)
+
+    def add(self, shape: Shape, seconds: float) -> None:
+        """A step of this shape took so long."""
+        known = self._seconds.get(shape)
+        self._num_paced += 1
+        self._last[shape] = self._num_paced
+        if known is None:
+            self._seconds[shape] = seconds / self._pace
+            self._counts[shape] = 0  # the first run may pay for what later ones find ready: the second counts as much
+            return
+        self._counts[shape] += 1
+        surprise = min(max(seconds / self.of(shape), 1 / MOST_SURPRISING), MOST_SURPRISING)
+        self._pace *= surprise ** max(PACE_WEIGHT, 1 / (1 + self._num_paced))
+        self._seconds[shape] = known * surprise ** max(SHAPE_WEIGHT, 1 / (1 + self._counts[shape]))
+
+    def last(self, shape: Shape) -> int:
+        """When it was measured; 0: never, or at the start."""
+        return self._last.get(shape, 0)
+
+
+@dataclass
+class _Counts:
+    """By place in what was asked for: 0 is whether anything came at all, i the draft i - 1. Of each those that were reached."""
+
+    right: list[float] = field(default_factory=list)
+    reached: list[float] = field(default_factory=list)
+    step: int = 0  # of the last look
+
+    def add(self, place: int, right: bool) -> None:
+        while len(self.reached) <= place:
+            self.right.append(0.0)
+            self.reached.append(0.0)
+        self.right[place] += right
+        self.reached[place] += 1.0
+
+    def age(self, step: int, least: float) -> None:
+        """What was seen loses weight with every step, down to `least`."""
+        kept = (1 - 1 / MEMORY) ** (step - self.step)
+        self.step = step
+        for place, reached in enumerate(self.reached):
+            if reached > least:
+                factor = max(kept, least / reached)
+                self.right[place] *= factor
+                self.reached[place] *= factor
+
+
+@dataclass
+class Acceptance:
+    """How often drafts are right, by their place behind right ones: of all sequences, and of each, which is shrunk to that of all."""
+
+    _overall: _Counts = field(
+        default_factory=lambda: _Counts([GUESS_DRAFTS * guess for guess in FIRST_GUESSES], [GUESS_DRAFTS] * 2)
+    )
+    _own: dict[int, _Counts] = field(default_factory=dict)  # by sequence id
+
+    def average(self) -> list[float]:
+        """By place, as far as any draft came. What is seldom reached is as the place before it."""
+        rates: list[float] = []
+        for place, (right, reached) in enumerate(zip(self._overall.right, self._overall.reached, strict=True)):
+            guess, weight = (rates[place - 1], GUESS_DRAFTS) if place > 1 else (0.0, 0.0)
+            rates.append((right + weight * guess) / (reached + weight))
+        return rates
+
+    def rates(self, sequence_id: int, average: Sequence[float], num_places: int, step: int) -> list[float]:
+        """Of one sequence, by place. With time what was seen of it counts less, and it is the average again."""
+        rates = [*average[:num_places], *[average[-1]] * (num_places - len(average))]
+        own = self._own.get(sequence_id)
+        if own is not None:
+            own.age(step, 0.0)
+            for place, reached in enumerate(own.reached[:num_places]):
+                rates[place] = (own.right[place] + PRIOR_DRAFTS * rates[place]) / (reached + PRIOR_DRAFTS)
+        return rates
+
+    def add(self, sequence_id: int, parents: Sequence[int], path: Collection[int], step: int) -> None:
+        """Of a sequence's drafts (`Draft.parents`) those of `path` were right."""
+        for counts, least in self._counts(sequence_id, step):
+            counts.age(step, least)
+            for index, parent in enumerate(parents):
+                if parent < 0 or parent in path:
+                    counts.add(1 + index, index in path)
+
+    def came(self, sequence_id: int, found: bool, step: int) -> None:
+        """Whether anything came of asking for drafts."""
+        for counts, least in self._counts(sequence_id, step):
+            counts.age(step, least)
+            counts.add(0, found)
+
+    def _counts(self, sequence_id: int, step: int) -> tuple[tuple[_Counts, float], ...]:
+        own = self._own.setdefault(sequence_id, _Counts(step=step))
+        return (self._overall, LEAST_WEIGHT), (own, 0.0)
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._own.pop(sequence_id, None)

@@ -1,0 +1,20 @@
+"""Which proposer a configuration asks for."""
+
+from __future__ import annotations
+
+from jaxpage.speculation.ngram import NGramProposer
+from jaxpage.speculation.proposal import Proposer
+from jaxpage.speculation.suffix import SuffixProposer
+from jaxpage.speculative_config import SpeculativeConfig
+
+
+def make_proposer(config: SpeculativeConfig) -> Proposer:
+    """Of the methods that need no device. `config` is one that `problems` and `refused` have nothing against.
+
+    Raises ValueError for another method.
+    """
+    if config.method == "ngram":
+        return NGramProposer(*config.prompt_lookup)
+    if config.method == "suffix":
+        return SuffixProposer(config.suffix_decoding, tree=config.tree)
+    raise ValueError(f"method {config.method!r} has no proposer on the host")

@@ -1,0 +1,210 @@
+"""Suffix decoding: what most often followed the last tokens, in the sequence itself and in what earlier requests got for an answer.
+
+SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975), with the settings that vLLM gives it. The more of the last tokens are the same, the
+more is drafted; so that a sequence drafts much where it repeats something and little where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass, field
+
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.speculation.proposal import Draft
+from jaxpage.speculation.suffix_tree import NOTHING, Guess, SuffixTree
+from jaxpage.speculative_config import SuffixDecoding
+
+AT_ONCE = 1024  # tokens taken in while every sequence is asked once: some milliseconds. Long prompts take several steps
+OWN_EDGES = 1 << 22  # of the trees of all sequences together: with more, sequences do without
+SHARED_EDGES = 1 << 21  # of the trees that sequences share: with more, the older half is given up
+
+
+@dataclass
+class _Own:
+    """A sequence's tokens, prompt and output."""
+
+    tree: SuffixTree | None
+    asked: int = 0  # the last round in which it was
+
+
+@dataclass
+class _Written:
+    """Output of a sequence, as far as it is in the trees that sequences share."""
+
+    start: int  # tokens of the sequence before it
+    tree: SuffixTree | None = None
+    text: int = 0
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
+
+    def holds(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the last tokens of the sequence are among them."""
+        return self.stop == len(sequence.token_ids) and len(self.token_ids) >= num_tokens
+
+
+class SuffixProposer:
+    """Asks the tree of the sequence and those of its salt; the guess with the highest score wins, the sequence's own of equals."""
+
+    def __init__(
+        self,
+        settings: SuffixDecoding,
+        *,
+        tree: bool = False,
+        own_edges: int = OWN_EDGES,
+        shared_edges: int = SHARED_EDGES,
+        at_once: int = AT_ONCE,
+    ) -> None:
+        """tree: whether drafts branch."""
+        self._settings = settings
+        self._branches = tree
+        self._own_edges = own_edges
+        self._at_once = at_once
+        self._own: dict[int, _Own] = {}  # by sequence id
+        self._num_own_edges = 0
+        self._shared = _Shared(settings, shared_edges)
+        self._round = 0
+        self._left = at_once  # tokens that may still be taken in this round
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        own = self._asked(sequence)
+        salt, token_ids = request.params.cache_salt, sequence.token_ids
+        self._left -= self._shared.take(salt, sequence, self._left)
+        guess = NOTHING
+        if self._grow(own, token_ids) and own.tree is not None:
+            guess = self._best(own.tree, own.tree.ends(0), num_drafts, guess)
+        for tree, places in self._shared.places(salt, sequence):
+            guess = self._best(tree, places, num_drafts, guess)
+        return guess.draft if guess.token_ids else None
+
+    def forget(self, group: SequenceGroup) -> None:
+        for sequence in group.sequences:
+            if sequence.sequence_id in self._own:
+                self._shared.take(group.request.params.cache_salt, sequence, self._at_once)
+        for sequence_id in group.sequence_ids:
+            self._shared.end(sequence_id)
+            own = self._own.pop(sequence_id, None)
+            if own is not None and own.tree is not None:
+                self._num_own_edges -= len(own.tree)
+
+    def _asked(self, sequence: Sequence) -> _Own:
+        """What is known of the sequence. A round ends when somebody is asked again."""
+        own = self._own.get(sequence.sequence_id)
+        if own is None:
+            tree = SuffixTree(self._settings.max_tree_depth)
+            tree.begin(sequence.token_ids)
+            own = self._own[sequence.sequence_id] = _Own(tree)
+        elif own.asked == self._round:
+            self._round += 1
+            self._left = self._at_once
+        own.asked = self._round
+        return own
+
+    def _grow(self, own: _Own, token_ids: list[int]) -> bool:
+        """Takes in what there is time for. Whether the sequence's tree has all of it then."""
+        tree = own.tree
+        if tree is None:
+            return False
+        size, before = tree.size(0), len(tree)
+        stop = min(len(token_ids), size + max(0, self._left))
+        tree.grow(0, stop)
+        self._left -= stop - size
+        self._num_own_edges += len(tree) - before
+        if self._num_own_edges > self._own_edges:
+            self._num_own_edges -= len(tree)
+            own.tree = None
+        return stop == len(token_ids)
+
+    def _best(self, tree: SuffixTree, places: TokenIds[int], num_drafts: int, best: Guess) -> Guess:
+        """The better of `best` and what the tree says: of its guesses that with the highest score, from the longest match of equals.
+
+        places: behind the last 1, 2, ... tokens.
+        """
+        settings = self._settings
+        last = (0, 0)  # of the guess before: how often what it goes by occurs, and how long it could be
+        for length in range(len(places), 0, -1):
+            place, depth = places[length - 1], tree.depth - length
+            most = min(num_drafts, int(length * settings.max_spec_factor))
+            count, size = tree.count(place), most if self._branches else min(most, depth)
+            if size <= best.score or (count == last[0] and size <= last[1]):
+                continue  # no token is more than certain; and what occurs in the same places goes on in the same way
+            last = count, size
+            if self._branches:
+                guess = tree.tree(place, most, depth, settings.min_token_prob)
+            else:
+                guess = tree.path(place, size, settings.min_token_prob)
+            if guess.score > best.score:
+                best = guess
+        return best
+
+
+class _Shared:
+    """What requests got for an answer, a tree for each salt, in two generations: when the young one is full the old one is given up.
+
+    So at most as much is kept as the limits say and at least half of it, the latest, and nothing is ever taken out of a tree.
+    """
+
+    def __init__(self, settings: SuffixDecoding, most_edges: int) -> None:
+        self._depth = settings.max_tree_depth
+        self._most_texts = settings.max_cached_requests
+        self._most_edges = most_edges
+        self._young: dict[str | None, SuffixTree] = {}
+        self._old: dict[str | None, SuffixTree] = {}
+        self._num_texts = 0  # of the young generation, one for each sequence
+        self._num_edges = 0
+        self._written: dict[int, _Written] = {}  # by sequence id
+
+    def places(self, salt: str | None, sequence: Sequence) -> Iterator[tuple[SuffixTree, TokenIds[int]]]:
+        """The trees of the salt, the younger first, with the places behind the sequence's last 1, 2, ... tokens."""
+        written = self._written.get(sequence.sequence_id)
+        for trees in (self._young, self._old):
+            if (tree := trees.get(salt)) is not None:
+                # What it wrote stands in the young tree itself, so that a run that only occurs there has nothing behind it.
+                if written is not None and written.tree is tree and written.holds(sequence, tree.depth):
+                    yield tree, tree.ends(written.text)
+                else:
+                    yield tree, tree.find(sequence.token_ids[-tree.depth :])
+
+    def take(self, salt: str | None, sequence: Sequence, most: int) -> int:
+        """Takes in what the sequence has written since last time, at most so many tokens. Returns how many."""
+        if not self._most_texts:
+            return 0
+        written = self._written.get(sequence.sequence_id)
+        if written is None:
+            written = self._written[sequence.sequence_id] = _Written(sequence.num_prompt_tokens)
+        token_ids = sequence.token_ids[written.stop : written.stop + max(0, most)]
+        if token_ids:
+            tree = self._room(salt, written)
+            before = len(tree)
+            written.token_ids += token_ids
+            tree.grow(written.text, len(written.token_ids))
+            self._num_edges += len(tree) - before
+        return len(token_ids)
+
+    def _room(self, salt: str | None, written: _Written) -> SuffixTree:
+        """The tree that the sequence writes to."""
+        is_full = written.tree is None and self._num_texts >= max(1, self._most_texts // 2)
+        if is_full or self._num_edges > self._most_edges // 2:
+            self._turn()
+        if written.tree is None:
+            if salt not in self._young:
+                self._young[salt] = SuffixTree(self._depth)
+            tree = written.tree = self._young[salt]
+            written.text = tree.begin(written.token_ids)
+            self._num_texts += 1
+        return written.tree
+
+    def _turn(self) -> None:
+        self._old = self._young if self._most_texts > 1 else {}
+        self._young = {}
+        self._num_texts = self._num_edges = 0
+        for written in self._written.values():
+            written.start, written.token_ids, written.tree = written.stop, [], None
+
+    def end(self, sequence_id: int) -> None:
+        written = self._written.pop(sequence_id, None)
+        if written is not None and written.tree is not None:
+            written.tree.end(written.text)

@@ -1,0 +1,124 @@
+"""Proposers that no engine may be hurt by: each is wrong in its own way, and one is always right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.speculation import Draft, Proposer, chain
+from jaxpage.speculation.synthetic import Outputs, SyntheticProposer
+
+Guessing = Callable[[Sequence, int, random.Random], Draft | None]
+
+
+class Double:
+    """A proposer made of a function of the sequence, the drafts that are wanted and a source of noise that the sequence's length seeds."""
+
+    def __init__(self, guess: Guessing) -> None:
+        self.guess = guess
+        self.num_asked = 0
+        self.forgotten: list[str] = []  # ids of requests
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        self.num_asked += 1
+        return self.guess(sequence, num_drafts, random.Random(f"{sequence.sequence_id} {len(sequence.token_ids)}"))
+
+    def forget(self, group: SequenceGroup) -> None:
+        self.forgotten.append(group.request.request_id)
+
+
+def oracle(outputs: Outputs, most: int, vocab_size: int) -> Proposer:
+    """Always right. `outputs`: what the engine draws for these prompts without drafts."""
+    return SyntheticProposer(outputs, (1.0,) * most, vocab_size=vocab_size)
+
+
+def always_wrong(outputs: Outputs, most: int, vocab_size: int) -> Proposer:
+    return SyntheticProposer(outputs, (0.0,) * most, vocab_size=vocab_size)
+
+
+class PastTheEnd:
+    """Right to the end of the known output, and from there on for as many drafts as are wanted: past EOS and past the last position."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.outputs = outputs
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        output = self.outputs[request.prompt_token_ids][sequence.sample_index]
+        rest = list(output[sequence.num_output_tokens :][:num_drafts])
+        return chain((*rest, *[output[-1]] * (num_drafts - len(rest))))
+
+    def forget(self, group: SequenceGroup) -> None:
+        """There is nothing to forget."""
+
+
+def any_length(vocab_size: int) -> Double:
+    """Random tokens, from none to as many as are wanted."""
+    return Double(lambda _, most, noise: chain(tuple(noise.choices(range(vocab_size), k=noise.randint(0, most)))))
+
+
+def twins(vocab_size: int) -> Double:
+    """Trees in which every token has two equal children, as far as they go."""
+
+    def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
+        levels = noise.choices(range(vocab_size), k=most)
+        parents = [index // 2 - 1 for index in range(most)]
+        tokens = [levels[(index + 2).bit_length() - 2] for index in range(most)]
+        return Draft(tuple(tokens), tuple(parents))
+
+    return Double(guess)
+
+
+def too_many(vocab_size: int) -> Double:
+    return Double(lambda _, most, noise: chain(tuple(noise.choices(range(vocab_size), k=3 * most + 5))))
+
+
+def unknown_tokens(vocab_size: int) -> Double:
+    """A good token, and then one that no model of this vocabulary has, anywhere in the chain."""
+
+    def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
+        tokens = noise.choices(range(vocab_size), k=most)
+        tokens[noise.randrange(most)] = noise.choice((-1, -(2**40), vocab_size, 2**31, 2**70))
+        return chain(tuple(tokens))
+
+    return Double(guess)
+
+
+def no_tree(vocab_size: int) -> Double:
+    """Parents that come later, are the token itself or are none, or of which there are too few or too many."""
+
+    def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
+        tokens = tuple(noise.choices(range(vocab_size), k=most))
+        parents = list(chain(tokens).parents)
+        place = noise.randrange(most)
+        parents[place] = noise.choice((place, place + 1, most + 7, -2))
+        return Draft(tokens, noise.choice((tuple(parents), chain(tokens).parents[:-1], (*range(-1, most),))))
+
+    return Double(guess)
+
+
+def fails(after: int) -> Double:
+    """Raises when it was asked `after` times."""
+
+    def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
+        if double.num_asked > after:
+            raise RuntimeError("a proposer that fails")
+        return chain((0,) * most)
+
+    double = Double(guess)
+    return double
+
+
+def no_draft() -> Double:
+    """Answers with something that is no draft at all."""
+    return Double(lambda *_: (1, 2, 3))  # type: ignore[return-value,arg-type]
+
+
+def harmless(vocab_size: int) -> Mapping[str, Double]:
+    """By name: proposers that know nothing, with which every text must be what it is without them."""
+    makers = (any_length, twins, too_many, unknown_tokens, no_tree)
+    return {
+        **{maker.__name__: maker(vocab_size) for maker in makers},
+        "fails": fails(after=3),
+        "no_draft": no_draft(),
+    }

@@ -1,0 +1,79 @@
+"""Proposers for tests: they know what follows, and are wrong where a test wants them to be."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from jaxpage import LLM
+from jaxpage.engine.engine import Engine
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.speculation import Draft, Proposer, chain
+from jaxpage.speculation.speculation import Speculation
+
+DRAFTING = {"method": "ngram", "num_speculative_tokens": 4}  # settings of the engines in which these stand
+
+
+class Scripted:
+    """Drafts what a sequence will be, so many right tokens and wrong ones behind them. `heard`: what it was told of each sequence."""
+
+    def __init__(
+        self, texts: Mapping[int, list[int]], script: Callable[[int, int], tuple[int, int]], vocab_size: int = 257
+    ) -> None:
+        """
+        Args:
+            texts: by sequence id, all its tokens in the end.
+            script: by sequence id and number of known tokens: how many right drafts, and how many wrong ones.
+        """
+        self.texts, self.script, self.vocab_size = texts, script, vocab_size
+        self.heard: dict[int, list[int]] = {}
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        sequence_id, token_ids = sequence.sequence_id, sequence.token_ids
+        known = len(token_ids)
+        num_right, num_wrong = self.script(sequence_id, known)
+        right = list(self.texts.get(sequence_id, ())[known : known + num_right])
+        follows = [*self.texts.get(sequence_id, ())[known + len(right) :], *[0] * num_wrong]
+        wrong = [(token_id + 1) % self.vocab_size for token_id in follows[:num_wrong]]
+        self.heard[sequence_id] = list(token_ids)
+        return chain(tuple([*right, *wrong][:num_drafts]))
+
+    def forget(self, group: SequenceGroup) -> None:
+        pass
+
+
+def mixed_up(sequence_id: int, known: int) -> tuple[int, int]:
+    """A script with some of everything."""
+    chance = zlib.crc32(f"{sequence_id} {known}".encode())
+    return chance % 5, chance // 5 % 3
+
+
+class Guesses:
+    """Trees and chains of tokens without any sense."""
+
+    def __init__(self, vocab_size: int = 257) -> None:
+        self.vocab_size = vocab_size
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        sequence_id, token_ids = sequence.sequence_id, sequence.token_ids
+        rng = np.random.default_rng(zlib.crc32(str((sequence_id, len(token_ids), token_ids[-1])).encode()))
+        length = int(rng.integers(0, num_drafts + 1))
+        tokens = tuple(rng.integers(0, self.vocab_size, length).tolist())
+        if rng.integers(2):
+            return chain(tokens)
+        return Draft(tokens, tuple(int(rng.integers(-1, place)) if place else -1 for place in range(length)))
+
+    def forget(self, group: SequenceGroup) -> None:
+        pass
+
+
+def draft_with(engine: Engine, proposer: Proposer) -> None:
+    """From now on the engine verifies what this proposer drafts, as much of it as its shapes hold."""
+    engine.speculation = Speculation(proposer, engine.scheduler.limits, None, vocab_size=engine.builder.vocab_size)
+    engine.propose = engine.speculation.propose
+
+
+def without_drafts(llm: LLM) -> None:
+    draft_with(llm._engine, Scripted({}, lambda *_: (0, 0)))

@@ -1,0 +1,69 @@
+"""`bench speculation` in miniature, and what its numbers mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpage import cli
+from jaxpage.bench.speculation import NONE, Cell, table
+
+TEXT = Path(__file__).parent / "support" / "alice.txt"
+
+
+def test_the_command_end_to_end(capsys):
+    words = ["bench", "speculation", "--model", "demo", "--text", str(TEXT), "--batches", "1", "2", "--repeats", "1"]
+    words += ["--num-speculative-tokens", "2", "--max-output", "48", "--max-num-batched-tokens", "64"]
+    assert cli.main(words) == 0
+    *shown, line = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    cells = {(cell["batch"], cell["method"], cell["num_speculative_tokens"]): cell for cell in result["cells"]}
+    ways = [(NONE, ""), ("ngram", "2"), ("ngram", "auto")]
+    assert list(cells) == [(batch, *way) for batch in (1, 2) for way in ways]
+    for batch in (1, 2):
+        none, fixed, auto = (cells[batch, *way] for way in ways)
+        assert none["ratio"] == 1.0 and 0.9 < none["tokens_per_step"] <= 1.0, "prompts take steps too"
+        assert none["tokens_per_step"] <= fixed["tokens_per_step"] <= 3.0
+        assert none["tokens_per_step"] <= auto["tokens_per_step"] <= 8.0
+        assert fixed["identical"] and auto["identical"]
+    assert cells[1, "ngram", "2"]["tokens_per_step"] > 1.05, "greedy text of a small model repeats itself"
+    assert shown[0].split() == ["drafts", "batch", "tokens/step", "tokens/s", "ratio", "same", "text"]
+    assert len(shown) == 1 + 6 + 1
+
+
+def test_the_table_marks_the_best_of_each_batch():
+    cells = [
+        Cell(1, NONE, "", 1.0, 100.0, 1.0, True),
+        Cell(1, "ngram", "auto", 2.0, 150.0, 1.5, True),
+        Cell(8, NONE, "", 1.0, 400.0, 1.0, True),
+        Cell(8, "ngram", "auto", 1.5, 390.0, 0.975, False),
+    ]
+    lines = [line.split() for line in table(cells).splitlines()[1:]]
+    assert lines == [
+        ["none", "1", "1.00", "100.0", "1.000", "yes"],
+        ["ngram", "auto", "1", "2.00", "150.0", "1.500*", "yes"],
+        ["none", "8", "1.00", "400.0", "1.000*", "yes"],
+        ["ngram", "auto", "8", "1.50", "390.0", "0.975", "no"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batches", "0"], "--batches must be at least 1, got 0"),
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--num-speculative-tokens", "3", "0"], "--num-speculative-tokens must be at least 1, got 0"),
+        (["--temperature", "-1"], "--temperature must not be negative, got -1"),
+        (["--methods", "oracle"], "--methods oracle: "),
+        (["--text", "nowhere.txt"], "--text nowhere.txt: "),
+        (["--max-num-seqs", "3"], "unknown argument '--max-num-seqs'"),
+    ],
+)
+def test_flags_that_make_no_sense(words, message, capsys):
+    try:
+        status = cli.main(["bench", "speculation", *words])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and message in capsys.readouterr().err

@@ -1,0 +1,276 @@
+"""Masks behind drafts are those of a sequence whose tokens the drafts are; and drafts that cannot be tokens are taken out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpage import LLM, SamplingParams
+from jaxpage import grammars as rules
+from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
+from jaxpage.engine.grammar_compiler import GrammarCompiler
+from jaxpage.engine.text import NoText, load_tokenizer
+from jaxpage.request import Request
+from jaxpage.speculation import Draft, chain
+from jaxpage.speculation.admitting import possible
+from tests.support.engines import LLAMA, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up, without_drafts
+from tests.support.tokenizers import END, write_tokenizer
+
+VOCAB = LLAMA["vocab_size"]
+REGEXES = ("((ab|ba){1,3})( (10|00))?(dog|cat)s?", "[ab]{2,12}", "(dog|cat)+", "[a-d]{1,9}(0|1){2}")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA))
+
+
+@pytest.fixture(scope="module")
+def grammar_of(directory: Path) -> Iterator[Callable[..., Grammar]]:
+    compiler = GrammarCompiler(load_tokenizer(directory), VOCAB)
+    made: dict[str, Grammar] = {}
+
+    def grammar(regex: str) -> Grammar:
+        if regex not in made:
+            asked = SamplingParams(structured_outputs={"regex": regex}).structured_outputs
+            made[regex] = compiler.compiled(asked)
+        return made[regex]
+
+    yield grammar
+    compiler.close()
+
+
+def request(**changes: Any) -> Any:
+    return SimpleNamespace(eos_token_ids=frozenset({END}), params=SamplingParams(**changes))
+
+
+def one_by_one(new: Callable[[], Constraint], token_ids: tuple[int, ...]) -> tuple[Constraint, bool]:
+    """The sequence whose tokens these are, and whether it is still going on behind them."""
+    constraint = new()
+    for token_id in token_ids:
+        ends = bool(constraint._ends_V[token_id // 32] >> np.uint32(token_id % 32) & 1)
+        is_text = bool(constraint._text[token_id // 32] >> np.uint32(token_id % 32) & 1)
+        if not is_text or (ends and not is_text) or constraint.advance(token_id) is not None:
+            return constraint, False
+    return constraint, True
+
+
+def ids_of(mask: Any) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=6)), max_size=12)
+
+
+@settings(max_examples=60)
+@given(
+    regex=st.sampled_from(REGEXES),
+    steps=STEPS,
+    min_tokens=st.sampled_from([0, 0, 5]),
+    stop=st.booleans(),
+    few=st.booleans(),
+)
+def test_behind_drafts_as_behind_tokens(
+    grammar_of: Callable[..., Grammar], regex: str, steps: Any, min_tokens: int, stop: bool, few: bool
+) -> None:
+    """Looks ahead along many paths, takes a token, looks again. Every mask is that of a sequence that never looked ahead."""
+    grammar = grammar_of(regex)
+    letters = [int(i) for i in ids_of(Constraint(grammar, request()).mask)]
+    asked = request(
+        min_tokens=min_tokens,
+        stop_token_ids=[letters[0]] if stop else (),
+        allowed_token_ids=[*range(90), END] if few else None,
+        max_tokens=30,
+    )
+
+    def new() -> Constraint:
+        return Constraint(grammar, asked)
+
+    constraint, known = new(), ()
+    for choice, path in steps:
+        before = constraint.mask.copy()
+        for length in (*range(len(path) + 1), 0):  # short ones first, and the last look is at what was there
+            drafts: tuple[int, ...] = ()
+            for draw in path[:length]:
+                place, _ = one_by_one(new, (*known, *drafts))
+                admitted = ids_of(place.mask)
+                wrong = (draw * 29) % VOCAB
+                drafts += (admitted[draw % len(admitted)] if admitted and draw % 4 else wrong,)
+            want, goes_on = one_by_one(new, (*known, *drafts))
+            got = constraint.behind(drafts)
+            assert (got is not None) == goes_on, (known, drafts)
+            if got is not None:
+                assert ids_of(got) == ids_of(want.mask)
+        assert (constraint.mask == before).all(), "looking ahead changed what may be drawn"
+        text = ids_of(constraint._text)
+        if not text:
+            return
+        token_id = text[choice % len(text)]
+        twin, goes_on = one_by_one(new, (*known, token_id))
+        end = constraint.advance(token_id)
+        assert (end is None) == goes_on and constraint.may_stop == twin.may_stop
+        assert ids_of(constraint.mask) == ids_of(twin.mask) and constraint._token_ids == twin._token_ids
+        if end is not None:
+            return
+        known += (token_id,)
+
+
+def test_looking_ahead_twice_costs_once(grammar_of: Callable[..., Grammar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a token that was a draft costs nothing more."""
+    constraint, computed, real = Constraint(grammar_of(REGEXES[1]), request()), [], Grammar.admitted
+    monkeypatch.setattr(Grammar, "admitted", lambda self, matcher: computed.append(1) or real(self, matcher))
+    a, b = ids_of(constraint.mask)[:2]
+    for path in ((), (a,), (a, b), (a, b, a), (a, a), (a, b, a)):
+        assert constraint.behind(path) is not None
+    assert len(computed) == 4
+    assert constraint.advance(a) is None and len(computed) == 4
+    assert constraint.behind((b,)) is not None and len(computed) == 5  # places further on begin anew
+
+
+@pytest.mark.parametrize(
+    ("size", "limit", "fails", "mistaken"), [(12, 1500, False, False), (30, 300, True, False), (30, 300, True, True)]
+)
+def test_what_drafts_find_does_not_count(
+    size: int, limit: int, fails: bool, mistaken: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance bounds the states that a grammar finds: a sequence comes to that bound where it would without wrong drafts."""
+    monkeypatch.setattr(rules, "MAX_LEXER_STATES", limit)
+    letters = [load_tokenizer(directory)(letter)["input_ids"][0] for letter in "ab"]
+    tokenizer = rules.tokenizer_of(load_tokenizer(directory).backend_tokenizer.to_str())
+    source = rules.source_of("regex", json.dumps(f"[ab]*a[ab]{{{size}}}c"))
+    if mistaken:  # the states that drafts find are counted as the sequence's own
+        real = Constraint._followed_by
+
+        def keeping(self: Constraint, token_id: int) -> Constraint | None:
+            was_alone = self._is_alone
+            ahead = real(self, token_id)
+            self._is_alone = was_alone
+            return ahead
+
+        monkeypatch.setattr(Constraint, "_followed_by", keeping)
+
+    def outcome(seed: int, *, drafted: bool) -> Any:
+        rng, constraint = np.random.default_rng(seed), Constraint(Grammar(*tokenizer, VOCAB, source), request())
+        others = np.random.default_rng(seed + 100)
+        for number in range(120):
+            if drafted:
+                for _ in range(3):
+                    path = tuple(int(token_id) for token_id in others.choice(letters, 4))
+                    for length in range(1, 5):
+                        constraint.behind(path[:length])
+            if (end := constraint.advance(int(rng.choice(letters)))) is not None:
+                return number, end
+        return ids_of(constraint.mask)
+
+    plain = [outcome(seed, drafted=False) for seed in range(3)]
+    assert all(isinstance(one, tuple) for one in plain) == fails
+    assert ([outcome(seed, drafted=True) for seed in range(3)] == plain) != mistaken
+
+
+# ---- drafts that are taken out
+
+
+def strategies_of(grammar: Grammar | None) -> dict[int, SamplingStrategy]:
+    asked = Request(
+        request_id="a",
+        prompt=None,
+        prompt_token_ids=(1,),
+        params=SamplingParams(),
+        seed=0,
+        eos_token_ids=frozenset({END}),
+        max_total_tokens=50,
+    )
+    return {7: SamplingStrategy(asked, NoText, grammar)}
+
+
+TREES = st.integers(0, 9).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.integers(-2, VOCAB + 1) | st.integers(60, 75), min_size=size, max_size=size),
+        st.tuples(*(st.integers(-1, place - 1) for place in range(size))),
+    )
+)
+
+
+@given(tree=TREES, regex=st.none() | st.sampled_from(REGEXES))
+def test_what_stays_is_what_can_be(grammar_of: Callable[..., Grammar], tree: Any, regex: str | None) -> None:
+    """Of every path exactly the part that a sequence could take, each place once and in order."""
+    token_ids, parents = tree
+    grammar = grammar_of(regex) if regex else None
+    draft = Draft(tuple(token_ids), parents)
+    kept = possible({7: draft, 8: draft}, strategies_of(grammar), VOCAB)
+    assert 8 not in kept, "nobody knows that sequence"
+
+    def can_be(path: tuple[int, ...]) -> bool:
+        if not all(0 <= token_id < VOCAB for token_id in path):
+            return False
+        return grammar is None or one_by_one(lambda: Constraint(grammar, request()), path)[1]
+
+    want = [draft.path(place) for place in range(len(token_ids)) if can_be(draft.path(place))]
+    got = kept.get(7, Draft((), ()))
+    assert [got.path(place) for place in range(len(got.token_ids))] == want
+    assert (7 in kept) == bool(want)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with make_llm(directory, speculative_config=DRAFTING) as llm:
+        yield llm
+
+
+def test_wild_drafts_change_nothing(llm: LLM) -> None:
+    """Tokens that are none, and tokens behind what a grammar admits, beside right ones: the same text, and nobody else notices."""
+    params = [
+        SamplingParams(
+            temperature=1.2, seed=5, max_tokens=30, structured_outputs={"regex": REGEXES[1] + "(dog|cat){2}"}
+        ),
+        SamplingParams(temperature=1.0, seed=6, max_tokens=20, ignore_eos=True, logprobs=1),
+    ]
+    prompts = [[97, 98], [5, 6, 7]]
+    without_drafts(llm)
+    plain = llm.generate(prompts, params, use_tqdm=False)
+    first_id = llm._engine._num_sequences
+    texts = {first_id + i: [*o.prompt_token_ids, *o.outputs[0].token_ids] for i, o in enumerate(plain)}
+    scripted = Scripted(texts, mixed_up)
+
+    class Wild:
+        def propose(self, sequence_id: int, token_ids: Any, num_drafts: int) -> Draft | None:
+            draft = scripted.propose(sequence_id, token_ids, num_drafts)
+            beyond = (VOCAB, -1, 10**6)[len(token_ids) % 3]
+            return chain((*draft.token_ids[: num_drafts - 1], beyond))
+
+        def forget(self, sequence_ids: Any) -> None:
+            pass
+
+    draft_with(llm._engine, Wild())
+    before = llm.stats()["spec_decode_num_draft_tokens_total"]
+    drafted = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs for output in drafted] == [output.outputs for output in plain]
+    assert llm.stats()["spec_decode_num_draft_tokens_total"] > before
+    of_grammar = drafted[0].metrics
+    assert 0 < of_grammar.num_accepted_tokens <= of_grammar.num_draft_tokens
+    invariants(llm)
+
+
+def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    neighbour = SamplingParams(temperature=1.0, seed=6, max_tokens=12, ignore_eos=True, logprobs=1)
+    asked = dataclasses.replace(neighbour, structured_outputs={"regex": REGEXES[2]})
+    without_drafts(llm)
+    alone = llm.generate([[5, 6, 7]], neighbour, use_tqdm=False)[0]
+    first_id = llm._engine._num_sequences
+    texts = {first_id + 1: [5, 6, 7, *alone.outputs[0].token_ids]}
+    draft_with(llm._engine, Scripted(texts, lambda *_: (3, 1)))
+    monkeypatch.setattr(Constraint, "_followed_by", lambda *_: 1 / 0)
+    broken, beside = llm.generate([[1], [5, 6, 7]], [asked, neighbour], use_tqdm=False)
+    assert beside.outputs == alone.outputs and beside.metrics.num_accepted_tokens > 0
+    assert broken.outputs[0].finish_reason in ("stop", "length") and broken.metrics.num_draft_tokens == 0

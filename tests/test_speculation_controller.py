@@ -1,0 +1,232 @@
+"""The number of drafts that the controller chooses: no loss, near the best fixed number at every batch, and back when drafts are right.
+
+The engine's own scheduler, shapes, `Speculation` and `Controller` on a simulated device whose times vary; tokens per second are counted by
+a clock that does not. The regression of vLLM issue #49548: a switch at a threshold made some batches many times slower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from jaxpage.scheduling import StepLimits
+from jaxpage.simulation.speculating import NUM_DRAFTS, Guesses, Progress, Rates, ShapedDevice, SpeculativeLoop
+from jaxpage.speculation import Draft, chain
+from jaxpage.speculation import controller as controlling
+from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.estimates import Acceptance, Costs
+
+# A model of 14 GB on an A100: 7 ms to read the weights, as long as arithmetic takes for 156 tokens. And a CPU, where that is so for two.
+A100 = ShapedDevice(fixed=1.5e-3, weights=7e-3, token=7e-3 / 156)
+CPU = ShapedDevice(fixed=1.0e-3, weights=0.8e-3, token=0.35e-3, draft=5e-6)
+DEVICES = {"A100": A100, "CPU": CPU}
+# Below, on and above every size of the shapes, and with them every place where another number of drafts is the best.
+BATCHES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 128)
+PROFILES: dict[str, tuple[float, ...]] = {
+    "never right": (0.0,) * 7,
+    "seldom": (0.3,) * 7,
+    "often": (0.6,) * 7,
+    "mostly": (0.9,) * 7,
+    "falling": (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2),
+}
+FEW_STEPS = 100  # in which a controller learns what it is with
+
+
+def expected(
+    device: ShapedDevice, limits: StepLimits, rates: tuple[float, ...], num_rows: int, num_drafts: int
+) -> float:
+    """Tokens per second of always so many drafts, by the sum over what may come of them."""
+    chance, tokens = 1.0, 1.0
+    for rate in rates[:num_drafts]:
+        chance *= rate
+        tokens += chance
+    seconds = device.seconds(limits.shape(num_rows, num_rows * num_drafts)) + device.draft * num_rows * num_drafts
+    return num_rows * tokens / seconds
+
+
+def loop_of(device: ShapedDevice, rates: Rates, num_rows: int, **settings: int) -> SpeculativeLoop:
+    return SpeculativeLoop(device, Guesses(rates, seed=num_rows), num_rows, seed=num_rows, **settings)
+
+
+def measure(device: ShapedDevice, rates: tuple[float, ...], num_rows: int) -> tuple[Progress, float, float]:
+    """What came of it, and that as a share of the best fixed number of drafts, and of none."""
+    loop = loop_of(device, lambda place, step: rates, num_rows)
+    loop.run(FEW_STEPS)
+    progress = loop.run(1500 if num_rows < 4 else 500 if num_rows < 16 else 6000 // num_rows)
+    fixed = [expected(device, loop.limits, rates, num_rows, num_drafts) for num_drafts in (0, *NUM_DRAFTS)]
+    return progress, progress.tokens_per_second / max(fixed), progress.tokens_per_second / fixed[0]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_batch_loses(device: str, profile: str) -> None:
+    for num_rows in BATCHES:
+        progress, of_best, of_none = measure(DEVICES[device], PROFILES[profile], num_rows)
+        steps = len(progress.shapes)
+        print(f"{device} {profile} batch {num_rows}: {of_best:.3f} of the best, {of_none:.3f} of none")
+        assert of_best >= 0.95, f"batch {num_rows}: {progress.num_by_shape}"
+        assert of_none >= 0.97, f"batch {num_rows}: {progress.num_by_shape}"
+        assert progress.num_switches <= steps / 50, f"batch {num_rows} goes to and fro"
+
+
+def test_the_simulated_device_counts_right() -> None:
+    """A fixed number of drafts gives what the sum says: so the sum may stand for it elsewhere."""
+    for num_rows, num_drafts in ((1, 3), (5, 1), (16, 7)):
+        loop = loop_of(A100, lambda place, step: PROFILES["falling"], num_rows, num_drafts=num_drafts)
+        got = loop.run(3000 // num_rows).tokens_per_second
+        want = expected(A100, loop.limits, PROFILES["falling"], num_rows, num_drafts)
+        assert got == pytest.approx(want, rel=0.04)
+        loop.scheduler.check()
+
+
+def test_unequal_sequences_have_unequal_drafts() -> None:
+    """One in four is nearly always right, the others hardly ever: more than any number for all gives."""
+
+    def rates(place: int, step: int) -> tuple[float, ...]:
+        return (0.95,) * 7 if place % 4 == 0 else (0.05,) * 7
+
+    for num_rows in (32, 64):
+        loop = loop_of(A100, rates, num_rows)
+        loop.run(FEW_STEPS)
+        got = loop.run(100).tokens_per_second
+        fixed = []
+        for num_drafts in (0, *NUM_DRAFTS):
+            every = [expected(A100, loop.limits, rates(place, 0), num_rows, num_drafts) for place in range(4)]
+            fixed.append(sum(every) / 4)
+        print(f"{num_rows} rows: {got / max(fixed):.3f} of the best number for all")
+        assert got > 1.1 * max(fixed)
+
+
+def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -> int:
+    """Steps after a change of how often drafts are right, until 20 steps one after the other are as good as the best fixed number."""
+    start = 300
+    loop = loop_of(device, lambda place, step: ((before if step < start else after),) * 7, num_rows)
+    loop.run(start)
+    numbers = (0, *NUM_DRAFTS)
+    best = max(expected(device, loop.limits, (after,) * 7, num_rows, num_drafts) for num_drafts in numbers)
+    for blocks in range(60):
+        if loop.run(20).tokens_per_second > 0.85 * best:
+            return 20 * blocks
+    return 20 * 60
+
+
+@pytest.mark.parametrize(("device", "num_rows"), [("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)])
+def test_it_follows_a_change(device: str, num_rows: int) -> None:
+    away, back = (recovery(DEVICES[device], num_rows, *rates) for rates in ((0.9, 0.0), (0.0, 0.9)))
+    print(f"{device}, {num_rows} rows: {away} steps until drafts are gone, {back} until they are back")
+    assert away <= 120 and back <= 400
+
+
+def test_drafts_that_are_seldom_found_and_cost_the_host() -> None:
+    """A proposer that takes as long as half a step and finds something once in fifty asks is asked no more."""
+    device = dataclasses.replace(CPU, draft=0.4e-3)
+    loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, found=0.02), 4)
+    loop.run(FEW_STEPS)
+    got = loop.run(600).tokens_per_second
+    assert got >= 0.97 * expected(device, loop.limits, (), 4, 0)
+
+
+def no_looks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(controlling, "SHARE", 0.0)
+
+
+def no_costs(patch: pytest.MonkeyPatch) -> None:
+    """A step costs the same whatever its shape: the number of drafts follows from acceptance alone."""
+    patch.setattr(Costs, "of", lambda self, shape: 1.0)
+
+
+def acceptance_alone(patch: pytest.MonkeyPatch) -> None:
+    """Seven drafts where three in ten of the first are right, else none."""
+
+    def ask(self: Controller, num_rows: int, sequence_ids: list[int]) -> dict[int, int]:
+        self._step += 1
+        self._asked = dict.fromkeys(sequence_ids, 7) if self.acceptance.average()[1] >= 0.3 else {}
+        return dict(self._asked)
+
+    patch.setattr(Controller, "ask", ask)
+    patch.setattr(Controller, "cut", lambda self, num_rows, drafts: {key: len(d.parents) for key, d in drafts.items()})
+
+
+def no_hysteresis(patch: pytest.MonkeyPatch) -> None:
+    for name, value in (("BEGINS", 1.0), ("ENDS", 1.0), ("DWELL", 0)):
+        patch.setattr(controlling, name, value)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "seen"),
+    [
+        (no_looks, lambda: recovery(CPU, 3, 0.0, 0.9) > 400),
+        (no_costs, lambda: measure(CPU, PROFILES["seldom"], 16)[2] < 0.9),
+        (acceptance_alone, lambda: measure(A100, PROFILES["mostly"], 128)[1] < 0.9),
+        (acceptance_alone, lambda: measure(CPU, PROFILES["often"], 16)[2] < 0.6),
+        (no_hysteresis, lambda: measure(CPU, PROFILES["seldom"], 2)[0].num_switches > 30),
+    ],
+)
+def test_a_mistake_is_seen(
+    mistake: Callable[..., None], seen: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not seen(), "without the mistake"
+    mistake(monkeypatch)
+    assert seen()
+
+
+LIMITS = StepLimits(4, 64, 4, mixed=False, decoded=(2, 4), verified=((4, 8),) * 3, streams=((4, 8), (4, 16), (4, 32)))
+
+
+def told(costs: dict[tuple[int, int], float], right: dict[int, float]) -> Controller:
+    """A controller that knows what shapes cost, and how often each of the sequences' drafts are right."""
+    controller = Controller(LIMITS)
+    for shape, seconds in costs.items():
+        controller.costs.at_start(shape, [seconds])
+    for sequence_id, rate in right.items():
+        for number in range(400):
+            path = range(7) if number % 100 < 100 * rate else ()
+            controller.acceptance.came(sequence_id, True, 0)
+            controller.acceptance.add(sequence_id, chain((1,) * 7).parents, path, 0)
+    return controller
+
+
+def test_a_shape_is_filled_with_the_best_drafts() -> None:
+    """Twelve drafts fit, no more: seven for who is always right, and the rest for who is right more often than the others."""
+    costs = {(4, 4): 1.0, (4, 8): 1.0, (4, 16): 1.0, (4, 32): 9.0}
+    controller = told(costs, {1: 1.0, 2: 0.0, 3: 0.7, 4: 0.2})
+    assert controller.ask(4, [1, 2, 3, 4]) == {1: 7, 3: 5}
+    drafts = {sequence_id: chain((5,) * 7) for sequence_id in (1, 2, 3, 4)}
+    assert controller.cut(4, drafts) == {1: 7, 3: 5}
+    assert controller.cut(4, {4: drafts[4], 1: drafts[1]}) == {1: 7, 4: 5}, "of those that came"
+    dear = told({shape: float(shape[1]) for shape in costs}, {1: 0.1, 2: 0.1})
+    assert dear.ask(4, [1, 2]) == {} and dear.cut(4, drafts) == {}
+
+
+def test_a_tree_is_cut_where_its_nodes_are_seldom_right() -> None:
+    acceptance = Acceptance()
+    tree = Draft((1, 2, 3, 4), (-1, -1, 0, 1))
+    for number in range(
+        300
+    ):  # the first child nine times in ten, and what follows it always; the second child the tenth time
+        path = {1} if number % 10 == 0 else {0, 2}
+        acceptance.add(1, tree.parents, path, 0)
+    rates = acceptance.rates(1, acceptance.average(), 5, 0)[1:]
+    assert rates[:3] == pytest.approx([0.9, 0.1, 1.0], abs=0.03) and rates[3] < 0.3
+
+
+def test_costs_follow_the_machine_and_not_its_pauses() -> None:
+    costs = Costs()
+    for shape, seconds in (((4, 4), 1.0), ((4, 16), 2.0)):
+        costs.at_start(shape, [9.0, seconds, 5.0])
+    for _ in range(50):
+        costs.add((4, 4), 3.0)
+    assert costs.of((4, 4)) == pytest.approx(3.0, rel=0.05)
+    assert 4.0 < costs.of((4, 16)) < 6.5, "what slows one shape slows the others"
+    costs.add((4, 4), 300.0)
+    assert costs.of((4, 4)) < 3.2
+    assert costs.of((4, 32)) == pytest.approx(2 * costs.of((4, 16))), "nobody has measured it"
+
+
+def test_the_same_events_give_the_same_choices() -> None:
+    def choices() -> list[tuple[int, int]]:
+        return loop_of(CPU, lambda place, step: PROFILES["falling"], 5).run(300).shapes
+
+    assert choices() == choices()
