@@ -138,6 +138,19 @@ class CountsWrongDraftsAsComputed(Scheduler):
         return super().commit(replace(plan, rows=tuple(row._replace(parents=()) for row in plan.rows)), edits)
 
 
+class HashesDrafts(Scheduler):
+    """The prefix cache is told of drafts as if they were tokens."""
+
+    def commit(self, plan, edits):
+        for row in plan.rows:
+            if row.parents and row.sequence_id in self.block_manager.sequence_ids:
+                group, sequence = self._sequences[row.sequence_id]
+                tokens, digests = [*sequence.token_ids, *row.token_ids[1:]], [*sequence.block_digests]
+                salt = group.request.params.cache_salt
+                self.block_manager.cache(row.sequence_id, row.context_length, tokens, digests, salt)
+        return super().commit(plan, edits)
+
+
 class DraftsPastTheEnd(Scheduler):
     def _plan_drafts(self, step, drafts):
         longer = {}
@@ -194,6 +207,7 @@ class BranchesWhereShapesHoldChains(Scheduler):
         GivesWayForDrafts,
         KeepsWhatWrongDraftsHad,
         CountsWrongDraftsAsComputed,
+        HashesDrafts,
         DraftsPastTheEnd,
         DraftsForBeams,
         DraftsBesideChunks,

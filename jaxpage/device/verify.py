@@ -48,7 +48,7 @@ def unpack_tree_mask(tree_mask_TU: UInt32[Array, "T U"], max_query_len: int) -> 
 
 
 def moves(
-    paths_BQ: Int[Array, "B Q"], slots_T: Int[Array, "T"], query_start: Int[Array, "B+1"]
+    paths_BQ: Int[Array, "B Q"], slots_T: Int[Array, "T"], query_start: Int[Array, "_"]
 ) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
     """Slots (sources, destinations) that bring the tokens of each path to where they stand in the text.
 

@@ -16,5 +16,5 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
     if config.method == "ngram":
         return NGramProposer(*config.prompt_lookup)
     if config.method == "suffix":
-        return SuffixProposer(config.suffix_decoding)
+        return SuffixProposer(config.suffix_decoding, tree=config.tree)
     raise ValueError(f"method {config.method!r} has no proposer on the host")
