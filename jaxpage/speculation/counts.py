@@ -61,8 +61,8 @@ class SpeculationCounts:
         decoding = set()
         for index, row in enumerate(plan.rows):
             if len(row.token_ids) == 1 + len(row.parents) and index in drawn:
-                request = group_of[row.sequence_id].request
-                if row.start >= len(request.prompt_token_ids) and not request.beam:
+                group = group_of.get(row.sequence_id)  # None: aborted while the step ran
+                if group and row.start >= len(group.request.prompt_token_ids) and not group.request.beam:
                     decoding.add(row.sequence_id)
         self.num_decode_rows += len(decoding)
         self.num_decode_tokens += sum([type(edit) is Append and edit.sequence_id in decoding for edit in edits])
