@@ -56,7 +56,9 @@ class EngineMetrics:
         self.copy_on_write_blocks_total += len(plan.copies)
         self.generation_tokens_total += sum(isinstance(edit, Append) for edit in edits)
         for row in plan.rows:
-            num_prompt_tokens = len(group_of[row.sequence_id].request.prompt_token_ids)
+            if (group := group_of.get(row.sequence_id)) is None:
+                continue  # aborted meanwhile
+            num_prompt_tokens = len(group.request.prompt_token_ids)
             self.prompt_tokens_total += max(0, min(row.context_length, num_prompt_tokens) - row.start)
         for sequence_id, num_tokens, num_accepted in self.speculation.add(plan, edits, group_of):
             metrics = self.requests[group_of[sequence_id].request.request_id]
