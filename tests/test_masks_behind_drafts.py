@@ -218,6 +218,7 @@ def test_what_stays_is_what_can_be(grammar_of: Callable[..., Grammar], tree: Any
 
     want = [draft.path(place) for place in range(len(token_ids)) if can_be(draft.path(place))]
     got = kept.get(7, Draft((), ()))
+    assert all(-1 <= parent < place for place, parent in enumerate(got.parents))
     assert [got.path(place) for place in range(len(got.token_ids))] == want
     assert (7 in kept) == bool(want)
 

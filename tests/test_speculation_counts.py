@@ -181,6 +181,16 @@ def test_only_rows_that_decode_are_target_steps() -> None:
     assert (counts.num_decode_rows, counts.num_decode_tokens, counts.snapshot()["tokens_per_target_step"]) == (1, 1, 1)
 
 
+def test_who_was_aborted_in_the_middle_of_a_step_is_passed_over() -> None:
+    gone = Row(4, 9, (7, 1, 2), (1,), parents=(0, 1))
+    plan = plan_of(gone, Row(5, 9, (7, 3), (2,), parents=(0,)), draws=[(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
+    counts = SpeculationCounts()
+    counted = counts.add(plan, [Append(5, 3, drafted=True), Append(5, 8)], group_of(5, num_prompt_tokens=5))
+    assert counted == [Verified(5, 1, 1)] and counts.num_accepted_per_position == {0: 1}
+    assert (counts.num_drafts, counts.num_decode_rows, counts.num_decode_tokens) == (1, 1, 2)
+    assert counts.add(plan, [], {}) == [] and counts.num_drafts == 1
+
+
 def test_the_line_behind_a_text_says_what_was_accepted() -> None:
     metrics = RequestMetrics(arrival_time=0.0)
     assert _drafted(None) == _drafted(metrics) == ""

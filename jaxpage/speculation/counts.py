@@ -41,16 +41,17 @@ class SpeculationCounts:
     num_decode_tokens: int = 0  # that they gave
 
     def add(self, plan: StepPlan, edits: Iterable[Edit], group_of: Mapping[int, SequenceGroup]) -> list[Verified]:
-        """Books a step that happened; returns what came of its drafts."""
+        """Books a step that happened; returns what came of its drafts. Who was aborted meanwhile is passed over."""
         edits = list(edits)
         self._add_decoding(plan, edits, group_of)
         if not plan.verifies:
             return []
-        verified = verified_drafts(plan, edits)
+        verified = [each for each in verified_drafts(plan, edits) if each.sequence_id in group_of]
         self.num_drafts += len(verified)
         self.num_draft_tokens += sum([each.num_tokens for each in verified])
         self.num_accepted_tokens += sum([each.num_accepted for each in verified])
-        for position in range(max([_depth(parents) for parents in {row.parents for row in plan.rows if row.parents}])):
+        shapes = {row.parents for row in plan.rows if row.parents and row.sequence_id in group_of}
+        for position in range(max([_depth(parents) for parents in shapes], default=0)):
             accepted = sum([each.num_accepted > position for each in verified])
             self.num_accepted_per_position[position] = self.num_accepted_per_position.get(position, 0) + accepted
         return verified
@@ -61,7 +62,7 @@ class SpeculationCounts:
         decoding = set()
         for index, row in enumerate(plan.rows):
             if len(row.token_ids) == 1 + len(row.parents) and index in drawn:
-                group = group_of.get(row.sequence_id)  # None: aborted while the step ran
+                group = group_of.get(row.sequence_id)
                 if group and row.start >= len(group.request.prompt_token_ids) and not group.request.beam:
                     decoding.add(row.sequence_id)
         self.num_decode_rows += len(decoding)
