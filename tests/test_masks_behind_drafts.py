@@ -196,7 +196,7 @@ def strategies_of(grammar: Grammar | None) -> dict[int, SamplingStrategy]:
 
 TREES = st.integers(0, 9).flatmap(
     lambda size: st.tuples(
-        st.lists(st.integers(-2, VOCAB + 1) | st.integers(60, 75), min_size=size, max_size=size),
+        st.lists(st.sampled_from([-1, VOCAB]) | st.integers(0, VOCAB - 1), min_size=size, max_size=size),
         st.tuples(*(st.integers(-1, place - 1) for place in range(size))),
     )
 )
@@ -221,6 +221,11 @@ def test_what_stays_is_what_can_be(grammar_of: Callable[..., Grammar], tree: Any
     assert all(-1 <= parent < place for place, parent in enumerate(got.parents))
     assert [got.path(place) for place in range(len(got.token_ids))] == want
     assert (7 in kept) == bool(want)
+
+
+def test_what_stays_keeps_its_parents() -> None:
+    draft = Draft((5, -1, 6, 8, 7, 9), (-1, -1, 0, 1, 2, -1))
+    assert possible({7: draft}, strategies_of(None), VOCAB) == {7: Draft((5, 6, 7, 9), (-1, 0, 1, -1))}
 
 
 @pytest.fixture(scope="module")
