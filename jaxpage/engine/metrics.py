@@ -61,7 +61,9 @@ class EngineMetrics:
             num_prompt_tokens = len(group.request.prompt_token_ids)
             self.prompt_tokens_total += max(0, min(row.context_length, num_prompt_tokens) - row.start)
         for sequence_id, num_tokens, num_accepted in self.speculation.add(plan, edits, group_of):
-            metrics = self.requests[group_of[sequence_id].request.request_id]
+            if (group := group_of.get(sequence_id)) is None:
+                continue
+            metrics = self.requests[group.request.request_id]
             metrics.num_drafts += 1
             metrics.num_draft_tokens += num_tokens
             metrics.num_accepted_tokens += num_accepted

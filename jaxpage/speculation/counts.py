@@ -65,7 +65,9 @@ class SpeculationCounts:
         decoding = set()
         for index, row in enumerate(plan.rows):
             if len(row.token_ids) == 1 + len(row.parents) and index in drawn:
-                request = group_of[row.sequence_id].request
+                if (group := group_of.get(row.sequence_id)) is None:
+                    continue  # aborted meanwhile
+                request = group.request
                 if row.start >= len(request.prompt_token_ids) and not request.beam:
                     decoding.add(row.sequence_id)
         self.num_decode_rows += len(decoding)
