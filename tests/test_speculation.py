@@ -230,7 +230,7 @@ def test_nothing_changes_for_one_at_a_time(kind, engines, lone):
 
 @pytest.mark.parametrize("model", ["int8", "mistral"])
 def test_nothing_changes_in_eight_bits_or_behind_a_window(model, engines, lone):
-    some = [0, 2, 4, 9, 11]
+    some = [0, 2, 4, 3, 11]  # of grammars and bad words, drafts that cannot be are left out beforehand
     asked = [PROMPTS[index] for index in some], tuple(REQUESTS[index] for index in some)
     want, outputs = lone(f"{model} without", *asked)
     assert want != [lone("without")[0][index] for index in some]

@@ -315,6 +315,7 @@ class Driver:
         without = copy.deepcopy(self.scheduler).plan()
         plan = self.scheduler.plan(drafts)
         assert plan is not None and without is not None
+        assert len(plan.rows) == len(without.rows), "a draft is in somebody's way"
         bare = [
             row._replace(
                 token_ids=row.token_ids[: len(row.token_ids) - len(row.parents)],
