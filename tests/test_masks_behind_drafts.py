@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from jaxpage import LLM, SamplingParams
 from jaxpage import grammars as rules
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
+from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.engine.grammar_compiler import GrammarCompiler
 from jaxpage.engine.text import NoText, load_tokenizer
-from jaxpage.request import Request
+from jaxpage.request import Request, Sequence
+from jaxpage.scheduling.open_plan import drafted_samples, sample_of
 from jaxpage.speculation import Draft, chain
 from jaxpage.speculation.admitting import possible
 from tests.support.engines import LLAMA, invariants, make_llm
@@ -176,6 +178,38 @@ def test_what_drafts_find_does_not_count(
     plain = [outcome(seed, drafted=False) for seed in range(3)]
     assert all(isinstance(one, tuple) for one in plain) == fails
     assert ([outcome(seed, drafted=True) for seed in range(3)] == plain) != mistaken
+
+
+# ---- what else stands before a draw
+
+
+def test_draws_behind_drafts_are_adjusted_as_behind_tokens() -> None:
+    """Penalties, min_tokens and bad words see the path to a draft as if it were known. The tree branches."""
+    asked = Request(
+        request_id="a",
+        prompt=None,
+        prompt_token_ids=(1, 2, 3),
+        params=SamplingParams(repetition_penalty=1.3, min_tokens=4, logprobs=1),
+        seed=3,
+        eos_token_ids=frozenset({END}),
+        max_total_tokens=50,
+        bad_word_token_ids=((7, 8), (9, 5, 6)),
+    )
+
+    def sequence(*path: int) -> Sequence:
+        return Sequence(sequence_id=0, sample_index=1, num_prompt_tokens=3, token_ids=[1, 2, 3, 9, *path])
+
+    draft = Draft((5, 7, 6, 8, 7), (-1, -1, 0, 1, 3))
+    root = sample_of(0, 1, sequence(), asked)
+    got = (root, *drafted_samples(root, draft, sequence(), asked))
+    paths = [(), *(draft.path(place) for place in range(5))]
+    want = tuple(sample_of(0, 1, sequence(*path), asked) for path in paths)
+    assert len({sample.suppressed_token_ids for sample in want}) > 2, "nothing is told apart"
+    arrays = [adjustments_of(samples, {}, 8, vocab_size=VOCAB, context=32) for samples in (got, want)]
+    np.testing.assert_array_equal(arrays[0].history_RC, arrays[1].history_RC)
+    np.testing.assert_array_equal(arrays[0].mask_RU, arrays[1].mask_RU)
+    same = [sample._replace(history=(), drafts=(), offset=0) for sample in got]
+    assert same == [sample._replace(history=(), offset=0) for sample in want]
 
 
 # ---- drafts that are taken out
