@@ -28,6 +28,7 @@ from jaxpage.engine.capacity import (
     Form,
     Place,
     choose_dtype,
+    draft_lengths,
     mixes,
     place_of,
     plan_memory,
@@ -35,6 +36,7 @@ from jaxpage.engine.capacity import (
     sliding_window,
     step_menu,
 )
+from jaxpage.engine.draft_heads import DraftHeads, open_heads
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import EventLog, check_new
 from jaxpage.engine.log_header import header
@@ -78,7 +80,9 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     device = jax.devices()[0]
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
-    memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), files.plan.num_bytes(dtype))
+    heads = open_heads(config.speculative_config, files.spec, max(draft_lengths(config), default=0))
+    weights_bytes = files.plan.num_bytes(dtype) + (heads.files.num_bytes(dtype) if heads else 0)
+    memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), weights_bytes)
     memory = plan_swapping(config, memory)
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
@@ -86,7 +90,11 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     menu = step_menu(config, place, memory)
     if progress:
         _print_table(memory, dtype, config.kv_cache_dtype)
-    parameters = load_weights(files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress)
+    parameters: Any = load_weights(
+        files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress
+    )
+    if heads is not None:
+        parameters = heads.load(parameters, dtype, device, progress=progress)
     graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
     table_width = -(-memory.max_model_len // config.block_size)
     options = StepOptions(
@@ -96,6 +104,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         table_width,
         backend,
         sample_by_row=device.platform == "cpu",
+        num_guesses=heads.num_guesses if heads else 0,
     )
     pool = (files.spec.kv, memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
     try:
@@ -123,7 +132,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=_speculation(config.speculative_config, scheduler.limits, files.spec.vocab_size),
+        speculation=_speculation(config.speculative_config, heads, scheduler.limits, files.spec.vocab_size),
     )
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
     if config.event_log is not None:
@@ -184,12 +193,15 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
-def _speculation(config: SpeculativeConfig | None, limits: StepLimits, vocab_size: int) -> Speculation | None:
+def _speculation(
+    config: SpeculativeConfig | None, heads: DraftHeads | None, limits: StepLimits, vocab_size: int
+) -> Speculation | None:
     if config is None:
         return None
     choices = tuple(sorted({length - 1 for _, length in limits.verified}))
     controller = Controller(choices) if config.num_speculative_tokens == "auto" else None
-    return Speculation(make_proposer(config), limits, controller, vocab_size=vocab_size)
+    proposer = heads.proposer() if heads else make_proposer(config)
+    return Speculation(proposer, limits, controller, vocab_size=vocab_size)
 
 
 def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
