@@ -21,13 +21,18 @@ from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
 from jaxpage.decoding.edits import Append
 from jaxpage.device import steps
+from jaxpage.engine.capacity import draft_lengths
+from jaxpage.engine.draft_heads import open_heads
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.models import medusa
+from jaxpage.models.registry import load_family
 from jaxpage.speculation import Draft, chain
 from jaxpage.speculation.medusa import MedusaProposer, assumed_accuracies, best_only, likeliest_first, search
+from jaxpage.speculative_config import SpeculativeConfig
 from tests.support.engines import invariants, make_llm, run_giving_way
 from tests.support.fake_device import make_group
 from tests.support.medusa import (
+    CYCLE,
     WIDTH,
     Head,
     cycle_checkpoint,
@@ -38,6 +43,8 @@ from tests.support.medusa import (
     write_original,
     write_vllm,
 )
+
+CYCLE_SPEC = load_family(CYCLE).Spec.from_config(CYCLE)
 
 # --- files
 
@@ -392,16 +399,46 @@ def test_guesses_behind_a_wrong_token_show_in_what_is_right_and_in_no_text(
     plain: LLM, model: Path, heads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "last_of", lambda paths_BQ: jnp.maximum(paths_BQ[:, 0], 0))
-    with engine_with(model, {"method": "medusa", "model": str(heads), "num_speculative_tokens": 3}) as llm:
+    settings = {"method": "medusa", "model": str(heads), "num_speculative_tokens": 3}
+    with engine_with(model, settings, max_num_seqs=2) as llm:
         drafted, count = run(llm, GREEDY)
     assert drafted == run(plain, GREEDY)[0]
     assert 0 < count.right < 0.6 * count.drafts
 
 
-def test_a_search_for_the_tree_and_the_number_of_drafts(plain: LLM, model: Path, heads: Path) -> None:
-    settings = {"method": "medusa", "model": str(heads), "tree": True, "medusa_choices": [[0], [0, 0]]}
+def test_a_tree_that_was_searched_changes_no_text(plain: LLM, model: Path, heads: Path) -> None:
+    settings = {"method": "medusa", "model": str(heads), "tree": True, "num_speculative_tokens": 4}
     with engine_with(model, settings, max_num_seqs=2) as llm:
-        assert run(llm, SAMPLED)[0] == run(plain, SAMPLED)[0]
+        drafted, count = run(llm, SAMPLED)
+        assert drafted == run(plain, SAMPLED)[0]
+        assert count.right and llm._engine.runner.executables.options.num_guesses == 2
+
+
+def test_what_is_aborted_is_forgotten(chains: LLM) -> None:
+    engine = chains._engine
+    proposer: Any = engine.speculation._proposer  # type: ignore[union-attr]
+    engine.add("a", None, [1, 2], SAMPLED)
+    while not proposer._guesses:
+        engine.step()
+    assert len(proposer._guesses) == 2, "both samples have what their first draw came with"
+    engine.abort("a")
+    assert not proposer._guesses
+    invariants(chains)
+
+
+def test_heads_that_cannot_be_told_end_the_drafts_and_no_request(
+    plain: LLM, chains: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculation: Any = chains._engine.speculation
+    monkeypatch.setattr(speculation._proposer, "observe", lambda *_: 1 / 0)
+    reporter = chains._engine.add("a", None, PROMPTS[0], GREEDY)
+    try:
+        run_giving_way(chains._engine, -1)
+        assert speculation._failed
+    finally:
+        speculation._failed = False
+    (output,) = reporter.whole().outputs
+    assert [[(output.token_ids, output.logprobs)]] == run(plain, GREEDY, PROMPTS[:1])[0]
 
 
 def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LLM) -> None:
@@ -455,6 +492,37 @@ def test_settings_that_contradict_themselves_are_refused(settings: dict[str, Any
 def test_more_than_the_heads_guess_is_refused(model: Path, heads: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_with(model, {"method": "medusa", "model": str(heads), **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths", "choices", "num_guesses"),
+    [
+        ({}, (1, 3, 7), best_only(3, 3), 1),
+        ({"num_speculative_tokens": 2}, (2,), best_only(3, 2), 1),
+        ({"tree": True}, (1, 3, 7), search(assumed_accuracies(3), 7), 3),
+        ({"tree": True, "num_speculative_tokens": 40}, (40,), search(assumed_accuracies(3), 40), 6),
+        ({"tree": True, "medusa_choices": [[1], [0, 0], [0], [0, 8]]}, (1, 3, 4), ((0,), (0, 0), (1,), (0, 8)), 9),
+    ],
+)
+def test_drafts_are_cut_to_shapes_from_their_end(
+    heads: Path, settings: dict[str, Any], lengths: tuple[int, ...], choices: Any, num_guesses: int
+) -> None:
+    config = EngineConfig(speculative_config={"method": "medusa", "model": str(heads), **settings})  # type: ignore[arg-type]
+    assert draft_lengths(config) == lengths
+    found = open_heads(config.speculative_config, CYCLE_SPEC, max(lengths))
+    assert found is not None and found.choices == choices and found.num_guesses == num_guesses
+
+
+def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> None:
+    directory = write_vllm(tmp_path / "a", random_heads(1, rows=8), token_map=np.arange(8))
+    settings = {"method": "medusa", "model": str(directory), "tree": True}
+    for more, wrong in (({"medusa_choices": [[7]]}, False), ({"medusa_choices": [[8]]}, True), ({}, False)):
+        config = SpeculativeConfig(**settings, **more)  # type: ignore[arg-type]
+        if wrong:
+            with pytest.raises(ConfigError, match="asks for guess 9, of 8 tokens in all"):
+                open_heads(config, CYCLE_SPEC, 7)
+        else:
+            assert open_heads(config, CYCLE_SPEC, 7) is not None
 
 
 def test_heads_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:

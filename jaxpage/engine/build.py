@@ -17,7 +17,7 @@ from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import choose_backend
+from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
@@ -95,17 +95,8 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     )
     if heads is not None:
         parameters = heads.load(parameters, dtype, device, progress=progress)
-    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
     table_width = -(-memory.max_model_len // config.block_size)
-    options = StepOptions(
-        graph,
-        files.spec.vocab_size,
-        table_width * config.block_size,
-        table_width,
-        backend,
-        sample_by_row=device.platform == "cpu",
-        num_guesses=heads.num_guesses if heads else 0,
-    )
+    options = _step_options(files, dtype, table_width, config.block_size, backend, heads, by_row=place.is_cpu)
     pool = (files.spec.kv, memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
     try:
         executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
@@ -140,6 +131,28 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     if progress:
         print(f"  workspace of the compiled steps  {gib(memory.workspace_bytes)}", file=sys.stderr)
     return Built(engine, tokenizer, sampling_defaults, memory)
+
+
+def _step_options(
+    files: ModelFiles,
+    dtype: str,
+    table_width: int,
+    block_size: int,
+    backend: Backend,
+    heads: DraftHeads | None,
+    *,
+    by_row: bool,
+) -> StepOptions:
+    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
+    return StepOptions(
+        graph,
+        files.spec.vocab_size,
+        table_width * block_size,
+        table_width,
+        backend,
+        sample_by_row=by_row,
+        num_guesses=heads.num_guesses if heads else 0,
+    )
 
 
 def compile_cache_directory() -> Path:
