@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
 
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
-SUPPORTED = ("ngram", "suffix")
+SUPPORTED = ("ngram", "suffix", "medusa")
 
 # Which methods a field is for. In a configuration of another method it is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -23,6 +23,7 @@ BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "suffix_decoding_max_cached_requests": ("suffix",),
         "suffix_decoding_max_spec_factor": ("suffix",),
         "suffix_decoding_min_token_prob": ("suffix",),
+        "medusa_choices": ("medusa",),
     }
 )
 
@@ -34,6 +35,10 @@ class SuffixDecoding(NamedTuple):
     max_cached_requests: int = 10_000  # whose outputs are kept to draft from, each sample counted
     max_spec_factor: float = 1.0  # drafts for each token that is the same
     min_token_prob: float = 0.1  # of a draft: by the counts, with all the drafts before it
+
+
+# A draft of a tree: its rank among what the first head guesses, the rank of the next one's guess behind it, and so on.
+Choice = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST_DRAFTS)], ...], Field(min_length=1)]
 
 
 class SpeculativeConfig(BaseModel):
@@ -55,6 +60,18 @@ class SpeculativeConfig(BaseModel):
     suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] | None = None  # 0: of no other request
     suffix_decoding_max_spec_factor: Annotated[float, Field(gt=0, le=64)] | None = None
     suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    medusa_choices: Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_DRAFTS)] | None = (
+        None  # of "medusa"
+    )
+
+    @field_validator("medusa_choices", mode="before")
+    @classmethod
+    def _as_tuples(cls, value: Any) -> Any:
+        """As JSON and Medusa's own code write it: a list of lists."""
+        if isinstance(value, list | tuple):
+            return tuple(tuple(path) if isinstance(path, list) else path for path in value)
+        return value
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:
@@ -84,11 +101,28 @@ class SpeculativeConfig(BaseModel):
                 f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
             )
 
+        if self.method == "medusa" and not self.model:
+            yield "method 'medusa' needs model: where its heads are"
+        if self.medusa_choices is not None:
+            yield from self._wrong_choices(self.medusa_choices)
+
+    def _wrong_choices(self, choices: tuple[tuple[int, ...], ...]) -> Iterable[str]:
+        known = set(choices)
+        if len(known) < len(choices):
+            yield "medusa_choices has a path twice"
+        for path in sorted(known):
+            if len(path) > 1 and path[:-1] not in known:
+                yield f"medusa_choices has {list(path)}, but not {list(path[:-1])}, from which it goes on"
+        if not self.tree and len({len(path) for path in known}) < len(known):
+            yield "medusa_choices branches, but tree is False"
+        if self.num_speculative_tokens not in ("auto", len(choices)):
+            yield f"num_speculative_tokens is {self.num_speculative_tokens}, but medusa_choices has {len(choices)} paths"
+
     def refused(self) -> Iterable[str]:
         """What this version does not do."""
         if self.method not in SUPPORTED:
             yield (
-                f"method {self.method!r} is not supported: this version drafts on the host only; use {' or '.join(SUPPORTED)}"
+                f"method {self.method!r} is not supported: this version drafts with the methods {', '.join(SUPPORTED)}; use one of them"
             )
         if self.acceptance != "coupled":
             yield (

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,19 @@ def fit(
 ) -> LoadPlan:
     """As `check_weights`, but adds to `problems`. compare: read what is stored under two names to see that it agrees."""
     layout, stored = read_layout(directory, problems)
+    return fit_stored(LoadPlan(directory, layout, ()), stored, weights, ignored, problems, compare=compare)
+
+
+def fit_stored(
+    plan: LoadPlan,
+    stored: Mapping[str, TensorInfo],
+    weights: Sequence[Weight],
+    ignored: Sequence[str],
+    problems: Problems,
+    *,
+    compare: bool = True,
+) -> LoadPlan:
+    """As `fit`, of tensors whose headers have been read; what was wrong with those is in `problems`. Returns the plan, filled."""
     files_sound, unused = not problems, dict(stored)
     sources = []
     for weight in weights:
@@ -83,14 +96,14 @@ def fit(
         elif stored or files_sound:  # with no readable file at all, a list of every tensor tells nothing
             problems.add(f"tensor {quoted(weight.name)} of shape {weight.shape} is missing")
         for copy in fitting[1:]:
-            if layout == "orbax":
+            if plan.layout == "orbax":
                 problems.add(f"tensors {quoted(fitting[0].name)} and {quoted(copy.name)} are one parameter, kept twice")
             elif compare and files_sound:
                 _check_copy(fitting[0], copy, problems)
     for name in sorted(unused):
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
             problems.add(f"tensor {quoted(name)} of shape {unused[name].shape} is unexpected")
-    return LoadPlan(directory, layout, tuple(sources))
+    return replace(plan, sources=tuple(sources))
 
 
 def read_layout(directory: Path, problems: Problems) -> tuple[str, dict[str, TensorInfo]]:

@@ -31,13 +31,14 @@ def has_safetensors(directory: Path) -> bool:
     return has_file(directory, SINGLE) or has_file(directory, INDEX)
 
 
-def read_tensors(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
+def read_tensors(directory: Path, problems: Problems, other: str = SINGLE) -> dict[str, TensorInfo]:
     """Every tensor of the directory by name, from headers alone; what is wrong is added to `problems`.
 
-    `model.safetensors` is preferred over an index, as transformers does.
+    `model.safetensors` is preferred over an index, as transformers does. other: a file that is preferred over both.
     """
-    if has_file(directory, SINGLE):
-        return _read_file(directory, SINGLE, problems)
+    for name in (other, SINGLE):
+        if has_file(directory, name):
+            return _read_file(directory, name, problems)
     if has_file(directory, INDEX):
         return _read_shards(directory, problems)
     pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))

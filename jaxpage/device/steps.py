@@ -16,7 +16,8 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
-from jaxpage.device.verify import accept, moves
+from jaxpage.device.verify import accept, last_of, moves
+from jaxpage.models import medusa
 from pallas_kernels import copy_blocks, copy_slots
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
@@ -32,6 +33,7 @@ class StepOptions(NamedTuple):
     table_width: int  # M
     attention_backend: Backend
     sample_by_row: bool
+    num_guesses: int = 0  # W: of each of the heads that the parameters come with; 0: they come with none
 
 
 class StepOutput(NamedTuple):
@@ -40,6 +42,9 @@ class StepOutput(NamedTuple):
     drawn: jax.Array  # [R, 3 + 2 W], of the draws
     scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
     paths: jax.Array  # [B, Q] of a step that verifies, from `accept`; empty otherwise
+    guesses: jax.Array | None = (
+        None  # [B, J, W] behind the last draw that counts; of rows, or of draws where rows have one
+    )
 
 
 class Drawn(NamedTuple):
@@ -61,7 +66,10 @@ def model_step(
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[StepOutput, KVPages]:
-    """Computes the step's tokens, writes their keys and values, and draws up to R tokens. Donate `pages`."""
+    """Computes the step's tokens, writes their keys and values, and draws up to R tokens. Donate `pages`.
+
+    parameters: the model's; `WithHeads` where `options.num_guesses` asks heads.
+    """
     inputs = unpack(packed, bucket, options.table_width)
     by_row = options.sample_by_row
     model, hidden_TD, pages = _hidden(parameters, pages, inputs, bucket, options)
@@ -76,7 +84,11 @@ def model_step(
             pages = copy_slots(pages, source, destination, **options.attention_backend.mover)
     elif bucket.max_query_len > 1:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)
-    return StepOutput(drawn, scored, paths), pages
+    guesses = None
+    if options.num_guesses:
+        last_B = last_of(paths) if bucket.verifies else inputs.drawn_token_R
+        guesses = medusa.guess(parameters.heads, hidden_TD[last_B], options.num_guesses)
+    return StepOutput(drawn, scored, paths, guesses), pages
 
 
 def _score(
@@ -114,7 +126,7 @@ def logits_step(
 def _hidden(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[Any, jax.Array, KVPages]:
-    model = nnx.merge(options.graph, parameters)
+    model = nnx.merge(options.graph, parameters.model if options.num_guesses else parameters)
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
     return model, *model(inputs.token_ids_T, inputs.positions_T, pages, attend)
 

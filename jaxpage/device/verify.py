@@ -41,6 +41,11 @@ def accept(
     return jnp.where(path_BQ < num_tokens, path_BQ, -1).astype(jnp.int32)
 
 
+def last_of(paths_BQ: Int[Array, "B Q"]) -> Int[Array, "B"]:
+    """The last token of each path; 0 of rows that are padding."""
+    return paths_BQ.max(axis=1, initial=0)  # a token stands behind its parent
+
+
 def unpack_tree_mask(tree_mask_TU: UInt32[Array, "T U"], max_query_len: int) -> Bool[Array, "T Q"]:
     """For `paged_attention`: whether token t sees token j of its row is bit j % 32 of word j // 32."""
     place_Q = jnp.arange(max_query_len)

@@ -17,7 +17,7 @@ from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import choose_backend
+from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
@@ -28,6 +28,7 @@ from jaxpage.engine.capacity import (
     Form,
     Place,
     choose_dtype,
+    draft_lengths,
     mixes,
     place_of,
     plan_memory,
@@ -35,6 +36,7 @@ from jaxpage.engine.capacity import (
     sliding_window,
     step_menu,
 )
+from jaxpage.engine.draft_heads import DraftHeads, open_heads
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import EventLog, check_new
 from jaxpage.engine.log_header import header
@@ -79,7 +81,9 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     device = jax.devices()[0]
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
-    memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), files.plan.num_bytes(dtype))
+    heads = open_heads(config.speculative_config, files.spec, max(draft_lengths(config), default=0))
+    weights_bytes = files.plan.num_bytes(dtype) + (heads.files.num_bytes(dtype) if heads else 0)
+    memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), weights_bytes)
     memory = plan_swapping(config, memory)
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
@@ -87,17 +91,13 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     menu = step_menu(config, place, memory)
     if progress:
         _print_table(memory, dtype, config.kv_cache_dtype)
-    parameters = load_weights(files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress)
-    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
-    table_width = -(-memory.max_model_len // config.block_size)
-    options = StepOptions(
-        graph,
-        files.spec.vocab_size,
-        table_width * config.block_size,
-        table_width,
-        backend,
-        sample_by_row=device.platform == "cpu",
+    parameters: Any = load_weights(
+        files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress
     )
+    if heads is not None:
+        parameters = heads.load(parameters, dtype, device, progress=progress)
+    table_width = -(-memory.max_model_len // config.block_size)
+    options = _step_options(files, dtype, table_width, config.block_size, backend, heads, by_row=place.is_cpu)
     pool = (files.spec.kv, memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
     try:
         executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
@@ -125,7 +125,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=_speculation(config.speculative_config, scheduler.limits, controller, files.spec.vocab_size),
+        speculation=_speculation(config.speculative_config, heads, scheduler.limits, controller, files.spec.vocab_size),
     )
     if controller is not None:
         measure_shapes(engine.builder, engine.runner, controller.costs)
@@ -135,6 +135,28 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     if progress:
         print(f"  workspace of the compiled steps  {gib(memory.workspace_bytes)}", file=sys.stderr)
     return Built(engine, tokenizer, sampling_defaults, memory)
+
+
+def _step_options(
+    files: ModelFiles,
+    dtype: str,
+    table_width: int,
+    block_size: int,
+    backend: Backend,
+    heads: DraftHeads | None,
+    *,
+    by_row: bool,
+) -> StepOptions:
+    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
+    return StepOptions(
+        graph,
+        files.spec.vocab_size,
+        table_width * block_size,
+        table_width,
+        backend,
+        sample_by_row=by_row,
+        num_guesses=heads.num_guesses if heads else 0,
+    )
 
 
 def compile_cache_directory() -> Path:
@@ -193,11 +215,16 @@ def _controller(config: SpeculativeConfig | None, limits: StepLimits) -> Control
 
 
 def _speculation(
-    config: SpeculativeConfig | None, limits: StepLimits, controller: Controller | None, vocab_size: int
+    config: SpeculativeConfig | None,
+    heads: DraftHeads | None,
+    limits: StepLimits,
+    controller: Controller | None,
+    vocab_size: int,
 ) -> Speculation | None:
     if config is None:
         return None
-    return Speculation(make_proposer(config), limits, controller, vocab_size=vocab_size)
+    proposer = heads.proposer() if heads else make_proposer(config)
+    return Speculation(proposer, limits, controller, vocab_size=vocab_size)
 
 
 def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:

@@ -89,7 +89,9 @@ def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
     """How many drafts a sequence may have in a step: the one number that is asked for, or a few to choose from."""
     if config.speculative_config is None:
         return ()
-    wanted = config.speculative_config.num_speculative_tokens
+    wanted, choices = config.speculative_config.num_speculative_tokens, config.speculative_config.medusa_choices
+    if wanted == "auto" and choices is not None:  # a given tree, or less of it
+        return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
     return AUTO_DRAFTS if wanted == "auto" else (wanted,)
 
 

@@ -152,6 +152,8 @@ class Engine:
         except Exception as error:
             return self._fail(plan, error)
         self._blocks_may_be_missing = False
+        if self.speculation is not None:
+            self.speculation.observe(plan, result)
         edits = advance(plan, result, self._strategies)
         self.events.drawn(plan, result, edits)
         groups = self._commit(plan, edits, began, proposed)

@@ -43,6 +43,9 @@ class Runner:
             result = replace(result, scored=StepResult(*unpack_drawn(np.asarray(output.scored), batch.num_scored)))
         if batch.bucket.verifies:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
+        if output.guesses is not None:
+            count = batch.num_rows if batch.bucket.verifies else batch.num_draws
+            result = replace(result, guesses=np.asarray(output.guesses)[:count])
         self._under_way = False
         return result
 

@@ -103,4 +103,7 @@ class StepResult:
     paths: npt.NDArray[np.int32] | None = (
         None  # [B, Q] of rows with drafts: the draws that count, in order; -1 behind the last
     )
+    guesses: npt.NDArray[np.int32] | None = (
+        None  # [B, J, W] of the model's heads, behind the last draw that counts: per row with `paths`, else per sample
+    )
     scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from jaxpage.request import Request, Sequence, SequenceGroup
 
@@ -72,4 +75,18 @@ class Proposer(Protocol):
 
     def forget(self, group: SequenceGroup) -> None:
         """The request has ended. Its sequences are as it left them; there may be some that nobody asked about."""
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A proposer that hears what the heads of the model guess."""
+
+    def observe(self, sequence_id: int, num_known_tokens: int, guesses_JW: npt.NDArray[np.int32]) -> None:
+        """What each head takes for the likeliest, best first. Head j guesses the token that is known when j + 1 more are.
+
+        Args:
+            num_known_tokens: of the sequence when the token that was drawn beside the guesses is one of them. It may never be: what
+                was drawn may end the sequence before.
+        """
         ...

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from jaxpage.decoding.edits import Append, Edit
 from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.scheduling.plan import Row, StepPlan
+from jaxpage.scheduling.plan import Row, StepPlan, StepResult
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.proposal import Draft, Proposer
+from jaxpage.speculation.proposal import Draft, Observer, Proposer
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,18 @@ class Speculation:
     def _give_up(self) -> None:
         logger.exception("the proposer failed: from now on nothing is drafted, and texts stay what they are")
         self._failed = True
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """A step ran: what the model's heads guess behind its draws, if there are heads, is the proposer's."""
+        if result.guesses is None or self._failed or not isinstance(self._proposer, Observer):
+            return
+        last = range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
+        try:
+            for index, guesses_JW in zip(last, result.guesses, strict=True):
+                sample = plan.samples[index]
+                self._proposer.observe(sample.sequence_id, sample.position + 1, guesses_JW)
+        except Exception:
+            self._give_up()
 
     def verified(self, plan: StepPlan, edits: Iterable[Edit], seconds: float, proposing: float) -> None:
         """A step happened, with drafts or without. Seconds of `propose`, and of all else that the step took."""

@@ -1,0 +1,175 @@
+"""The files of Medusa heads: opened from headers alone and fitted to the model that they shall guess for, then loaded."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.checkpoints.config_file import check_config
+from jaxpage.checkpoints.loading import LoadPlan, fit_stored, load_weights
+from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.safetensors_files import read_tensors
+from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.models.medusa import PREFIX, MedusaSpec
+
+logger = logging.getLogger(__name__)
+
+MEDUSA_FILE = "medusa_lm_head.safetensors"
+MEDUSA_FILES = ("config.json", MEDUSA_FILE, "model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+TOKEN_MAP = "token_map"
+# Which tensor belongs to which head and layer, by format.
+_AUTHORS = re.compile(
+    r"(?P<head>\d{1,4})\.(?P<layer>\d{1,4})\.linear\.(weight|bias)|(?P<table>\d{1,4})\.\d{1,4}\.weight"
+)
+_VLLM = re.compile(
+    r"blocks\.(?P<head>\d{1,4})\.layers\.(?P<layer>\d{1,4})\.(weight|bias)|lm_heads\.(?P<table>\d{1,4})\.weight"
+)
+_INTEGERS: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+
+
+@dataclass(frozen=True)
+class MedusaFiles:
+    """Heads that fit their model. Nothing of them but headers and the token map has been read."""
+
+    spec: MedusaSpec
+    plan: LoadPlan
+    token_map: (
+        npt.NDArray[np.int32] | None
+    )  # of heads that know a part of the vocabulary: the id of each of their tokens
+
+    def num_bytes(self, dtype: str) -> int:
+        return self.plan.num_bytes(dtype) + (0 if self.token_map is None else self.token_map.nbytes)
+
+    @property
+    def num_tokens(self) -> int:
+        """That the heads choose among."""
+        return self.spec.table_rows if self.token_map is None else len(self.token_map)
+
+
+def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> MedusaFiles:
+    """Heads in the format of Medusa's authors or of vLLM.
+
+    How many there are the tensors say: published configs have it wrong. Raises one CheckpointError listing all that does not fit.
+
+    Args:
+        model_width, vocab_size: of the model that the heads guess for.
+    """
+    problems = Problems(directory)
+    config = check_config(directory, problems)
+    for name, ours in (("hidden_size", model_width), ("vocab_size", vocab_size)):
+        if config.get(name, ours) != ours:
+            problems.add(f"config.json: {name} is {config[name]!r}, but the model's is {ours}")
+    stored = read_tensors(directory, problems, MEDUSA_FILE)
+    token_map = None
+    for name in (TOKEN_MAP, PREFIX + TOKEN_MAP):
+        if name in stored:
+            token_map = _token_map(stored.pop(name), vocab_size, problems)
+    spec = _spec(config, stored, token_map, problems, model_width=model_width, vocab_size=vocab_size)
+    plan = LoadPlan(directory, "safetensors", ())
+    if spec is not None:
+        plan = fit_stored(plan, stored, spec.weights(), (), problems)
+    problems.raise_if_any()
+    assert spec is not None
+    return MedusaFiles(spec, plan, token_map)
+
+
+def load_medusa(
+    files: MedusaFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
+) -> dict[str, Any]:
+    """The parameters as `models.medusa.guess` takes them, each one `put(array)`. The host holds all of them at once."""
+    heads = load_weights(files.plan, dtype, lambda array: array, progress=progress)
+    if files.token_map is not None:
+        if files.num_tokens < files.spec.table_rows:  # saved in full: the rows of the tokens that the heads know
+            heads["tables"] = {head: table[files.token_map] for head, table in heads["tables"].items()}
+        heads[TOKEN_MAP] = files.token_map
+    loaded: dict[str, Any] = jax.tree.map(put, heads)
+    return loaded
+
+
+def _spec(
+    config: Mapping[str, Any],
+    stored: Mapping[str, TensorInfo],
+    token_map: npt.NDArray[np.int32] | None,
+    problems: Problems,
+    *,
+    model_width: int,
+    vocab_size: int,
+) -> MedusaSpec | None:
+    """By the names of the tensors. None, with the reason among the problems, if they are of no heads."""
+    names = [name.removeprefix(PREFIX) for name in stored]
+    found = [match for name in names if (match := _AUTHORS.fullmatch(name))]
+    is_authors = bool(found)
+    found = found or [match for name in names if (match := _VLLM.fullmatch(name))]
+    heads = {int(match["head"] or match["table"]) for match in found}
+    layers = {int(match["layer"]) for match in found if match["layer"]}
+    if not heads:
+        if stored or not problems:
+            problems.add("no tensor has a name of Medusa heads: neither 0.0.linear.weight nor blocks.0.layers.0.weight")
+        return None
+    for name in ("medusa_num_heads", "num_heads"):
+        if config.get(name, len(heads)) != len(heads):
+            logger.warning("config.json: %s is %r, but there are %d heads", name, config[name], len(heads))
+    _check_layers(config, "medusa_num_layers" if is_authors else "num_hidden_layers", len(layers), problems)
+    spec = MedusaSpec(
+        layout="medusa" if is_authors else "vllm",
+        num_heads=len(heads),
+        num_layers=len(layers),
+        bias=is_authors or config.get("medusa_fc_bias") is True,
+        one_table=not is_authors and config.get("original_lm_head") is True,
+        table_rows=vocab_size,
+        model_width=model_width,
+    )
+    if is_authors and token_map is not None:
+        problems.add(f"there is a {TOKEN_MAP}, which heads of this format do not have")
+    if not is_authors:
+        _check_truncation(config, token_map, vocab_size, problems)
+    if token_map is not None and _rows(spec, stored) != vocab_size:
+        return replace(spec, table_rows=len(token_map))
+    return spec
+
+
+def _rows(spec: MedusaSpec, stored: Mapping[str, TensorInfo]) -> int | None:
+    """Of the first head's table, as it is stored."""
+    for name in (spec.table(0), "lm_head.weight"):
+        info = stored.get(name) or stored.get(PREFIX + name)
+        if info is not None and info.shape:
+            return info.shape[0]
+    return None
+
+
+def _check_layers(config: Mapping[str, Any], name: str, num_layers: int, problems: Problems) -> None:
+    if config.get(name, num_layers) != num_layers:
+        problems.add(f"config.json: {name} is {config[name]!r}, but the tensors have {num_layers}")
+
+
+def _check_truncation(
+    config: Mapping[str, Any], token_map: npt.NDArray[np.int32] | None, vocab_size: int, problems: Problems
+) -> None:
+    known = vocab_size if token_map is None else len(token_map)
+    stated = config.get("truncated_vocab_size")
+    if stated is not None and stated != known:
+        what = f"there is no {TOKEN_MAP}" if token_map is None else f"{TOKEN_MAP} has {known} tokens"
+        problems.add(f"config.json: truncated_vocab_size is {stated!r}, but {what}")
+
+
+def _token_map(info: TensorInfo, vocab_size: int, problems: Problems) -> npt.NDArray[np.int32] | None:
+    if info.dtype not in _INTEGERS or len(info.shape) != 1 or not 0 < info.shape[0] <= vocab_size:
+        problems.add(
+            f"tensor {TOKEN_MAP!r} is {info.dtype} of shape {info.shape}, and must be I64 or I32 of at most {vocab_size} token ids"
+        )
+        return None
+    if problems:  # of damaged files nothing is read
+        return None
+    token_ids = np.fromfile(info.file, _INTEGERS[info.dtype], info.shape[0], offset=info.offset)
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size or len(np.unique(token_ids)) < len(token_ids):
+        problems.add(f"tensor {TOKEN_MAP!r} has token ids twice, or beyond the model's, which end at {vocab_size - 1}")
+        return None
+    return token_ids.astype(np.int32)

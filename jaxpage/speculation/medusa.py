@@ -1,0 +1,91 @@
+"""Drafts out of what the model's Medusa heads guess, arranged as a tree that does not change (Cai et al. 2024, arXiv:2401.10774)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence as Ordered
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.speculation.proposal import Draft
+
+Choices = tuple[tuple[int, ...], ...]  # of each draft: the ranks of the guesses that lead to it, its own last
+
+# Where nobody has measured heads: the chance that the first head's best guess is right, and what is left of that for each later head. An
+# assumption, of a shape that published heads have; `search` takes measured ones.
+ASSUMED_FIRST = 0.6
+ASSUMED_DECLINE = 0.8
+RANKS = 10  # guesses of a head that a tree searched here may use
+
+
+def assumed_accuracies(num_heads: int) -> tuple[tuple[float, ...], ...]:
+    """Of each head: how often its best guess is right, its second, and so on.
+
+    Every guess has the same chance where none before it was right.
+    """
+    return tuple(tuple(_assumed(head, rank) for rank in range(RANKS)) for head in range(num_heads))
+
+
+def _assumed(head: int, rank: int) -> float:
+    chance = ASSUMED_FIRST * ASSUMED_DECLINE**head
+    return chance * (1 - chance) ** rank
+
+
+def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
+    """The tree of so many drafts of which most are right, if heads are right independently of each other; the likeliest draft first.
+
+    Greedily: the draft with the highest product of accuracies along its path. No path is likelier than what it goes on from, so this is the
+    best tree, and its first n drafts are the best tree of n.
+
+    Args:
+        accuracies: of each head, from 0 to 1: how often its best guess is right, its second, and so on.
+    """
+    choices: list[tuple[int, ...]] = []
+    heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # the root
+    while heap and len(choices) <= num_drafts:
+        minus_chance, path = heapq.heappop(heap)
+        choices.append(path)
+        if len(path) < len(accuracies):
+            for rank, accuracy in enumerate(accuracies[len(path)]):
+                heapq.heappush(heap, (minus_chance * accuracy, (*path, rank)))
+    return tuple(choices[1:])
+
+
+def likeliest_first(choices: Choices) -> Choices:
+    """A given tree in the order in which `search` would have it, by assumed accuracies: its first n drafts are its best n."""
+    return tuple(sorted(choices, key=lambda path: -math.prod(_assumed(*place) for place in enumerate(path))))
+
+
+def best_only(num_heads: int, num_drafts: int) -> Choices:
+    """The chain of every head's best guess."""
+    return tuple((0,) * depth for depth in range(1, min(num_heads, num_drafts) + 1))
+
+
+class MedusaProposer:
+    """Keeps, of each sequence, the guesses of its last step. They hold as long as no token is known beyond the one drawn in that step, so a
+    sequence that was swapped out keeps them, one that is recomputed gets new ones, and a fork has those of the draw that it began with."""
+
+    def __init__(self, choices: Choices) -> None:
+        """choices: every path stands behind the one that it goes on from."""
+        places = {path: place for place, path in enumerate(choices)} | {(): -1}
+        self._parents = tuple(places[path[:-1]] for path in choices)
+        self._heads = np.array([len(path) - 1 for path in choices])
+        self._ranks = np.array([path[-1] for path in choices])
+        self._guesses: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}  # by sequence id: known tokens, [J, W]
+
+    def observe(self, sequence_id: int, num_known_tokens: int, guesses_JW: npt.NDArray[np.int32]) -> None:
+        self._guesses[sequence_id] = num_known_tokens, guesses_JW
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        num_known_tokens, guesses_JW = self._guesses.get(sequence.sequence_id, (0, None))
+        if guesses_JW is None or num_known_tokens != len(sequence.token_ids):
+            return None
+        token_ids = guesses_JW[self._heads[:num_drafts], self._ranks[:num_drafts]]
+        return Draft(tuple(token_ids.tolist()), self._parents[:num_drafts])
+
+    def forget(self, group: SequenceGroup) -> None:
+        for sequence_id in group.sequence_ids:
+            self._guesses.pop(sequence_id, None)
