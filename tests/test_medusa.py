@@ -319,6 +319,7 @@ def run(
     """
     engine, runner = llm._engine, llm._engine.runner
     steps = drafts = right = 0
+    preemptions = sum(engine.scheduler.num_preemptions.values())
     own, verified = runner._parameters, engine.speculation and engine.speculation.verified
 
     def counting(plan: Any, edits: Any, seconds: float) -> None:
@@ -339,6 +340,7 @@ def run(
         runner._parameters = own
         if verified:
             engine.speculation.verified = verified  # type: ignore[method-assign, union-attr]
+    assert (sum(engine.scheduler.num_preemptions.values()) > preemptions) == (gives_way >= 0)
     invariants(llm)
     llm.reset_prefix_cache()
     if engine.speculation is not None:
