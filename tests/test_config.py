@@ -135,7 +135,7 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
     ("name", "value"),
     [
         ("attention_backend", "cpu"),
-        ("speculative_config", {"method": "medusa", "model": "heads"}),
+        ("speculative_config", {"method": "lookahead"}),
         ("tensor_parallel_size", 2),
     ],
 )

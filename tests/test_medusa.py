@@ -322,7 +322,7 @@ def run(
     preemptions = sum(engine.scheduler.num_preemptions.values())
     own, verified = runner._parameters, engine.speculation and engine.speculation.verified
 
-    def counting(plan: Any, edits: Any, seconds: float) -> None:
+    def counting(plan: Any, edits: Any, *seconds: float) -> None:
         nonlocal steps, drafts, right
         steps += 1
         drafts += sum(len(row.parents) for row in plan.rows)
