@@ -61,9 +61,8 @@ class SpeculativeConfig(BaseModel):
     suffix_decoding_max_spec_factor: Annotated[float, Field(gt=0, le=64)] | None = None
     suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] | None = None
 
-    medusa_choices: Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_DRAFTS)] | None = (
-        None  # of "medusa"
-    )
+    # Of "medusa": the tree.
+    medusa_choices: Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_DRAFTS)] | None = None
 
     @field_validator("medusa_choices", mode="before")
     @classmethod

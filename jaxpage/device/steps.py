@@ -42,9 +42,7 @@ class StepOutput(NamedTuple):
     drawn: jax.Array  # [R, 3 + 2 W], of the draws
     scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
     paths: jax.Array  # [B, Q] of a step that verifies, from `accept`; empty otherwise
-    guesses: jax.Array | None = (
-        None  # [B, J, W] behind the last draw that counts; of rows, or of draws where rows have one
-    )
+    guesses: jax.Array | None = None  # [B, J, W] of heads; [R, J, W] in a step that verifies nothing
 
 
 class Drawn(NamedTuple):

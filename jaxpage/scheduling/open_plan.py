@@ -111,9 +111,7 @@ def drafted_samples(sample: Sample, draft: Draft, sequence: Sequence, request: R
     row, _, sequence_id, params, seed, sample_index, position, _, num_logprobs, history, num_prompt_tokens, _ = sample
     suppresses = bool(request.params.min_tokens or request.bad_word_token_ids)
     samples = []
-    for index, depth in enumerate(
-        draft.depths
-    ):  # several draws for every token that comes out, so each is made in one go
+    for index, depth in enumerate(draft.depths):  # several draws for every token that comes out: each is made in one go
         path = draft.path(index) if request.adjusts else ()
         suppressed = suppressed_token_ids(request, [*sequence.token_ids, *path]) if suppresses else ()
         who = (row, 1 + index, sequence_id, params, seed, sample_index, position + depth)
