@@ -102,7 +102,7 @@ ENGINE_FLAGS = (
 # Those on which it depends what fits in memory.
 PLAN_SETTINGS = (
     *("revision", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "num_blocks", "kv_cache_memory_bytes"),
-    *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"),
+    *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "speculative_config", "tensor_parallel_size"),
 )
 PLANNED_SETTINGS = (
     "kv_cache_dtype",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -142,6 +143,66 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
 def test_what_this_version_does_not_honour_is_refused_not_ignored(name: str, value: object) -> None:
     with pytest.raises(UnsupportedError, match=f"^{name}: .* is not supported: this version .*; use "):
         EngineConfig(**{name: value})
+
+
+NESTED = [
+    ({"num_speculative_tokens": 0}, r"num_speculative_tokens: must be greater than or equal to 1 or 'auto', got 0$"),
+    ({"num_speculative_tokens": "4"}, r"num_speculative_tokens: must be a valid integer or 'auto', got '4'$"),
+    ({"num_speculative_tokens": 64}, r"num_speculative_tokens: must be less than or equal to 63 or 'auto', got 64$"),
+    ({"num_speculative_token": 4}, r"num_speculative_token: unknown setting; did you mean 'num_speculative_tokens'\?$"),
+    ({"max_num_seqs": 4}, r"max_num_seqs: unknown setting; settings are method, model, "),
+    ({"method": "ngrams"}, r"method: must be 'ngram', .*, got 'ngrams'$"),
+    ({"acceptance": 1}, r"acceptance: must be 'coupled', .*, got 1$"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), NESTED, ids=[str(change) for change, _ in NESTED])
+def test_settings_of_speculation_are_named_in_full(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """In one line each, also from a file, with the place of the whole."""
+    with pytest.raises(ConfigError, match=rf"^speculative_config\.{message}"):
+        EngineConfig(speculative_config={"method": "ngram", **change})
+    text = "speculative_config:\n" + "".join(
+        f"  {n}: {json.dumps(v)}\n" for n, v in {"method": "ngram", **change}.items()
+    )
+    with pytest.raises(ConfigError, match=rf"engine\.yaml:1: speculative_config\.{message}"):
+        resolve(write(tmp_path, text))
+
+
+def test_settings_of_speculation_that_contradict_or_are_missing() -> None:
+    with pytest.raises(ConfigError, match=r"^speculative_config\.method: is required$"):
+        EngineConfig(speculative_config={"num_speculative_tokens": 3})
+    with pytest.raises(ConfigError, match="^speculative_config: prompt_lookup_min is 5, above prompt_lookup_max, 4$"):
+        EngineConfig(speculative_config={"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4})
+    with pytest.raises(ConfigError, match="^speculative_config: must be a valid dictionary"):
+        EngineConfig(speculative_config=7)
+
+
+def test_speculation_that_this_version_does_not_do_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match="^speculative_config: acceptance 'typical' is not supported: this version"
+    ):
+        EngineConfig(speculative_config={"method": "ngram", "acceptance": "typical"})
+    with pytest.raises(
+        UnsupportedError, match="^speculative_config: method 'lookahead' is not supported: this version"
+    ):
+        EngineConfig(speculative_config={"method": "lookahead"})
+    with pytest.raises(
+        ConfigError, match="^speculative_config: model is 'there', but method is 'ngram': it belongs to"
+    ):
+        EngineConfig(speculative_config={"method": "ngram", "model": "there"})
+
+
+def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:
+    wanted = {"method": "ngram", "num_speculative_tokens": 3}
+    for config in (
+        resolve(write(tmp_path, "speculative_config:\n  method: ngram\n  num_speculative_tokens: 3")),
+        resolve(environment={"JAXPAGE_SPECULATIVE_CONFIG": json.dumps(wanted)}),
+        resolve(speculative_config=wanted),
+    ):
+        assert config == EngineConfig(speculative_config=wanted)
+    resolved = resolve_config(None, {"speculative_config": wanted}, environment={})
+    assert resolve(write(tmp_path, "\n".join(resolved.lines()))) == resolved.config
+    assert EngineConfig(**resolved.config.model_dump()) == resolved.config == resolved.config.replace()
 
 
 def test_neutral_values_of_unsupported_settings_are_accepted() -> None:
