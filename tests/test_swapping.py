@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxpage import EngineConfig, SamplingParams
 from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.host_pages import HostPages
+from jaxpage.device.steps import StepOutput
 from jaxpage.engine import capacity
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.build import build_engine
@@ -78,7 +79,7 @@ class Moves:
 
     def step(self, bucket):
         nothing = np.zeros((bucket.num_rows, 5), np.int32)
-        return lambda parameters, pages, packed, adjustments: (nothing, nothing, pages)
+        return lambda parameters, pages, packed, adjustments: (StepOutput(nothing, nothing, nothing), pages)
 
 
 def make_runner(kind="float32", runner=Runner, seed=0):
