@@ -6,6 +6,7 @@ The variables are set here, at import, because jax and transformers read them wh
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -27,6 +28,10 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _private_directory())
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ["HF_HUB_OFFLINE"] = "1"
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell ignores it in what it runs in the background, and tests raise it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 for _variable in [name for name in os.environ if name.startswith("JAXPAGE_")]:
     del os.environ[_variable]  # a developer's own settings change no test
 
