@@ -238,7 +238,8 @@ def test_nothing_changes_in_eight_bits_or_behind_a_window(model, engines, lone):
         with Watched(engines(model), outputs, kind) as watched:
             assert watched.generate(*asked) == want
         trees = model == "int8" and kind != "oracle"
-        assert watched.counts["right"] > 0
+        if trees or kind != "right branch last":  # of chains that is the wrong branch, but for what is right by chance
+            assert watched.counts["right"] > 0
         assert (watched.counts["branching"] > 0) == trees
     invariants(engines(model))
 
