@@ -217,7 +217,7 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
     "table rows swapped": (triton_kernel, "_place", lambda right: lambda t, row, *rest: right(t, 1 - row, *rest)),
     "wrong key/value head": (triton_kernel, "_read", lambda right: lambda p, at, h, *rest: right(p, at, 1 - h, *rest)),
     "length off by one": (triton, "_schedule", shorter),
-    "mask transposed": (triton, "_packed", lambda right: lambda tree: right(tree.T)),
+    "mask transposed": (triton, "mask_words", lambda right: lambda tree: right(tree.T)),
     "nothing masked": (
         triton_kernel,
         "_stretches",

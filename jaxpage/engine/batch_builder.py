@@ -17,7 +17,7 @@ import numpy.typing as npt
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.step_inputs import Adjustments, Flags, packed_size, views
 from jaxpage.engine.adjusting import adjustments_of
-from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.scheduling.plan import Row, Sample, StepPlan, depths_of
 from jaxpage.token_masks import Mask
 
 Pairs = npt.NDArray[np.int32]
@@ -121,9 +121,7 @@ class BatchBuilder:
         fields["parents_T"][:] = -1
         has_mask = fields["tree_mask_TU"].size > 0
         for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
-            depths = [0]
-            for parent in row.parents:
-                depths.append(depths[parent] + 1)
+            depths = depths_of(row.parents)
             stop = first + len(depths)
             fields["parents_T"][first + 1 : stop] = [first + parent for parent in row.parents]
             fields["positions_T"][first:stop] = [row.start + depth for depth in depths]

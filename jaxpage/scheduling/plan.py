@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,14 @@ class Row(NamedTuple):
     def context_length(self) -> int:
         """Slots that are filled when the row is computed."""
         return self.start + len(self.token_ids)
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """How deep in the tree each token of a row with drafts stands, from `Row.parents`; the known token at 0."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 class Sample(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxpage.decoding.edits import Append, Edit
 from jaxpage.request import SequenceGroup
-from jaxpage.scheduling.plan import StepPlan
+from jaxpage.scheduling.plan import StepPlan, depths_of
 
 
 class Verified(NamedTuple):
@@ -51,7 +51,7 @@ class SpeculationCounts:
         self.num_draft_tokens += sum([each.num_tokens for each in verified])
         self.num_accepted_tokens += sum([each.num_accepted for each in verified])
         shapes = {row.parents for row in plan.rows if row.parents and row.sequence_id in group_of}
-        for position in range(max([_depth(parents) for parents in shapes], default=0)):
+        for position in range(max([max(depths_of(parents)) for parents in shapes], default=0)):
             accepted = sum([each.num_accepted > position for each in verified])
             self.num_accepted_per_position[position] = self.num_accepted_per_position.get(position, 0) + accepted
         return verified
@@ -81,11 +81,3 @@ class SpeculationCounts:
             "decode_tokens_total": self.num_decode_tokens,
             "tokens_per_target_step": self.num_decode_tokens / rows if rows else 0.0,
         }
-
-
-def _depth(parents: tuple[int, ...]) -> int:
-    """Of a row's tree. Parents are places in the row: 0 is the token before the drafts."""
-    depths = [0]
-    for parent in parents:
-        depths.append(1 + depths[parent])
-    return max(depths)

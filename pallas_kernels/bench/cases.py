@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention import Tiles, paged_attention
-from pallas_kernels.paged_attention.tiles import VERIFY_LEN, Shape
+from pallas_kernels.paged_attention.tiles import Shape, kind_of
 from pallas_kernels.quantized_pages import is_quantized, quantize
 from pallas_kernels.specs import Spec
 
@@ -102,9 +102,8 @@ def label(spec: Spec) -> str:
 
 def shape_of_spec(spec: Spec) -> Shape:
     """What the choice of tiles for this spec depends on."""
-    longest = spec.max_query_len
     return Shape(
-        kind="decode" if longest == 1 else "verify" if longest <= VERIFY_LEN else "chunk",
+        kind=kind_of(spec.max_query_len),
         group=spec.num_heads // spec.num_kv_heads,
         head_width=spec.head_width,
         block_size=spec.block_size,

@@ -15,7 +15,7 @@ from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel, refuse_x6
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.mosaic_kernel import entry
 from pallas_kernels.paged_attention.mosaic_plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
-from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles, token_rows
+from pallas_kernels.paged_attention.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
 from pallas_kernels.paged_attention.tiles import Shape, Tiles, shape_of, tuned
 
 INTERPRETABLE = MOSAIC_INTERPRETABLE
@@ -189,9 +189,8 @@ def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
     row_T = token_rows(arguments.context_len_B, arguments.query_start, num_tokens).row_T
     query_len_T = (arguments.query_start[1:] - arguments.query_start[:-1])[row_T]
     mask = arguments.tree_mask_TQ & (jnp.arange(width)[None, :] < query_len_T[:, None])
-    bits = jnp.pad(mask, ((0, 0), (0, _TREE_WIDTH - width))).reshape(num_tokens, TREE_WORDS, 32)
-    words = jnp.sum(bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-    words_RXW = jnp.repeat(jax.lax.bitcast_convert_type(words, jnp.int32)[cut.token_RQ], plan.group, axis=1)
+    words = mask_words(jnp.pad(mask, ((0, 0), (0, _TREE_WIDTH - width))))
+    words_RXW = jnp.repeat(words[cut.token_RQ], plan.group, axis=1)
     missing = plan.consumers * ROWS - words_RXW.shape[1]
     return jnp.pad(words_RXW, ((0, 0), (0, missing), (0, 0))).swapaxes(1, 2)
 

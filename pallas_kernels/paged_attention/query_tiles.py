@@ -97,3 +97,10 @@ def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
     token_RQ = jnp.clip(cut.token_R[:, None] + offset_Q, 0, arguments.q_TNH.shape[0] - 1)
     position_RQ = jnp.where(has_token_RQ, cut.position_R[:, None] + offset_Q, -1)
     return QueryTiles(cut.row_R, token_RQ, position_RQ, cut.tile_T, cut.offset_T, cut.valid_T)
+
+
+def mask_words(mask_TQ: jax.Array) -> jax.Array:
+    """A mask over the query tokens of a row as int32 [T, ceil(Q / 32)]: bit j % 32 of word j // 32 is that of token j."""
+    padded = jnp.pad(mask_TQ, ((0, 0), (0, -mask_TQ.shape[1] % 32)))
+    bits = padded.reshape(len(padded), -1, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(jnp.sum(bits, axis=2, dtype=jnp.uint32), jnp.int32)

@@ -156,9 +156,8 @@ def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
     assert arguments.tree_mask_TQ is not None
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     first_R = rows.position_T - rows.offset_T
-    seen_RQ = jnp.argsort(
-        ~arguments.tree_mask_TQ, axis=1, stable=True
-    )  # the places that it sees, in ascending order, first
+    # The places that each token sees, in ascending order, first.
+    seen_RQ = jnp.argsort(~arguments.tree_mask_TQ, axis=1, stable=True)
 
     def branch_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
         position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)

@@ -75,10 +75,13 @@ class Shape:
 VERIFY_LEN = 64  # query tokens of a row, up to which a call verifies
 
 
+def kind_of(max_query_len: int) -> str:
+    return "decode" if max_query_len == 1 else "verify" if max_query_len <= VERIFY_LEN else "chunk"
+
+
 def shape_of(arguments: Arguments) -> Shape:
-    longest = arguments.max_query_len
     return Shape(
-        kind="decode" if longest == 1 else "verify" if longest <= VERIFY_LEN else "chunk",
+        kind=kind_of(arguments.max_query_len),
         group=arguments.q_TNH.shape[1] // arguments.k_pages.shape[2],
         head_width=arguments.q_TNH.shape[2],
         block_size=arguments.k_pages.shape[1],
@@ -91,9 +94,8 @@ def heuristic(shape: Shape) -> Tiles:
     """Tiles of the Triton backend for a GPU on which nobody has measured. Those of half-precision queries spill no registers."""
     wide = shape.head_width > 128
     eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # which become floats in registers
-    splits = {"decode": 16, "verify": 8, "chunk": 1}[
-        shape.kind
-    ]  # partial results of a long chunk would fill the memory
+    # Partial results of a long chunk would fill the memory.
+    splits = {"decode": 16, "verify": 8, "chunk": 1}[shape.kind]
     context = 32 if wide else 64
     if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
         rows, context, warps = 16, 16, 8

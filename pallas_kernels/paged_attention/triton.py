@@ -15,11 +15,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.query_tiles import QueryCut, query_cut
+from pallas_kernels.paged_attention.query_tiles import QueryCut, mask_words, query_cut
 from pallas_kernels.paged_attention.tiles import Tiles, heuristic, shape_of, tuned
 from pallas_kernels.paged_attention.triton_kernel import Config, kernel
 from pallas_kernels.paged_attention.triton_reduce import reduce_splits
@@ -110,7 +109,7 @@ def _attend(arrays: dict[str, jax.Array | None], config: Config) -> jax.Array:
         arguments.k_pages,
         arguments.v_pages,
         arguments.block_table_BM.astype(jnp.int32),
-        None if arguments.tree_mask_TQ is None else _packed(arguments.tree_mask_TQ),
+        None if arguments.tree_mask_TQ is None else mask_words(arguments.tree_mask_TQ),
         arguments.k_scale,
         arguments.v_scale,
     )
@@ -135,10 +134,3 @@ def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Ar
     splits_R = (turns_R + share_R - 1) // jnp.maximum(share_R, 1)
     splits_T = jnp.where(cut.valid_T, splits_R[cut.tile_T], 0)
     return jnp.stack(fields, axis=1).astype(jnp.int32), splits_T.astype(jnp.int32)
-
-
-def _packed(tree_mask_TQ: jax.Array) -> jax.Array:
-    """The tree mask with 32 query tokens to a word."""
-    padded = jnp.pad(tree_mask_TQ, ((0, 0), (0, -tree_mask_TQ.shape[1] % 32)))
-    bits = padded.reshape(len(padded), -1, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(jnp.sum(bits, axis=2, dtype=jnp.uint32), jnp.int32)
