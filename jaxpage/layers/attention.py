@@ -52,11 +52,13 @@ class Attention(nnx.Module):
         input_bias: bool,
         output_bias: bool,
         head_norm_epsilon: float | None = None,
+        input_width: int | None = None,  # where it is not that of the output
         dtype: DTypeLike,
     ):
-        self.query = Linear(width, num_query_heads * head_width, bias=input_bias, dtype=dtype)
-        self.key = Linear(width, num_kv_heads * head_width, bias=input_bias, dtype=dtype)
-        self.value = Linear(width, num_kv_heads * head_width, bias=input_bias, dtype=dtype)
+        num_in = input_width or width
+        self.query = Linear(num_in, num_query_heads * head_width, bias=input_bias, dtype=dtype)
+        self.key = Linear(num_in, num_kv_heads * head_width, bias=input_bias, dtype=dtype)
+        self.value = Linear(num_in, num_kv_heads * head_width, bias=input_bias, dtype=dtype)
         self.output = Linear(num_query_heads * head_width, width, bias=output_bias, dtype=dtype)
         epsilon = head_norm_epsilon
         self.query_norm = None if epsilon is None else RMSNorm(head_width, epsilon=epsilon, dtype=dtype)
@@ -65,21 +67,21 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x_TD: Float[Array, "T D"],
+        x_TI: Float[Array, "T I"],
         layer_pages: LayerPages,
         attend: Attend,
         *,
         angles: Angles | None = None,
         sliding_window: int | None = None,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        q_TNH, k_TKH, v_TKH = (self._heads(product(x_TD)) for product in (self.query, self.key, self.value))
+        q_TNH, k_TKH, v_TKH = (self._heads(product(x_TI)) for product in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             q_TNH, k_TKH = self.query_norm(q_TNH), self.key_norm(k_TKH)
         if angles is not None:
             q_TNH, k_TKH = angles.rotate(q_TNH), angles.rotate(k_TKH)
         scale = self.head_width**-0.5
         out_TNH, layer_pages = attend(q_TNH, k_TKH, v_TKH, layer_pages, scale=scale, sliding_window=sliding_window)
-        return self.output(out_TNH.reshape(x_TD.shape[0], -1)), layer_pages
+        return self.output(out_TNH.reshape(x_TI.shape[0], -1)), layer_pages
 
     def _heads(self, x: Float[Array, "T X"]) -> Float[Array, "T heads H"]:
         return x.reshape(x.shape[0], -1, self.head_width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from jaxpage.layers.attention import Attend, LayerPages
 from jaxpage.models.weights import Weight
 
 Pages = tuple[LayerPages, ...]  # one entry per layer
+Hidden = Any  # (hidden states [T, D], pages); and a tuple of more hidden states where taps are named
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,13 @@ class Model(Protocol):
     """A family's module: a flat stream of tokens in, hidden states out; logits only for the rows that are sampled."""
 
     def __call__(
-        self, token_ids_T: jax.Array, positions_T: jax.Array, pages: Pages, attend: Attend
-    ) -> tuple[jax.Array, Pages]:
-        """Hidden states [T, D] after the final norm, and the pages as `attend` left them."""
+        self, token_ids_T: jax.Array, positions_T: jax.Array, pages: Pages, attend: Attend, taps: Sequence[int] = ()
+    ) -> Hidden:
+        """Hidden states [T, D] after the final norm, and the pages as `attend` left them.
+
+        taps: with any, a third value follows: the hidden states [T, D] that enter the layers of these numbers, in their order.
+        0 names what the first layer sees, the number of layers what leaves the last one, before the final norm.
+        """
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Logits [B, V], float32."""
@@ -91,6 +96,23 @@ class Family(Protocol):
         """One entry per parameter of the model."""
 
 
+def run_layers(
+    layers: Iterable[Callable[[jax.Array, LayerPages], tuple[jax.Array, LayerPages]]],
+    norm: Callable[[jax.Array], jax.Array] | None,
+    hidden_TD: jax.Array,
+    pages: Pages,
+    taps: Sequence[int],
+) -> Hidden:
+    """What a model returns (see `Model`), of layers one behind the other and a final norm."""
+    entering, new_pages = [hidden_TD], []
+    for layer, layer_pages in zip(layers, pages, strict=True):
+        hidden_TD, layer_pages = layer(hidden_TD, layer_pages)
+        entering.append(hidden_TD)
+        new_pages.append(layer_pages)
+    output = (hidden_TD if norm is None else norm(hidden_TD), tuple(new_pages))
+    return (*output, tuple(entering[tap] for tap in taps)) if taps else output
+
+
 def num_parameters(family: Family, spec: ModelSpec) -> int:
     """Numbers that the model's weights have in all."""
     _, parameters = abstract_model(family, spec, "float32")
@@ -102,5 +124,10 @@ def abstract_model(family: Family, spec: ModelSpec, dtype: DTypeLike) -> tuple[A
 
     Inside a jitted function, `nnx.merge(graph, parameters)` makes the model of such a dict filled with arrays.
     """
-    graph, state = nnx.split(nnx.eval_shape(lambda: family.Model(spec, dtype=dtype)))
+    return abstract(lambda: family.Model(spec, dtype=dtype))
+
+
+def abstract(make: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """As `abstract_model`, of any module."""
+    graph, state = nnx.split(nnx.eval_shape(make))
     return graph, nnx.to_pure_dict(state)

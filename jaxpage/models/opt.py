@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flax import nnx
@@ -15,7 +16,7 @@ from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
-from jaxpage.models.base import KVSpec, Pages
+from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.fields import Fields
 from jaxpage.models.weights import Path, Weight, WeightTable
 
@@ -113,16 +114,18 @@ class Model(nnx.Module):
         self.head = None if spec.tie_word_embeddings else Embedding(spec.vocab_size, narrow, dtype=dtype)
 
     def __call__(
-        self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"], pages: Pages, attend: Attend
-    ) -> tuple[Float[Array, "T D"], Pages]:
+        self,
+        token_ids_T: Int[Array, "T"],
+        positions_T: Int[Array, "T"],
+        pages: Pages,
+        attend: Attend,
+        taps: Sequence[int] = (),
+    ) -> Hidden:
         embedded = self.tokens(token_ids_T)
         hidden_TD = embedded if self.project_in is None else self.project_in(embedded)
         hidden_TD = hidden_TD + self.positions(positions_T + POSITION_OFFSET)
-        new_pages = []
-        for layer, layer_pages in zip(self.layers, pages, strict=True):
-            hidden_TD, layer_pages = layer(hidden_TD, layer_pages, attend)
-            new_pages.append(layer_pages)
-        return hidden_TD if self.norm is None else self.norm(hidden_TD), tuple(new_pages)
+        layers = [partial(layer, attend=attend) for layer in self.layers]
+        return run_layers(layers, self.norm, hidden_TD, pages, taps)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         projected = hidden_BD if self.project_out is None else self.project_out(hidden_BD)

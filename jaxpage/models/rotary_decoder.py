@@ -5,7 +5,9 @@ The families differ in which biases and norms exist and in what their configs me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from flax import nnx
 from jax.typing import DTypeLike
@@ -17,7 +19,7 @@ from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Angles, Rope
-from jaxpage.models.base import KVSpec, Pages
+from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.fields import Fields
 from jaxpage.models.weights import Path, Weight, WeightTable
 
@@ -111,24 +113,35 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-class DecoderLayer(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+def make_attention(spec: RotaryDecoderSpec, *, input_width: int | None = None, dtype: DTypeLike) -> Attention:
+    return Attention(
+        spec.model_width,
+        num_query_heads=spec.num_query_heads,
+        num_kv_heads=spec.kv.num_kv_heads,
+        head_width=spec.kv.head_width,
+        input_bias=spec.attention_input_bias,
+        output_bias=spec.attention_output_bias,
+        head_norm_epsilon=spec.norm_epsilon if spec.norm_heads else None,
+        input_width=input_width,
+        dtype=dtype,
+    )
 
-    def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
+
+def make_mlp(spec: RotaryDecoderSpec, *, dtype: DTypeLike) -> GatedMLP:
+    return GatedMLP(
+        spec.model_width, spec.feed_forward_width, activation=spec.activation, bias=spec.mlp_bias, dtype=dtype
+    )
+
+
+class DecoderLayer(nnx.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`. norm_first: without it attention takes x as it is (EAGLE)."""
+
+    def __init__(self, spec: RotaryDecoderSpec, *, norm_first: bool = True, dtype: DTypeLike):
         width, epsilon = spec.model_width, spec.norm_epsilon
-        self.attention_norm = RMSNorm(width, epsilon=epsilon, dtype=dtype)
-        self.attention = Attention(
-            width,
-            num_query_heads=spec.num_query_heads,
-            num_kv_heads=spec.kv.num_kv_heads,
-            head_width=spec.kv.head_width,
-            input_bias=spec.attention_input_bias,
-            output_bias=spec.attention_output_bias,
-            head_norm_epsilon=epsilon if spec.norm_heads else None,
-            dtype=dtype,
-        )
+        self.attention_norm = RMSNorm(width, epsilon=epsilon, dtype=dtype) if norm_first else None
+        self.attention = make_attention(spec, dtype=dtype)
         self.mlp_norm = RMSNorm(width, epsilon=epsilon, dtype=dtype)
-        self.mlp = GatedMLP(width, spec.feed_forward_width, activation=spec.activation, bias=spec.mlp_bias, dtype=dtype)
+        self.mlp = make_mlp(spec, dtype=dtype)
 
     def __call__(
         self,
@@ -138,8 +151,9 @@ class DecoderLayer(nnx.Module):
         angles: Angles,
         sliding_window: int | None,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
         attended_TD, layer_pages = self.attention(
-            self.attention_norm(x_TD), layer_pages, attend, angles=angles, sliding_window=sliding_window
+            normed_TD, layer_pages, attend, angles=angles, sliding_window=sliding_window
         )
         x_TD = x_TD + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
@@ -156,15 +170,19 @@ class RotaryDecoder(nnx.Module):
         self.head = None if spec.tie_word_embeddings else Embedding(spec.vocab_size, spec.model_width, dtype=dtype)
 
     def __call__(
-        self, token_ids_T: Int[Array, "T"], positions_T: Int[Array, "T"], pages: Pages, attend: Attend
-    ) -> tuple[Float[Array, "T D"], Pages]:
-        angles = self.spec.rope.angles(positions_T)
-        hidden_TD = self.tokens(token_ids_T)
-        new_pages = []
-        for layer, layer_pages, window in zip(self.layers, pages, self.spec.kv.sliding_windows, strict=True):
-            hidden_TD, layer_pages = layer(hidden_TD, layer_pages, attend, angles, window)
-            new_pages.append(layer_pages)
-        return self.norm(hidden_TD), tuple(new_pages)
+        self,
+        token_ids_T: Int[Array, "T"],
+        positions_T: Int[Array, "T"],
+        pages: Pages,
+        attend: Attend,
+        taps: Sequence[int] = (),
+    ) -> Hidden:
+        angles, windows = self.spec.rope.angles(positions_T), self.spec.kv.sliding_windows
+        layers = [
+            partial(layer, attend=attend, angles=angles, sliding_window=window)
+            for layer, window in zip(self.layers, windows, strict=True)
+        ]
+        return run_layers(layers, self.norm, self.tokens(token_ids_T), pages, taps)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         return (self.head or self.tokens).logits(hidden_BD)

@@ -1,0 +1,64 @@
+"""What a drafter with weights of its own shows the step that it runs in, beside the model that it drafts for: its target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import jax
+from flax import nnx
+
+from jaxpage.layers.attention import Attend
+from jaxpage.models.base import KVSpec, Pages
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A module that runs over the target's stream of tokens, in the same slots and positions, and guesses what follows."""
+
+    @property
+    def kv(self) -> KVSpec:
+        """Of its own layers, whose pages stand behind the target's."""
+
+    @property
+    def taps(self) -> tuple[int, ...] | None:
+        """Which hidden states of the target it takes (see `models.base.Model`). (): the output behind the final norm. None: none."""
+
+    def fuse(self, states: Sequence[jax.Array]) -> jax.Array | None:
+        """The features [T, D] of hidden states [T, D of the target]: those of `taps`, or the output alone. None without taps."""
+
+    def __call__(
+        self,
+        token_ids_T: jax.Array,
+        feature_TD: jax.Array | None,
+        positions_T: jax.Array,
+        pages: Pages,
+        attend: Attend,
+    ) -> tuple[jax.Array, Pages]:
+        """One pass over a stream: what `logits` takes and what is the feature of the place behind [T, D], and the pages.
+
+        Args:
+            token_ids_T: of a drafter that takes features, the token behind each place; of any other, the token there.
+            feature_TD: from `fuse`, or where the target has not been, what this returned for the place before. None without taps.
+        """
+
+    def logits(self, output_BD: jax.Array) -> jax.Array:
+        """Of the token behind the last one that it was given: [B, V of the target], float32, -inf for tokens that it lacks."""
+
+
+class WithDrafter(NamedTuple):
+    """The parameters of a model and of a drafter beside it."""
+
+    model: Any
+    drafter: dict[str, Any]  # None in place of a table that is the model's
+
+
+def join(graph: Any, parameters: WithDrafter) -> Drafter:
+    """The drafter, for use inside a jitted function: a table that it lacks is the model's, which is not copied.
+
+    graph: of the drafter, with all of its tables.
+    """
+    tables = {"tokens": parameters.model["tokens"]}
+    tables["head"] = parameters.model.get("head", tables["tokens"])
+    own = {name: tables[name] if part is None else part for name, part in parameters.drafter.items()}
+    return cast(Drafter, nnx.merge(graph, own))
