@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
 
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
-SUPPORTED = ("ngram", "suffix", "medusa")
+SUPPORTED = ("ngram", "suffix", *WITH_WEIGHTS)
 
 # Which methods a field is for. In a configuration of another method it is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -100,8 +100,8 @@ class SpeculativeConfig(BaseModel):
                 f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
             )
 
-        if self.method == "medusa" and not self.model:
-            yield "method 'medusa' needs model: where its heads are"
+        if self.method in WITH_WEIGHTS and not self.model:
+            yield f"method {self.method!r} needs model: where its weights are"
         if self.medusa_choices is not None:
             yield from self._wrong_choices(self.medusa_choices)
 

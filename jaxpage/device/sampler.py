@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,31 @@ from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 
 NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
 NUM_LIKELIEST = 128  # a top-k up to this is found without bisecting the vocabulary
+
+
+class Draws(NamedTuple):
+    """What a request wants of its draws, and what their noise follows from: an entry for each."""
+
+    temperature_R: jax.Array
+    top_k_R: jax.Array
+    top_p_R: jax.Array
+    min_p_R: jax.Array
+    seed_R2: jax.Array
+    sample_index_R: jax.Array
+    position_R: jax.Array  # the place that the drawn token takes
+
+
+def draws_of(inputs: StepInputs) -> Draws:
+    """The step's own."""
+    return Draws(
+        inputs.temperature_R,
+        inputs.top_k_R,
+        inputs.top_p_R,
+        inputs.min_p_R,
+        inputs.seed_R2,
+        inputs.sample_index_R,
+        inputs.drawn_position_R,
+    )
 
 
 def draw(
@@ -36,17 +61,7 @@ def draw(
     logits_BV = adjust(logits_BV, inputs, adjustments, by_row=by_row)
 
     def random() -> jax.Array:
-        row_inputs = (
-            logits_BV,
-            inputs.temperature_R,
-            inputs.top_k_R,
-            inputs.top_p_R,
-            inputs.min_p_R,
-            inputs.seed_R2,
-            inputs.sample_index_R,
-            inputs.drawn_position_R,
-        )
-        return _each_row(functools.partial(_draw_row, by_row=by_row), row_inputs, by_row)
+        return _each_row(functools.partial(_draw_row, by_row=by_row), (logits_BV, *draws_of(inputs)), by_row)
 
     token_ids_B = jax.lax.cond(
         inputs.flags[Flags.RANDOM] > 0, random, lambda: jax.vmap(_first_of_the_largest)(logits_BV)
@@ -60,7 +75,31 @@ def _each_row(function: Callable[..., jax.Array], rows: tuple[Any, ...], by_row:
     return jax.vmap(function)(*rows)
 
 
-def _draw_row(
+def perturbed(
+    logits_RV: Float[Array, "R V"], draws: Draws, is_random: jax.Array, *, by_row: bool
+) -> Float[Array, "R V"]:
+    """Of what `draw` takes the largest: cut off and with noise where a draw is random, the logits themselves where it is greedy.
+
+    is_random: whether any is.
+    """
+
+    def perturb(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array) -> jax.Array:
+        return jax.lax.cond(
+            temperature > 0.0, lambda: _perturb(logits_V, temperature, *rest, by_row=by_row), lambda: logits_V
+        )
+
+    return jax.lax.cond(is_random, lambda: _each_row(perturb, (logits_RV, *draws), by_row), lambda: logits_RV)
+
+
+def _draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, by_row: bool) -> jax.Array:
+    return jax.lax.cond(
+        temperature > 0.0,
+        lambda: _first_of_the_largest(_perturb(logits_V, temperature, *rest, by_row=by_row)),
+        lambda: _first_of_the_largest(logits_V),
+    )
+
+
+def _perturb(
     logits_V: jax.Array,
     temperature: jax.Array,
     top_k: jax.Array,
@@ -72,13 +111,10 @@ def _draw_row(
     *,
     by_row: bool,
 ) -> jax.Array:
-    def random() -> jax.Array:
-        scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
-        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
-        key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
-        return _first_of_the_largest(scaled_V + jax.random.gumbel(key, logits_V.shape, jnp.float32))
-
-    return jax.lax.cond(temperature > 0.0, random, lambda: _first_of_the_largest(logits_V))
+    scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
+    key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
+    return scaled_V + jax.random.gumbel(key, logits_V.shape, jnp.float32)
 
 
 def truncate(

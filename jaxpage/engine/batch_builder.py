@@ -60,8 +60,12 @@ class BatchBuilder:
         self.vocab_size = vocab_size
         self.num_host_blocks = num_host_blocks
 
-    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS) -> Batch:
-        """masks: by place among the plan's samples: the tokens that a grammar admits."""
+    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS, levels: int | None = None) -> Batch:
+        """
+        Args:
+            masks: by place among the plan's samples: the tokens that a grammar admits.
+            levels: how many tokens ahead a drafter drafts behind the draws; None: it does not even compute the step's tokens.
+        """
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
         bucket = self.menu.choose(
@@ -83,6 +87,8 @@ class BatchBuilder:
         fields["flags"][Flags.BIASED] = adjustments.bias_RE is not None
         fields["flags"][Flags.PENALISED] = adjustments.history_RC is not None
         fields["flags"][Flags.SCORED] = num_scored
+        fields["flags"][Flags.EXTENDS] = levels is not None
+        fields["flags"][Flags.LEVELS] = levels or 0
         self._check(fields)
         device, host = self.num_blocks, self.num_host_blocks + 1
         return Batch(
@@ -106,6 +112,7 @@ class BatchBuilder:
         fields["query_start"][1:] = total
         fields["query_start"][1 : num_rows + 1] = ends
         fields["context_len_B"][:num_rows] = [row.context_length for row in rows]
+        fields["next_token_B"][:num_rows] = [row.next_token_id for row in rows]
         tables = fields["block_table_BM"]
         for index, row in enumerate(rows):
             tables[index, : len(row.block_table)] = row.block_table

@@ -37,6 +37,7 @@ from jaxpage.engine.capacity import (
     step_menu,
 )
 from jaxpage.engine.draft_heads import DraftHeads, open_heads
+from jaxpage.engine.drafters import open_drafter
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import EventLog, check_new
 from jaxpage.engine.log_header import header
@@ -46,7 +47,7 @@ from jaxpage.engine.shape_costs import measure_shapes
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
-from jaxpage.models.base import KVSpec, abstract_model
+from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
 from jaxpage.speculation import make_proposer
 from jaxpage.speculation.controller import Controller
@@ -82,8 +83,11 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     heads = open_heads(config.speculative_config, files.spec, max(draft_lengths(config), default=0))
-    weights_bytes = files.plan.num_bytes(dtype) + (heads.files.num_bytes(dtype) if heads else 0)
-    memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), weights_bytes)
+    drafter = open_drafter(config.speculative_config, files)
+    company = heads.files if heads else drafter
+    weights_bytes = files.plan.num_bytes(dtype) + (company.num_bytes(dtype) if company else 0)
+    form = Form(dtype, config.kv_cache_dtype)
+    memory = plan_memory(config, files.spec, place, form, weights_bytes, drafter.kv if drafter else None)
     memory = plan_swapping(config, memory)
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
@@ -96,14 +100,23 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     )
     if heads is not None:
         parameters = heads.load(parameters, dtype, device, progress=progress)
+    if drafter is not None:
+        parameters = drafter.load(parameters, dtype, device, progress=progress)
     table_width = -(-memory.max_model_len // config.block_size)
     options = _step_options(files, dtype, table_width, config.block_size, backend, heads, by_row=place.is_cpu)
-    pool = (files.spec.kv, memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
+    page_dtype = kv_pages.page_dtype(config.kv_cache_dtype, dtype)
+    pages = kv_pages.page_shapes(files.spec.kv, memory.num_blocks, config.block_size, page_dtype)
+    if drafter is not None:
+        ahead = drafter.options(dtype, menu, len(pages), memory.num_blocks, tree=any(bucket.trees for bucket in menu.verify))
+        options = options._replace(drafter=ahead)
+        num_blocks = memory.num_blocks + ahead.num_scratch_blocks(config.block_size)
+        pages += kv_pages.page_shapes(drafter.kv, num_blocks, config.block_size, page_dtype)
     try:
-        executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
+        executables = Executables(menu, parameters, pages, options, progress=progress)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
-    scheduler = _scheduler(config, place, menu, memory, files.spec.kv)
+    kvs = (files.spec.kv, drafter.kv) if drafter else (files.spec.kv,)
+    scheduler = _scheduler(config, place, menu, memory, sliding_window(kvs, memory.max_model_len))
     controller = _controller(config.speculative_config, scheduler.limits)
     engine = Engine(
         scheduler=scheduler,
@@ -117,7 +130,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         ),
         runner=Runner(
             parameters,
-            functools.partial(kv_pages.allocate, *pool),
+            functools.partial(kv_pages.allocate, pages),
             executables,
             HostPages(memory.num_host_blocks, memory.block_bytes),
         ),
@@ -227,7 +240,9 @@ def _speculation(
     return Speculation(proposer, limits, controller, vocab_size=vocab_size)
 
 
-def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
+def _scheduler(
+    config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, window: int | None
+) -> Scheduler:
     limits = StepLimits(
         max_rows=config.max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,
@@ -243,7 +258,7 @@ def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: Mem
         config.block_size,
         PrefixIndex(config.block_size) if config.enable_prefix_caching else None,
         host_pool=BlockPool(memory.num_host_blocks + 1) if memory.num_host_blocks else None,
-        sliding_window=sliding_window(kv, memory.max_model_len),
+        sliding_window=window,
     )
     return Scheduler(
         limits,

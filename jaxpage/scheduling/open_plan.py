@@ -59,6 +59,8 @@ class OpenPlan:
                 samples.append(sample)
             token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
             row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
+            if not draws:
+                row = row._replace(next_token_id=known[start + num_tokens])
             if draft := self.drafts.get(sequence_id):
                 row = row._replace(
                     token_ids=token_ids + draft.token_ids, parents=tuple(parent + 1 for parent in draft.parents)

@@ -27,6 +27,7 @@ class Row(NamedTuple):
     scored: tuple[int, ...] = ()  # tokens of the prompt whose log probabilities are wanted, one behind the other
     first_scored: int = 0  # which of the row's tokens stands before the first of them
     num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
+    next_token_id: int = -1  # what is known behind the row; -1: it is drawn
 
     @property
     def context_length(self) -> int:

@@ -80,6 +80,10 @@ class Speculation:
         logger.exception("the proposer failed: from now on nothing is drafted, and texts stay what they are")
         self._failed = True
 
+    def levels(self, plan: StepPlan) -> int | None:
+        """How many tokens ahead a drafter on the device is to draft behind the step's draws. None: it does not even follow."""
+        return self._limits.most_drafts(len(plan.rows)) if plan.samples else 0
+
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """A step ran: what the model's heads guess behind its draws, if there are heads, is the proposer's."""
         if result.guesses is None or self._failed or not isinstance(self._proposer, Observer):
