@@ -155,7 +155,7 @@ def draft_ahead(
     takes_features = drafting.drafter.taps is not None
     ends = _ends(inputs, output_TD if takes_features else None, token_ids_R, last_B)
     tree = _root(ends, output_TD, _fork_last_blocks(pages, ends, options, backend), options)
-    levels = inputs.flags[Flags.LEVELS]
+    levels = jnp.minimum(inputs.flags[Flags.LEVELS], options.num_levels)
 
     def follow_and_grow(level: jax.Array, tree: _Tree) -> _Tree:
         return _grow(drafting, ends, _follow(drafting, ends, tree, level - takes_features), level)

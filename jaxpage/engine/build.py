@@ -51,6 +51,7 @@ from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
 from jaxpage.speculation import make_proposer
 from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.following import Following
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import SpeculativeConfig
 from jaxpage.tables import aligned
@@ -107,7 +108,9 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     page_dtype = kv_pages.page_dtype(config.kv_cache_dtype, dtype)
     pages = kv_pages.page_shapes(files.spec.kv, memory.num_blocks, config.block_size, page_dtype)
     if drafter is not None:
-        ahead = drafter.options(dtype, menu, len(pages), memory.num_blocks, tree=any(bucket.trees for bucket in menu.verify))
+        ahead = drafter.options(
+            dtype, menu, len(pages), memory.num_blocks, tree=any(bucket.trees for bucket in menu.verify)
+        )
         options = options._replace(drafter=ahead)
         num_blocks = memory.num_blocks + ahead.num_scratch_blocks(config.block_size)
         pages += kv_pages.page_shapes(drafter.kv, num_blocks, config.block_size, page_dtype)
@@ -118,6 +121,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     kvs = (files.spec.kv, drafter.kv) if drafter else (files.spec.kv,)
     scheduler = _scheduler(config, place, menu, memory, sliding_window(kvs, memory.max_model_len))
     controller = _controller(config.speculative_config, scheduler.limits)
+    following = Following(scheduler.limits, controller) if drafter else None
     engine = Engine(
         scheduler=scheduler,
         builder=BatchBuilder(
@@ -138,10 +142,18 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=_speculation(config.speculative_config, heads, scheduler.limits, controller, files.spec.vocab_size),
+        speculation=None
+        if config.speculative_config is None
+        else Speculation(
+            heads.proposer() if heads else make_proposer(config.speculative_config),
+            scheduler.limits,
+            controller,
+            vocab_size=files.spec.vocab_size,
+            following=following,
+        ),
     )
     if controller is not None:
-        measure_shapes(engine.builder, engine.runner, controller.costs)
+        measure_shapes(engine.builder, engine.runner, controller, following)
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
     if config.event_log is not None:
         engine.events = EventLog(config.event_log, header(config, engine, memory))
@@ -225,19 +237,6 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
 
 def _controller(config: SpeculativeConfig | None, limits: StepLimits) -> Controller | None:
     return Controller(limits) if config is not None and config.num_speculative_tokens == "auto" else None
-
-
-def _speculation(
-    config: SpeculativeConfig | None,
-    heads: DraftHeads | None,
-    limits: StepLimits,
-    controller: Controller | None,
-    vocab_size: int,
-) -> Speculation | None:
-    if config is None:
-        return None
-    proposer = heads.proposer() if heads else make_proposer(config)
-    return Speculation(proposer, limits, controller, vocab_size=vocab_size)
 
 
 def _scheduler(
