@@ -73,6 +73,8 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         use_compile_cache(compile_cache_directory())
     if config.event_log is not None:
         check_new(config.event_log)
+    if config.acceptance.name == "typical":
+        logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
     _check_windows(config, files)
@@ -97,7 +99,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     if heads is not None:
         parameters = heads.load(parameters, dtype, device, progress=progress)
     table_width = -(-memory.max_model_len // config.block_size)
-    options = _step_options(files, dtype, table_width, config.block_size, backend, heads, by_row=place.is_cpu)
+    options = _step_options(files, dtype, table_width, config, backend, heads, by_row=place.is_cpu)
     pool = (files.spec.kv, memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
     try:
         executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
@@ -141,7 +143,7 @@ def _step_options(
     files: ModelFiles,
     dtype: str,
     table_width: int,
-    block_size: int,
+    config: EngineConfig,
     backend: Backend,
     heads: DraftHeads | None,
     *,
@@ -151,11 +153,12 @@ def _step_options(
     return StepOptions(
         graph,
         files.spec.vocab_size,
-        table_width * block_size,
+        table_width * config.block_size,
         table_width,
         backend,
         sample_by_row=by_row,
         num_guesses=heads.num_guesses if heads else 0,
+        acceptance=config.acceptance,
     )
 
 

@@ -61,7 +61,7 @@ class OpenPlan:
             row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
             if draft := self.drafts.get(sequence_id):
                 row = row._replace(
-                    token_ids=token_ids + draft.token_ids, parents=tuple(parent + 1 for parent in draft.parents)
+                    token_ids=token_ids + draft.token_ids, parents=tuple(p + 1 for p in draft.parents), q=draft.q
                 )
                 samples += drafted_samples(samples[-1], draft, sequence, group.request)
             decodes = draws and num_tokens == 1  # as most rows do: no token of the prompt stands behind it
