@@ -1,7 +1,8 @@
 """Draws a token per row inside the step.
 
 The noise of a draw is a function of (request seed, sample index, position) alone, and a token is the argmax of logits plus Gumbel
-noise, so a draw ignores its batch neighbours and whatever happened to the request before. Temperature, top-k, top-p and min-p act
+noise, so a draw ignores its batch neighbours and whatever happened to the request before. Whatever else needs noise has a stream of its
+own (`Stream`). Temperature, top-k, top-p and min-p act
 in the order of Hugging Face's processors. Cut-offs are found by bisection over the bits of a float32, which is exact and needs no
 sort of the vocabulary; on CPU those of a small top-k among the likeliest tokens, which is as exact.
 """
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.device.adjustments import adjust
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
@@ -49,6 +50,21 @@ def draws_of(inputs: StepInputs) -> Draws:
     )
 
 
+class Stream:
+    """Noise that is none of a draw's own: folded into the seed before all else, where no sample index reaches."""
+
+    DRAFT = 0xFFFFFFFF  # for whoever draws drafts
+    ACCEPT = 0xFFFFFFFE  # whether a draft is rejected; also by its place among those behind the same token
+    RESIDUAL = 0xFFFFFFFD  # what is drawn where all were
+
+
+def noise_key(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, stream: int | None = None) -> jax.Array:
+    key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
+    if stream is not None:
+        key = jax.random.fold_in(key, stream)
+    return jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
+
+
 def draw(
     logits_BV: Float[Array, "B V"], inputs: StepInputs, adjustments: Adjustments, *, by_row: bool
 ) -> Int[Array, "B"]:
@@ -56,12 +72,11 @@ def draw(
 
     by_row: a loop over rows instead of one wide computation: on CPU greedy rows then cost no noise, and a row's sums have one shape.
     """
-    # Comparisons, because a wide maximum of XLA:CPU loses a NaN.
-    is_finite_B = jnp.all(logits_BV < jnp.inf, axis=-1) & jnp.any(logits_BV > -jnp.inf, axis=-1)
+    is_finite_B = are_finite(logits_BV)
     logits_BV = adjust(logits_BV, inputs, adjustments, by_row=by_row)
 
     def random() -> jax.Array:
-        return _each_row(functools.partial(_draw_row, by_row=by_row), (logits_BV, *draws_of(inputs)), by_row)
+        return each_row(functools.partial(_draw_row, by_row=by_row), (logits_BV, *draws_of(inputs)), by_row=by_row)
 
     token_ids_B = jax.lax.cond(
         inputs.flags[Flags.RANDOM] > 0, random, lambda: jax.vmap(_first_of_the_largest)(logits_BV)
@@ -69,7 +84,12 @@ def draw(
     return jnp.where(is_finite_B, token_ids_B, NOT_FINITE)
 
 
-def _each_row(function: Callable[..., jax.Array], rows: tuple[Any, ...], by_row: bool) -> jax.Array:
+def are_finite(logits_BV: Float[Array, "B V"]) -> Bool[Array, "B"]:
+    """Comparisons, because a wide maximum of XLA:CPU loses a NaN."""
+    return jnp.all(logits_BV < jnp.inf, axis=-1) & jnp.any(logits_BV > -jnp.inf, axis=-1)
+
+
+def each_row(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: bool) -> Any:
     if by_row:
         return jax.lax.map(lambda row: function(*row), rows)
     return jax.vmap(function)(*rows)
@@ -88,7 +108,7 @@ def perturbed(
             temperature > 0.0, lambda: _perturb(logits_V, temperature, *rest, by_row=by_row), lambda: logits_V
         )
 
-    return jax.lax.cond(is_random, lambda: _each_row(perturb, (logits_RV, *draws), by_row), lambda: logits_RV)
+    return jax.lax.cond(is_random, lambda: each_row(perturb, (logits_RV, *draws), by_row=by_row), lambda: logits_RV)
 
 
 def _draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, by_row: bool) -> jax.Array:
@@ -112,9 +132,36 @@ def _perturb(
     by_row: bool,
 ) -> jax.Array:
     scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
-    key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
-    key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
-    return scaled_V + jax.random.gumbel(key, logits_V.shape, jnp.float32)
+    return scaled_V + jax.random.gumbel(noise_key(seed_2, sample_index, position), logits_V.shape, jnp.float32)
+
+
+def with_noise(logits_V: Float[Array, "V"], key: jax.Array) -> Int[Array, ""]:
+    """A token drawn from these logits; NOTHING_ALLOWED if there is none."""
+    return _first_of_the_largest(logits_V + jax.random.gumbel(key, logits_V.shape, jnp.float32))
+
+
+def distributions(
+    logits_BV: Float[Array, "B V"], inputs: StepInputs, adjustments: Adjustments, *, by_row: bool
+) -> Float[Array, "B V"]:
+    """Log probabilities of what `draw` draws: of a greedy row 0 for its token. All -inf where no token can be chosen."""
+    is_finite_B = are_finite(logits_BV)
+    logits_BV = adjust(logits_BV, inputs, adjustments, by_row=by_row)
+    rows = (logits_BV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
+    log_p_BV = each_row(functools.partial(_distribution, by_row=by_row), rows, by_row=by_row)
+    return jnp.where(is_finite_B[:, None], log_p_BV, -jnp.inf)
+
+
+def _distribution(
+    logits_V: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, by_row: bool
+) -> jax.Array:
+    def random() -> jax.Array:
+        return truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
+
+    def greedy() -> jax.Array:
+        return jnp.where(jnp.arange(logits_V.shape[0]) == _first_of_the_largest(logits_V), 0.0, -jnp.inf)
+
+    chosen_V = jax.lax.cond(temperature > 0.0, random, greedy)
+    return jnp.where(jnp.isfinite(jnp.max(chosen_V)), jax.nn.log_softmax(chosen_V), -jnp.inf)
 
 
 def truncate(

@@ -44,6 +44,8 @@ class StepInputs(NamedTuple):
         jax.Array
     )  # of steps that verify: where in the stream the token before this one stands; -1: before the step
     tree_mask_TU: jax.Array  # of trees: which tokens of its row a token sees, itself included: a bit each
+    q_ids_TW: jax.Array  # of drafts that may be rejected: what each was drawn from, padded with -1
+    q_TW: jax.Array  # and the probabilities; of drafts that were chosen, 1 for the draft
     scored_T: jax.Array  # the token whose log probability after this token is wanted; 0 where none is
     flags: jax.Array  # see `Flags`
 
@@ -68,7 +70,7 @@ class Adjustments(NamedTuple):
 
 
 _FLOATS = frozenset(
-    {"temperature_R", "top_p_R", "min_p_R", "repetition_penalty_R", "frequency_penalty_R", "presence_penalty_R"}
+    {"temperature_R", "top_p_R", "min_p_R", "repetition_penalty_R", "frequency_penalty_R", "presence_penalty_R", "q_TW"}
 )
 _WORDS = frozenset({"seed_R2", "tree_mask_TU"})
 
@@ -81,6 +83,7 @@ def _shapes(bucket: Bucket, table_width: int) -> dict[str, tuple[int, ...]]:
     shapes |= dict.fromkeys(("context_len_B", "next_token_B"), (rows,))
     shapes |= {"seed_R2": (draws, 2), "parents_T": (tokens if bucket.verifies else 0,)}
     shapes["tree_mask_TU"] = (tokens, bucket.num_mask_words)
+    shapes |= dict.fromkeys(("q_ids_TW", "q_TW"), (tokens, bucket.q_width))
     shapes["flags"] = (NUM_FLAGS,)
     return shapes
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from jaxpage.device.acceptance import decide
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
@@ -18,9 +19,10 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
-from jaxpage.device.verify import accept, last_of, moves
+from jaxpage.device.verify import last_of, moves
 from jaxpage.models import medusa
 from jaxpage.models.drafter import join
+from jaxpage.speculative_config import AcceptanceRule
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
 SCORED_AT_ONCE = 64
@@ -37,6 +39,7 @@ class StepOptions(NamedTuple):
     sample_by_row: bool
     num_guesses: int = 0  # W: of each of the heads that the parameters come with; 0: they come with none
     drafter: DrafterOptions | None = None  # that the parameters come with
+    acceptance: AcceptanceRule = AcceptanceRule()
 
 
 class StepOutput(NamedTuple):
@@ -44,10 +47,8 @@ class StepOutput(NamedTuple):
 
     drawn: jax.Array  # [R, 3 + 2 W], of the draws
     scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
-    paths: jax.Array  # [B, Q] of a step that verifies, from `accept`; empty otherwise
-    guesses: jax.Array | None = (
-        None  # [B, J, W] of heads, [B, J, 3, Y] of a drafter; in a step that verifies nothing R for B
-    )
+    paths: jax.Array  # [B, Q] of a step that verifies, from `decide`; empty otherwise
+    guesses: jax.Array | None = None  # [B, J, W] of heads; of a drafter see `draft_ahead`; in a step that verifies nothing R for B
 
 
 class Drawn(NamedTuple):
@@ -77,14 +78,16 @@ def model_step(
     by_row = options.sample_by_row
     model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
     logits_RV = model.logits(hidden_TD[inputs.drawn_token_R])
-    token_ids_R = draw(logits_RV, inputs, adjustments, by_row=by_row)
-    drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
-    scored, paths = jnp.zeros((0, drawn.shape[1]), jnp.int32), jnp.zeros((0, 0), jnp.int32)
     last_R = jnp.arange(bucket.num_rows)  # the draws that count as the last of their rows
     if bucket.verifies:
-        paths = accept(token_ids_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
+        token_ids_R, paths = decide(logits_RV, inputs, adjustments, bucket, options.acceptance, by_row=by_row)
         last_R = last_of(paths)
-    elif bucket.max_query_len > 1:
+    else:
+        token_ids_R = draw(logits_RV, inputs, adjustments, by_row=by_row)
+        paths = jnp.zeros((0, 0), jnp.int32)
+    drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+    scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
+    if bucket.max_query_len > 1 and not bucket.verifies:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)
     drafting = _drafting(parameters, inputs, bucket, options)
     output_TD = guesses = None

@@ -134,6 +134,8 @@ class BatchBuilder:
             fields["positions_T"][first:stop] = [row.start + depth for depth in depths]
             if has_mask:
                 _fill_tree_mask(fields["tree_mask_TU"][first:stop], row.parents)
+        if fields["q_TW"].size:
+            _fill_candidates(fields, rows)
 
     def _fill_scored(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         starts = fields["query_start"].tolist()
@@ -180,6 +182,18 @@ class BatchBuilder:
                 raise ValueError(
                     f"{name} has entries from {values.min()} to {values.max()}, allowed are 0 to {limit - 1}"
                 )
+
+
+def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
+    """What each draft was drawn from; of one that was chosen, itself."""
+    ids_TW, q_TW = fields["q_ids_TW"], fields["q_TW"]
+    ids_TW[:] = -1
+    ids_TW[:, 0], q_TW[:, 0] = fields["token_ids_T"], 1.0
+    for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
+        if row.q is not None:
+            drafts, width = slice(first + 1, first + len(row.token_ids)), row.q.token_ids_NW.shape[1]
+            q_TW[drafts] = 0.0
+            ids_TW[drafts, :width], q_TW[drafts, :width] = row.q
 
 
 def _fill_tree_mask(mask_TU: npt.NDArray[np.uint32], parents: tuple[int, ...]) -> None:

@@ -75,6 +75,8 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         use_compile_cache(compile_cache_directory())
     if config.event_log is not None:
         check_new(config.event_log)
+    if config.acceptance.name == "typical":
+        logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
     _check_windows(config, files)
@@ -104,7 +106,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     if drafter is not None:
         parameters = drafter.load(parameters, dtype, device, progress=progress)
     table_width = -(-memory.max_model_len // config.block_size)
-    options = _step_options(files, dtype, table_width, config.block_size, backend, heads, by_row=place.is_cpu)
+    options = _step_options(files, dtype, table_width, config, backend, heads, by_row=place.is_cpu)
     page_dtype = kv_pages.page_dtype(config.kv_cache_dtype, dtype)
     pages = kv_pages.page_shapes(files.spec.kv, memory.num_blocks, config.block_size, page_dtype)
     if drafter is not None:
@@ -166,7 +168,7 @@ def _step_options(
     files: ModelFiles,
     dtype: str,
     table_width: int,
-    block_size: int,
+    config: EngineConfig,
     backend: Backend,
     heads: DraftHeads | None,
     *,
@@ -176,11 +178,12 @@ def _step_options(
     return StepOptions(
         graph,
         files.spec.vocab_size,
-        table_width * block_size,
+        table_width * config.block_size,
         table_width,
         backend,
         sample_by_row=by_row,
         num_guesses=heads.num_guesses if heads else 0,
+        acceptance=config.acceptance,
     )
 
 

@@ -24,6 +24,7 @@ from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.memory.sliding import most_blocks
 from jaxpage.models.base import KVSpec, ModelSpec
+from jaxpage.speculative_config import MOST_CANDIDATES
 
 BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
@@ -80,6 +81,7 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
         num_drafts=draft_lengths(config),
         max_verified_tokens=most,
         trees=config.speculative_config is not None and config.speculative_config.tree,
+        q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
     )
     if memory is not None and memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))

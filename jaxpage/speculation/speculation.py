@@ -122,8 +122,11 @@ class Speculation:
             appended: dict[int, list[int]] = {}
             for edit in edits:
                 if isinstance(edit, Append):
-                    appended.setdefault(edit.sequence_id, []).append(edit.token_id)
                     num_appended += 1
+                    if (
+                        edit.drafted
+                    ):  # what was drawn behind them may be one of the wrong drafts, if the rule is not coupled
+                        appended.setdefault(edit.sequence_id, []).append(edit.token_id)
             for row in plan.rows:
                 if row.parents:
                     num_drafts += len(row.parents)
@@ -149,7 +152,7 @@ class Speculation:
 
 
 def _right(row: Row, token_ids: Iterable[int]) -> set[int]:
-    """Which of a row's drafts are among the tokens that the sequence got."""
+    """Which of a row's drafts are the tokens that the sequence got of them."""
     path: set[int] = set()
     parent = 0
     for token_id in token_ids:
