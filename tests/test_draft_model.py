@@ -17,7 +17,7 @@ from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
 SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-NUM_DRAFTS = 6
+NUM_DRAFTS = 12
 KINDS = {"chains": False, "trees": True}
 
 
@@ -29,14 +29,19 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def start(directories: Mapping[str, Path], draft: str, *, tree: bool, **settings: Any) -> LLM:
-    config = {"method": "draft_model", "model": str(directories[draft]), "num_speculative_tokens": NUM_DRAFTS, "tree": tree}
+    config = {
+        "method": "draft_model",
+        "model": str(directories[draft]),
+        "num_speculative_tokens": NUM_DRAFTS,
+        "tree": tree,
+    }
     return make_llm(directories["target"], speculative_config=config, **settings)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def tight(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Iterator[LLM]:
     """An engine whose requests give way to each other, with blocks that no draft ends on evenly."""
-    with start(directories, "draft", tree=KINDS[request.param], block_size=4, num_blocks=40, max_model_len=128) as llm:
+    with start(directories, "draft", tree=KINDS[request.param], block_size=4, num_blocks=48, max_model_len=128) as llm:
         yield llm
 
 
@@ -115,7 +120,7 @@ def test_it_drafts_as_transformers_would(tight: LLM, reference: Reference) -> No
     drafts = record(tight)
     outputs(tight, GREEDY)
     stats = tight.stats()
-    assert stats["num_preemptions_total"] > 0 and stats["spec_decode_wasted_slots_total"] > 0
+    assert any(stats["num_preemptions_total"].values()) and stats["spec_decode_wasted_slots_total"] > 0
     assert_as_the_reference(tight, drafts, reference)
     drafts.clear()
     outputs(tight, GREEDY)  # the beginnings are found in the prefix cache
@@ -158,7 +163,7 @@ def test_a_model_that_drafts_for_itself_is_right_at_any_temperature(kind: str, d
     assert rate == 1.0 if kind == "chains" else rate > 0.4
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, n=2, seed=4, logprobs=2, max_tokens=30)])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, n=2, seed=4, logprobs=2, max_tokens=12)])
 def test_no_draft_changes_a_text(tight: LLM, directories: dict[str, Path], params: SamplingParams) -> None:
     with make_llm(directories["target"]) as plain:
         wanted = outputs(plain, params)

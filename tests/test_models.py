@@ -117,6 +117,47 @@ def test_logits_are_those_of_transformers(name):
     assert largest_difference(name) < TOLERANCE
 
 
+TAPPED = [
+    "llama-wide-heads",
+    "mistral-window",
+    "qwen2-upper-windows",
+    "qwen3-windows",
+    "opt-norm-first",
+    "gpt2-layer-scales",
+]
+
+
+@pytest.mark.parametrize("name", [*TAPPED, "opt-350m-form", "opt-no-final-norm"])
+def test_taps_are_the_hidden_states_of_transformers(name):
+    """Before every layer, and behind the last one before the final norm; in the order asked for, twice if asked twice."""
+    model = make_model(name)
+    state, token_ids, _ = oracle(name)
+    left = []
+    decoder = model.get_decoder()
+    layers = decoder.h if name.startswith("gpt2") else decoder.layers
+    layers[-1].register_forward_hook(lambda _, __, output: left.append(output[0] if type(output) is tuple else output))
+    with torch.no_grad():
+        entering = model(torch.tensor(token_ids)[None], output_hidden_states=True).hidden_states[: len(layers)]
+    expected = [hidden.numpy().reshape(LENGTH, -1) for hidden in (*entering, left[0])]
+    family, spec = read_spec(name)
+    graph, _ = abstract_model(family, spec, "float32")
+    taps = (*reversed(range(len(expected))), 1)
+
+    @jax.jit
+    def forward(parameters, token_ids_T):
+        arguments = token_ids_T, jnp.arange(LENGTH), (None,) * spec.kv.num_layers, dense_attend()
+        model = nnx.merge(graph, parameters)
+        return model(*arguments, taps=taps), model(*arguments)
+
+    (hidden, _, tapped), (plain, _) = forward(fill(family, spec, state), jnp.asarray(token_ids, jnp.int32))
+    np.testing.assert_array_equal(hidden, plain)
+    assert len(tapped) == len(taps)
+    for tap, states in zip(taps, tapped, strict=True):
+        np.testing.assert_allclose(states, expected[tap], atol=TOLERANCE)
+        others = [other for number, other in enumerate(expected) if number != tap]
+        assert min(np.abs(states - other).max() for other in others) > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_of_weights_names_each_parameter_once_in_its_shape(name):
     family, spec = read_spec(name)

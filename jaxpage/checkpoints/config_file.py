@@ -48,7 +48,7 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
                 content = read_object(directory, name, MAX_CONFIG_BYTES)
                 if name == "config.json":
                     config = content
-                    _check_sizes(config, problems)
+                    check_sizes(config, problems)
                 if content.get("auto_map"):
                     problems.add(f"{name} has auto_map: it needs remote code, and remote code is never run")
     return config
@@ -88,7 +88,8 @@ def eos_token_ids(directory: Path, config: dict[str, Any]) -> frozenset[int]:
     return frozenset(listed)
 
 
-def _check_sizes(config: dict[str, Any], problems: Problems) -> None:
+def check_sizes(config: dict[str, Any], problems: Problems) -> None:
+    """That what decides how much is allocated stays within `LIMITS`."""
     if not config:
         problems.add("config.json is an empty object")
     for key, limit in LIMITS.items():

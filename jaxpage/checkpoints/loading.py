@@ -195,14 +195,18 @@ def _fits(weight: Weight, info: TensorInfo, problems: Problems) -> bool:
     return info.shape == weight.shape and info.dtype in NUMPY_DTYPES
 
 
-def _check_copy(info: TensorInfo, copy: TensorInfo, problems: Problems) -> None:
-    """Two names for one tensor (tied embeddings saved in full) must hold the same bytes."""
+def same_bytes(info: TensorInfo, copy: TensorInfo) -> bool:
+    """Of two tensors in safetensors files, in the dtypes that weights can have."""
+    if (info.dtype, info.shape) != (copy.dtype, copy.shape):
+        return False
     first, second = (map_array(tensor).reshape(-1).view(np.uint8) for tensor in (info, copy))
     chunks = range(0, len(first), COMPARED_BYTES)
-    same = info.dtype == copy.dtype and all(
-        np.array_equal(first[at : at + COMPARED_BYTES], second[at : at + COMPARED_BYTES]) for at in chunks
-    )
-    if not same:
+    return all(np.array_equal(first[at : at + COMPARED_BYTES], second[at : at + COMPARED_BYTES]) for at in chunks)
+
+
+def _check_copy(info: TensorInfo, copy: TensorInfo, problems: Problems) -> None:
+    """Two names for one tensor (tied embeddings saved in full) must hold the same bytes."""
+    if not same_bytes(info, copy):
         problems.add(f"tensors {quoted(info.name)} and {quoted(copy.name)} are one parameter, but they differ")
 
 

@@ -18,6 +18,7 @@ from jaxpage.checkpoints.loading import LoadPlan, fit_stored, load_weights
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.models.medusa import PREFIX, MedusaSpec
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ _AUTHORS = re.compile(
 _VLLM = re.compile(
     r"blocks\.(?P<head>\d{1,4})\.layers\.(?P<layer>\d{1,4})\.(weight|bias)|lm_heads\.(?P<table>\d{1,4})\.weight"
 )
-_INTEGERS: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
     token_map = None
     for name in (TOKEN_MAP, PREFIX + TOKEN_MAP):
         if name in stored:
-            token_map = _token_map(stored.pop(name), vocab_size, problems)
+            token_map = read_token_map(stored.pop(name), vocab_size, problems)
     spec = _spec(config, stored, token_map, problems, model_width=model_width, vocab_size=vocab_size)
     plan = LoadPlan(directory, "safetensors", ())
     if spec is not None:
@@ -158,18 +158,3 @@ def _check_truncation(
     if stated is not None and stated != known:
         what = f"there is no {TOKEN_MAP}" if token_map is None else f"{TOKEN_MAP} has {known} tokens"
         problems.add(f"config.json: truncated_vocab_size is {stated!r}, but {what}")
-
-
-def _token_map(info: TensorInfo, vocab_size: int, problems: Problems) -> npt.NDArray[np.int32] | None:
-    if info.dtype not in _INTEGERS or len(info.shape) != 1 or not 0 < info.shape[0] <= vocab_size:
-        problems.add(
-            f"tensor {TOKEN_MAP!r} is {info.dtype} of shape {info.shape}, and must be I64 or I32 of at most {vocab_size} token ids"
-        )
-        return None
-    if problems:  # of damaged files nothing is read
-        return None
-    token_ids = np.fromfile(info.file, _INTEGERS[info.dtype], info.shape[0], offset=info.offset)
-    if token_ids.min() < 0 or token_ids.max() >= vocab_size or len(np.unique(token_ids)) < len(token_ids):
-        problems.add(f"tensor {TOKEN_MAP!r} has token ids twice, or beyond the model's, which end at {vocab_size - 1}")
-        return None
-    return token_ids.astype(np.int32)

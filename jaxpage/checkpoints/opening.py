@@ -78,11 +78,12 @@ def _describe(directory: Path, problems: Problems) -> ModelDescription | None:
     with problems.collect():
         family = load_family(config)
         if not problems:  # sizes out of bounds must not reach a family
-            return ModelDescription(config, family, _spec(family, config))
+            return ModelDescription(config, family, read_spec(family, config))
     return None
 
 
-def _spec(family: Family, config: dict[str, Any]) -> ModelSpec:
+def read_spec(family: Family, config: dict[str, Any]) -> ModelSpec:
+    """What the family makes of config.json. Raises CheckpointError or UnsupportedError."""
     try:
         return family.Spec.from_config(config)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -8,7 +8,7 @@ blocks behind those of the pool, which only its own layers have: it takes no blo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,14 @@ from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
-from jaxpage.device.sampler import Draws, draws_of, perturbed
+from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturbed
 from jaxpage.device.step_inputs import Flags, StepInputs
 from jaxpage.models.drafter import Drafter
+from jaxpage.speculative_config import MOST_CANDIDATES
+
+
+# How a drafter chooses: as the target will draw, with its noise; the likeliest, whatever the noise; or by a draw of its own.
+Choice = Literal["coupled", "likeliest", "drawn"]
 
 
 class DrafterOptions(NamedTuple):
@@ -34,6 +39,12 @@ class DrafterOptions(NamedTuple):
     num_branches: int  # X: of the tokens of a level, how many are followed, and how many follow each; 1: a chain
     most_rows: int  # of a step whose sequences are drafted for
     num_blocks: int  # of the pool: where the scratch blocks begin
+    choice: Choice = "coupled"  # "drawn" is for chains
+
+    @property
+    def num_fields(self) -> int:
+        """G: numbers of each candidate."""
+        return 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
 
     def scratch_blocks(self, block_size: int) -> int:
         """Of one branch: it begins anywhere in a block."""
@@ -63,7 +74,7 @@ class _Tree(NamedTuple):
     output_BXD: jax.Array  # what the drafter made of the branch before it
     score_BX: jax.Array  # log probability of the branch
     node_BX: jax.Array  # its last token's place among the candidates
-    candidates_BJ3Y: jax.Array
+    candidates_BJGY: jax.Array
 
 
 class Drafting(NamedTuple):
@@ -134,12 +145,12 @@ def draft_ahead(
     output_TD: Float[Array, "T D"],
     token_ids_R: Int[Array, "R"],
     last_B: Int[Array, "B"],
-) -> tuple[Int[Array, "B J 3 Y"], KVPages]:
+) -> tuple[Int[Array, "B J G Y"], KVPages]:
     """Grows a tree of drafts behind each row, level by level: the best X candidates of a level are followed, each by its own best X.
 
     Dynamic trees as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858), for any drafter; with one branch it is a chain. A candidate's
-    score is its branch's log probability under the drafter and the row's own noise, so that where the target will draw what the
-    drafter would draw, drafts are right at any temperature (coupled; Daliri, Musco, Suresh 2024, arXiv:2408.07978).
+    score is its branch's log probability under the drafter, and if the choice is coupled also under the row's own noise: drafts are then
+    right wherever the target draws what the drafter would draw (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
 
     Args:
         output_TD: from `extend`.
@@ -148,7 +159,8 @@ def draft_ahead(
 
     Returns:
         Of each of the Y = X * X candidates of a level: the token, the place in [J * Y] of the one before it (-1: none), and
-        the bits of its score; -inf of what is no candidate. Only the levels that `Flags.LEVELS` asks for are made.
+        the bits of its score; -inf of what is no candidate. Of drafts that were drawn also the ids [W] and the bits of the probabilities
+        [W] of what each was drawn from. Only the levels that `Flags.LEVELS` asks for are made.
     """
     _, options, inputs, _, backend, _ = drafting
     others, pages = pages[: options.first_layer], pages[options.first_layer :]
@@ -163,7 +175,7 @@ def draft_ahead(
     if takes_features:  # they have made something of the token that was drawn
         tree = _grow(drafting, ends, tree, 0)
     tree = jax.lax.fori_loop(int(takes_features), levels, follow_and_grow, tree)
-    return tree.candidates_BJ3Y, others + tree.pages
+    return tree.candidates_BJGY, others + tree.pages
 
 
 def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: DrafterOptions) -> _Tree:
@@ -178,7 +190,9 @@ def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: DrafterOpti
         output_BXD=jnp.repeat(output_BD[:, None], width, axis=1),
         score_BX=jnp.where(jnp.arange(width) == 0, 0.0, -jnp.inf) + zeros_BX,
         node_BX=zeros_BX - 1,
-        candidates_BJ3Y=jnp.full((num_rows, options.num_levels, 3, width * width), _bits(jnp.float32(-jnp.inf))),
+        candidates_BJGY=jnp.full(
+            (num_rows, options.num_levels, options.num_fields, width * width), _bits(jnp.float32(-jnp.inf))
+        ),
     )
 
 
@@ -188,20 +202,31 @@ def _grow(drafting: Drafting, ends: Ends, tree: _Tree, level: Any) -> _Tree:
     draws = ends.draws._replace(position_R=ends.draws.position_R + 1 + level)
     draws = jax.tree.map(lambda array: jnp.repeat(array, width, axis=0), draws)
     logits = drafting.drafter.logits(tree.output_BXD.reshape(num_rows * width, -1))
-    noisy = perturbed(logits, draws, drafting.inputs.flags[Flags.RANDOM] > 0, by_row=drafting.by_row)
-    best, token_ids = jax.lax.top_k(jax.nn.log_softmax(noisy), width)
-    score_BY = (tree.score_BX[:, :, None] + best.reshape(num_rows, width, width)).reshape(num_rows, -1)
+    token_ids, scores, drawn_from = _best(drafting, logits, draws)
+    score_BY = (tree.score_BX[:, :, None] + scores.reshape(num_rows, width, width)).reshape(num_rows, -1)
     token_id_BY = token_ids.reshape(num_rows, -1).astype(jnp.int32)
     parent_BY = jnp.repeat(tree.node_BX, width, axis=1)
-    candidates_B3Y = jnp.stack([token_id_BY, parent_BY, _bits(score_BY)], axis=1)
+    candidates = [jnp.stack([token_id_BY, parent_BY, _bits(score_BY)], axis=1), *drawn_from]
     score_BX, place_BX = jax.lax.top_k(score_BY, width)
     return tree._replace(
         token_id_BX=jnp.take_along_axis(token_id_BY, place_BX, axis=1),
         branch_BX=place_BX // width,
         score_BX=score_BX,
         node_BX=level * width * width + place_BX,
-        candidates_BJ3Y=tree.candidates_BJ3Y.at[:, level].set(candidates_B3Y),
+        candidates_BJGY=tree.candidates_BJGY.at[:, level].set(jnp.concatenate(candidates, axis=1)),
     )
+
+
+def _best(drafting: Drafting, logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Of each branch the X tokens that it may go on with, their log probabilities, and what they were drawn from, if they were."""
+    width, choice, by_row = drafting.options.num_branches, drafting.options.choice, drafting.by_row
+    if choice == "drawn":
+        token_ids, (ids_BW, q_BW) = draw_draft(logits, draws, by_row=by_row)
+        return token_ids, jnp.zeros(token_ids.shape), [ids_BW[:, :, None], _bits(q_BW)[:, :, None]]
+    if choice == "coupled":
+        logits = perturbed(logits, draws, drafting.inputs.flags[Flags.RANDOM] > 0, by_row=by_row)
+    scores, token_ids = jax.lax.top_k(jax.nn.log_softmax(logits), width)
+    return token_ids, scores, []
 
 
 def _follow(drafting: Drafting, ends: Ends, tree: _Tree, index: Any) -> _Tree:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpage.device.adjustments import adjust
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.speculative_config import MOST_CANDIDATES
 
 NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
 NUM_LIKELIEST = 128  # a top-k up to this is found without bisecting the vocabulary
@@ -35,6 +36,13 @@ class Draws(NamedTuple):
     seed_R2: jax.Array
     sample_index_R: jax.Array
     position_R: jax.Array  # the place that the drawn token takes
+
+
+class Candidates(NamedTuple):
+    """What drafts were drawn from: probabilities of so many tokens, and 0 of all others."""
+
+    ids_RW: jax.Array
+    q_RW: jax.Array
 
 
 def draws_of(inputs: StepInputs) -> Draws:
@@ -109,6 +117,22 @@ def perturbed(
         )
 
     return jax.lax.cond(is_random, lambda: each_row(perturb, (logits_RV, *draws), by_row=by_row), lambda: logits_RV)
+
+
+def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) -> tuple[Int[Array, "R"], Candidates]:
+    """Tokens for acceptance by rejection, from noise of their own, and the distributions that they were really drawn from: the likeliest
+    `MOST_CANDIDATES` tokens of what `draw` draws from. Of a greedy row the likeliest alone."""
+
+    def draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array) -> tuple[jax.Array, Candidates]:
+        *cutoffs, seed_2, sample_index, position = rest
+        log_q_V = _distribution(logits_V, temperature, *cutoffs, by_row=by_row)
+        log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MOST_CANDIDATES, log_q_V.shape[0]))
+        key = noise_key(seed_2, sample_index, position, Stream.DRAFT)
+        place = jnp.maximum(with_noise(log_q_W[0], key), 0)
+        return ids_W[0, place], Candidates(ids_W[0].astype(jnp.int32), jax.nn.softmax(log_q_W[0]))
+
+    drawn: tuple[jax.Array, Candidates] = each_row(draw_row, (logits_RV, *draws), by_row=by_row)
+    return drawn
 
 
 def _draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, by_row: bool) -> jax.Array:

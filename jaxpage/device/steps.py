@@ -48,7 +48,9 @@ class StepOutput(NamedTuple):
     drawn: jax.Array  # [R, 3 + 2 W], of the draws
     scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
     paths: jax.Array  # [B, Q] of a step that verifies, from `decide`; empty otherwise
-    guesses: jax.Array | None = None  # [B, J, W] of heads; of a drafter see `draft_ahead`; in a step that verifies nothing R for B
+    guesses: jax.Array | None = (
+        None  # [B, J, W] of heads; of a drafter see `draft_ahead`; in a step that verifies nothing R for B
+    )
 
 
 class Drawn(NamedTuple):

@@ -110,9 +110,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     page_dtype = kv_pages.page_dtype(config.kv_cache_dtype, dtype)
     pages = kv_pages.page_shapes(files.spec.kv, memory.num_blocks, config.block_size, page_dtype)
     if drafter is not None:
-        ahead = drafter.options(
-            dtype, menu, len(pages), memory.num_blocks, tree=any(bucket.trees for bucket in menu.verify)
-        )
+        ahead = drafter.options(dtype, menu, len(pages), memory.num_blocks, config.acceptance.name)
         options = options._replace(drafter=ahead)
         num_blocks = memory.num_blocks + ahead.num_scratch_blocks(config.block_size)
         pages += kv_pages.page_shapes(drafter.kv, num_blocks, config.block_size, page_dtype)

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
+from jaxpage.checkpoints.eagle_files import EAGLE_FILES, Method, load_eagle, open_eagle
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.drafting import DrafterOptions
+from jaxpage.device.drafting import Choice, DrafterOptions
+from jaxpage.engine.text import load_tokenizer
+from jaxpage.errors import CheckpointError
 from jaxpage.models.base import KVSpec, abstract
 from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.drafter import WithDrafter
@@ -38,12 +41,19 @@ class OpenDrafter:
     num_bytes: Callable[[str], int]  # of its own weights in a dtype
     read: Callable[..., dict[str, Any]]  # its own parameters: of dtype, put, progress
 
-    def options(self, dtype: str, menu: BucketMenu, first_layer: int, num_blocks: int, *, tree: bool) -> DrafterOptions:
+    def options(
+        self, dtype: str, menu: BucketMenu, first_layer: int, num_blocks: int, acceptance: str
+    ) -> DrafterOptions:
         """How it drafts in steps of these shapes.
 
-        first_layer: layers of its target. num_blocks: of the pool. tree: drafts may branch.
+        Args:
+            first_layer: layers of its target.
+            num_blocks: of the pool.
+            acceptance: the rule's name.
         """
         most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
+        tree = any(bucket.trees for bucket in menu.verify)
+        choice: Choice = "coupled" if acceptance == "coupled" else "likeliest"
         return DrafterOptions(
             graph=abstract(lambda: self.make(jnp.dtype(dtype)))[0],
             taps=self.taps,
@@ -52,6 +62,7 @@ class OpenDrafter:
             num_branches=min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)) if tree else 1,
             most_rows=max(bucket.num_rows for bucket in menu.verify),
             num_blocks=num_blocks,
+            choice="drawn" if acceptance == "rejection" and not tree else choice,
         )
 
     def load(self, parameters: Any, dtype: str, device: jax.Device, *, progress: bool) -> WithDrafter:
@@ -69,11 +80,22 @@ def open_drafter(config: SpeculativeConfig | None, target: ModelFiles) -> OpenDr
     if config is None or config.method not in METHODS:
         return None
     assert config.model is not None, "checked with the settings"
-    return _draft_model(config.model, target)
+    if config.method == "draft_model":
+        return _draft_model(config.model, target)
+    files = open_eagle(resolve_model(config.model, hub_files=EAGLE_FILES), cast(Method, config.method), target)
+    return OpenDrafter(
+        files.spec.decoder.kv,
+        files.spec.taps,
+        files.spec.make,
+        files.num_bytes,
+        functools.partial(load_eagle, files),
+    )
 
 
 def _draft_model(model: str, target: ModelFiles) -> OpenDrafter:
     files = open_model(resolve_model(model))
+    if files.spec.vocab_size != target.spec.vocab_size:
+        _check_padding(files, target)
 
     def read(dtype: str, put: Callable[[Any], Any], *, progress: bool) -> dict[str, Any]:
         return {"model": load_weights(files.plan, dtype, put, progress=progress)}
@@ -85,3 +107,20 @@ def _draft_model(model: str, target: ModelFiles) -> OpenDrafter:
         files.plan.num_bytes,
         read,
     )
+
+
+def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
+    """Published models of one family pad the table of one vocabulary to different lengths. Raises CheckpointError if that is not it."""
+    sizes = (files.spec.vocab_size, target.spec.vocab_size)
+    tokenizers = [load_tokenizer(model.directory) for model in (files, target)]
+    differ = f"the draft model in {files.directory} has {sizes[0]} tokens, and the model has {sizes[1]}"
+    if None in tokenizers:
+        raise CheckpointError(f"{differ}: without both tokenizers it cannot be told whether the rest is padding")
+    first, second = (
+        {(token, token_id) for token, token_id in tokenizer.get_vocab().items() if token_id < min(sizes)}
+        for tokenizer in tokenizers
+        if tokenizer is not None
+    )
+    if first != second:
+        token, token_id = min(first ^ second, key=lambda pair: pair[1])
+        raise CheckpointError(f"{differ}, and only one of their tokenizers knows {token!r} as {token_id}")

@@ -38,7 +38,7 @@ class DraftModel(nnx.Module):
     def __call__(
         self,
         token_ids_T: Int[Array, "T"],
-        feature_TD: None,
+        feature_TD: Float[Array, "T D"] | None,
         positions_T: Int[Array, "T"],
         pages: Pages,
         attend: Attend,

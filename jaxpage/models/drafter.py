@@ -39,7 +39,8 @@ class Drafter(Protocol):
 
         Args:
             token_ids_T: of a drafter that takes features, the token behind each place; of any other, the token there.
-            feature_TD: from `fuse`, or where the target has not been, what this returned for the place before. None without taps.
+            feature_TD: from `fuse`, or where the target has not been, what this returned for the place before. Nothing to a drafter
+                without taps.
         """
 
     def logits(self, output_BD: jax.Array) -> jax.Array:

@@ -22,7 +22,8 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Angles
 from jaxpage.models.base import KVSpec, Pages, run_layers
-from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec, make_attention, make_mlp
+from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec, add_layer, make_attention, make_mlp
+from jaxpage.models.weights import Weight, WeightTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +38,58 @@ class EagleSpec:
     table_rows: int
     token_map: bool = False  # a row of the head is not the token of that id
     fc_bias: bool = False
+    own_tokens: bool = False  # it has a token table, and need not take the target's
+    own_head: bool = False
+    taps: tuple[int, ...] = ()  # see models.drafter.Drafter: none but EAGLE-3 has any
+
+    def make(self, dtype: DTypeLike) -> _Eagle:
+        return Eagle(self, dtype=dtype)
+
+    def weights(self) -> list[Weight]:
+        """One entry per parameter that is its own; `token_map` is no weight."""
+        table = self._outer_weights(2 * self.decoder.model_width)
+        for index in range(self.decoder.kv.num_layers):
+            add_layer(table, self.decoder, ("layers", index), f"layers.{index}", norm_first=index > 0)
+        return table
+
+    def _outer_weights(self, fc_width: int) -> WeightTable:
+        table, width = WeightTable(prefix="model."), self.decoder.model_width
+        table.add_linear(("fc",), "fc", fc_width, width, bias=self.fc_bias)
+        if self.own_tokens:
+            table.add(("tokens", "table"), "embed_tokens.weight", self.decoder.vocab_size, width)
+        if self.own_head:
+            table.add(("head", "table"), "lm_head.weight", self.table_rows, width)
+        return table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Spec(EagleSpec):
-    """taps: see `models.drafter.Drafter`. norm_before_residual: what attention is added to is the normed feature."""
+    """Three ways of norming, besides: of the states all together before `fc`, of each of them, and of the feature that is handed on."""
 
-    taps: tuple[int, ...]
     target_width: int  # of the hidden states
-    norm_before_residual: bool = False
+    norm_before_residual: bool = False  # attention is added to the normed feature
+    norm_before_fc: bool = False
+    norm_each: bool = False
+    norm_output: bool = False
+
+    def make(self, dtype: DTypeLike) -> _Eagle:
+        return Eagle3(self, dtype=dtype)
+
+    def weights(self) -> list[Weight]:
+        decoder, width, fused = self.decoder, self.decoder.model_width, len(self.taps) * self.target_width
+        table = self._outer_weights(fused)
+        if self.norm_before_fc:
+            table.add(("states_norm", "scale"), "input_norm.weight", fused)
+        if self.norm_each:
+            for index in range(len(self.taps)):
+                table.add(("state_norms", index, "scale"), f"fc_norm.{index}.weight", self.target_width)
+        table.add(("fusion", "embedding_norm", "scale"), "layers.0.input_layernorm.weight", width)
+        table.add(("fusion", "feature_norm", "scale"), "layers.0.hidden_norm.weight", width)
+        add_layer(table, decoder, ("fusion",), "layers.0", norm_first=False, input_width=2 * width)
+        for index in range(1, decoder.kv.num_layers):
+            add_layer(table, decoder, ("layers", index - 1), f"layers.{index}")
+        table.add(("norm", "scale"), "norm.weight", width)
+        return table
 
 
 class _Eagle(nnx.Module):
@@ -62,6 +106,10 @@ class _Eagle(nnx.Module):
     def kv(self) -> KVSpec:
         return self.spec.decoder.kv
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.spec.taps
+
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         logits_BV = self.head.logits(output_BD)
         if self.token_map is None:
@@ -72,8 +120,6 @@ class _Eagle(nnx.Module):
 
 class Eagle(_Eagle):
     """EAGLE-1: `layers(fc([embedding; feature]))`; the first layer has no norm before attention, and there is no final norm."""
-
-    taps = ()
 
     def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
         super().__init__(spec, dtype=dtype)
@@ -96,7 +142,8 @@ class Eagle(_Eagle):
         attend: Attend,
     ) -> tuple[Float[Array, "T D"], Pages]:
         both = jnp.concatenate([self.tokens(token_ids_T), feature_TD], axis=-1)
-        return _run(self.layers, self.fc(both), pages, attend, self.spec.decoder.rope.angles(positions_T))
+        angles = self.spec.decoder.rope.angles(positions_T)
+        return _run(self.layers, self.kv.sliding_windows, self.fc(both), pages, attend, angles)
 
 
 class FusionLayer(nnx.Module):
@@ -118,32 +165,43 @@ class FusionLayer(nnx.Module):
         layer_pages: LayerPages,
         attend: Attend,
         angles: Angles,
+        sliding_window: int | None,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         normed_TD = self.feature_norm(feature_TD)
         both = jnp.concatenate([self.embedding_norm(embedded_TD), normed_TD], axis=-1)
-        attended_TD, layer_pages = self.attention(both, layer_pages, attend, angles=angles)
+        attended_TD, layer_pages = self.attention(
+            both, layer_pages, attend, angles=angles, sliding_window=sliding_window
+        )
         x_TD = (normed_TD if self.norm_before_residual else feature_TD) + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
 
 
 class Eagle3(_Eagle):
-    """EAGLE-3: features `fc([hidden states])`, a `FusionLayer`, more layers if there are; its norm is a part of the logits."""
+    """EAGLE-3: features `fc([hidden states])`, a `FusionLayer`, more layers if there are, and a norm.
+
+    The norm is a part of the logits, and features go without it; where `norm_output` says so they go with it.
+    """
 
     def __init__(self, spec: Eagle3Spec, *, dtype: DTypeLike):
         super().__init__(spec, dtype=dtype)
-        decoder, width = spec.decoder, spec.decoder.model_width
+        decoder, fused = spec.decoder, len(spec.taps) * spec.target_width
+        norm = partial(RMSNorm, epsilon=decoder.norm_epsilon, dtype=dtype)
         self.spec: Eagle3Spec = spec
-        self.fc = Linear(len(spec.taps) * spec.target_width, width, bias=spec.fc_bias, dtype=dtype)
+        self.states_norm = norm(fused) if spec.norm_before_fc else None
+        self.state_norms = nnx.List([norm(spec.target_width) for _ in spec.taps]) if spec.norm_each else None
+        self.fc = Linear(fused, decoder.model_width, bias=spec.fc_bias, dtype=dtype)
         self.fusion = FusionLayer(spec, dtype=dtype)
         self.layers = nnx.List([DecoderLayer(decoder, dtype=dtype) for _ in range(decoder.kv.num_layers - 1)])
-        self.norm = RMSNorm(width, epsilon=decoder.norm_epsilon, dtype=dtype)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.spec.taps
+        self.norm = norm(decoder.model_width)
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
-        return self.fc(jnp.concatenate(list(states), axis=-1))
+        fused = jnp.concatenate(states, axis=-1)
+        if self.states_norm is not None:
+            fused = self.states_norm(fused)
+        if self.state_norms is not None:
+            parts = jnp.split(fused, len(self.state_norms), axis=-1)
+            fused = jnp.concatenate([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], axis=-1)
+        return self.fc(fused)
 
     def __call__(
         self,
@@ -153,18 +211,27 @@ class Eagle3(_Eagle):
         pages: Pages,
         attend: Attend,
     ) -> tuple[Float[Array, "T D"], Pages]:
-        angles = self.spec.decoder.rope.angles(positions_T)
-        output_TD, first = self.fusion(self.tokens(token_ids_T), feature_TD, pages[0], attend, angles)
-        output_TD, rest = _run(self.layers, output_TD, pages[1:], attend, angles)
-        return output_TD, (first, *rest)
+        angles, windows = self.spec.decoder.rope.angles(positions_T), self.kv.sliding_windows
+        embedded_TD = self.tokens(token_ids_T)
+        output_TD, first = self.fusion(embedded_TD, feature_TD, pages[0], attend, angles, windows[0])
+        output_TD, rest = _run(self.layers, windows[1:], output_TD, pages[1:], attend, angles)
+        return self.norm(output_TD) if self.spec.norm_output else output_TD, (first, *rest)
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        return super().logits(self.norm(output_BD))
+        return super().logits(output_BD if self.spec.norm_output else self.norm(output_BD))
 
 
 def _run(
-    layers: Sequence[DecoderLayer], x_TD: jax.Array, pages: Pages, attend: Attend, angles: Angles
+    layers: Sequence[DecoderLayer],
+    windows: Sequence[int | None],
+    x_TD: jax.Array,
+    pages: Pages,
+    attend: Attend,
+    angles: Angles,
 ) -> tuple[jax.Array, Pages]:
-    bound = [partial(layer, attend=attend, angles=angles, sliding_window=None) for layer in layers]
+    bound = [
+        partial(layer, attend=attend, angles=angles, sliding_window=window)
+        for layer, window in zip(layers, windows, strict=True)
+    ]
     output_TD, pages = run_layers(bound, None, x_TD, pages, ())
     return output_TD, pages

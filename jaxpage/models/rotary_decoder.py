@@ -194,20 +194,31 @@ def weights(spec: RotaryDecoderSpec) -> list[Weight]:
     width = spec.model_width
     table.add_embeddings("model.embed_tokens.weight", spec.vocab_size, width, tied=spec.tie_word_embeddings)
     for index in range(spec.kv.num_layers):
-        _add_layer(table, spec, ("layers", index), f"model.layers.{index}")
+        add_layer(table, spec, ("layers", index), f"model.layers.{index}")
     table.add(("norm", "scale"), "model.norm.weight", width)
     return table
 
 
-def _add_layer(table: WeightTable, spec: RotaryDecoderSpec, path: Path, name: str) -> None:
+def add_layer(
+    table: WeightTable,
+    spec: RotaryDecoderSpec,
+    path: Path,
+    name: str,
+    *,
+    norm_first: bool = True,
+    input_width: int | None = None,
+) -> None:
     width, feed_forward, head = spec.model_width, spec.feed_forward_width, spec.kv.head_width
     queries, keys = spec.num_query_heads * head, spec.kv.num_kv_heads * head
     attention, mlp = (*path, "attention"), (*path, "mlp")
-    table.add((*path, "attention_norm", "scale"), f"{name}.input_layernorm.weight", width)
+    if norm_first:
+        table.add((*path, "attention_norm", "scale"), f"{name}.input_layernorm.weight", width)
     table.add((*path, "mlp_norm", "scale"), f"{name}.post_attention_layernorm.weight", width)
     bias, output_bias = spec.attention_input_bias, spec.attention_output_bias
     for ours, theirs, num_out in (("query", "q", queries), ("key", "k", keys), ("value", "v", keys)):
-        table.add_linear((*attention, ours), f"{name}.self_attn.{theirs}_proj", width, num_out, bias=bias)
+        table.add_linear(
+            (*attention, ours), f"{name}.self_attn.{theirs}_proj", input_width or width, num_out, bias=bias
+        )
     table.add_linear((*attention, "output"), f"{name}.self_attn.o_proj", queries, width, bias=output_bias)
     if spec.norm_heads:
         table.add((*attention, "query_norm", "scale"), f"{name}.self_attn.q_norm.weight", head)

@@ -1,4 +1,4 @@
-"""Whether a drafter on the device follows the text, and how far ahead of it it drafts: it does so in the step before its drafts are wanted."""
+"""Whether a drafter on the device follows the text, and how far it drafts ahead: it must, in the step before its drafts are wanted."""
 
 from __future__ import annotations
 

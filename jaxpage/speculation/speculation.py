@@ -96,7 +96,7 @@ class Speculation:
         self._failed = True
 
     def levels(self, plan: StepPlan) -> int | None:
-        """How many tokens ahead a drafter on the device is to draft behind the step's draws. None: it does not even follow, or is not there."""
+        """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there."""
         return self._following.levels(plan) if self._following is not None and not self._failed else None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:

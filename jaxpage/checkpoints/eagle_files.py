@@ -1,0 +1,186 @@
+"""The files of EAGLE heads: opened from headers alone and fitted to the model that they shall draft for, then loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.checkpoints.config_file import check_config
+from jaxpage.checkpoints.eagle_config import EagleConfig
+from jaxpage.checkpoints.loading import LoadPlan, fit_stored, load_weights, same_bytes
+from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, read_tensors
+from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.checkpoints.token_map import read_token_map
+from jaxpage.errors import CheckpointError
+from jaxpage.models.eagle import Eagle3Spec, EagleSpec
+from jaxpage.models.rotary_decoder import RotaryDecoderSpec, ignored
+
+logger = logging.getLogger(__name__)
+
+Method = Literal["eagle", "eagle3"]
+EAGLE_FILES = ("config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+TABLES = {"tokens": "embed_tokens.weight", "head": "lm_head.weight"}
+TOKEN_MAPS = {"eagle": "token_map", "eagle3": "d2t"}
+_INVERSE = "t2d"  # of d2t, as booleans
+
+
+@dataclass(frozen=True)
+class EagleFiles:
+    """A head that fits its target. Nothing has been read but headers, the token map, and tables that may be the target's."""
+
+    spec: EagleSpec
+    plan: LoadPlan
+    token_map: npt.NDArray[np.int32] | None
+
+    def num_bytes(self, dtype: str) -> int:
+        return self.plan.num_bytes(dtype) + (0 if self.token_map is None else self.token_map.nbytes)
+
+
+def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFiles:
+    """A head as its authors and SpecForge publish it, or vLLM, or speculators (EAGLE-3).
+
+    Which biases, norms of heads and tables it has the tensors say. Raises one CheckpointError listing all that does not fit.
+    """
+    problems = Problems(directory)
+    config, stored = check_config(directory, problems), _stored(directory, problems)
+    map_info = stored.pop(TOKEN_MAPS[method], None)
+    spec = None
+    if config and stored:
+        with problems.collect():
+            _check_method(method, stored)
+            spec = _spec(EagleConfig.read(config, problems), method, stored, map_info, target, problems)
+    plan, token_map = LoadPlan(directory, "safetensors", ()), None
+    if spec is not None:
+        plan = fit_stored(plan, stored, spec.weights(), (*ignored, _INVERSE), problems)
+        if map_info is not None:
+            token_map = read_token_map(map_info, target.spec.vocab_size, problems, differences=method == "eagle3")
+    problems.raise_if_any()
+    assert spec is not None
+    if isinstance(spec, Eagle3Spec):
+        logger.info(
+            "%s takes hidden states that enter layers %s of %d", directory, spec.taps, target.spec.kv.num_layers
+        )
+    return EagleFiles(spec, plan, token_map)
+
+
+def load_eagle(
+    files: EagleFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
+) -> dict[str, Any]:
+    """The parameters as `models.drafter.WithDrafter` takes them, each one `put(array)`."""
+    parameters = dict.fromkeys(TABLES) | load_weights(files.plan, dtype, put, progress=progress)
+    return parameters if files.token_map is None else {**parameters, "token_map": put(files.token_map)}
+
+
+def _stored(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
+    """The tensors of a head, by one name each: some formats have a prefix, or `midlayer` for the first layer."""
+    found = read_tensors(directory, problems)
+    stored: dict[str, TensorInfo] = {}
+    for name, info in found.items():
+        name = name.removeprefix("model.")
+        name = f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+        if name in stored:
+            problems.add(f"tensors {stored[name].name!r} and {info.name!r} are one parameter")
+        stored[name] = info
+    return stored
+
+
+def _check_method(method: Method, stored: Mapping[str, TensorInfo]) -> None:
+    is_eagle3 = "layers.0.hidden_norm.weight" in stored
+    if is_eagle3 != (method == "eagle3"):
+        has = "have" if is_eagle3 else "lack"
+        raise CheckpointError(
+            f"its tensors are of method {'eagle3' if is_eagle3 else 'eagle'!r}, not {method!r}: they {has} layers.0.hidden_norm.weight"
+        )
+
+
+def _spec(
+    config: EagleConfig,
+    method: Method,
+    stored: dict[str, TensorInfo],
+    map_info: TensorInfo | None,
+    target: ModelFiles,
+    problems: Problems,
+) -> EagleSpec:
+    """By the config and the names of the tensors. A table that is the target's is taken out of `stored`."""
+    decoder = config.decoder()
+    has = {part: f"layers.0.self_attn.{part}" in stored for part in ("q_proj.bias", "o_proj.bias", "q_norm.weight")}
+    decoder = replace(
+        decoder,
+        attention_input_bias=has["q_proj.bias"],
+        attention_output_bias=has["o_proj.bias"],
+        mlp_bias="layers.0.mlp.gate_proj.bias" in stored,
+        norm_heads=has["q_norm.weight"],
+    )
+    known = map_info.shape[0] if map_info is not None and map_info.shape else target.spec.vocab_size
+    _check_sizes(config, method, decoder, map_info, known, target, problems)
+    own = {name: _own(name, (known, decoder.model_width), stored, target, problems) for name in TABLES}
+    spec = EagleSpec(
+        decoder=decoder,
+        table_rows=known,
+        token_map=map_info is not None,
+        fc_bias="fc.bias" in stored,
+        own_tokens=own["tokens"],
+        own_head=own["head"],
+        taps=config.taps(target.spec.kv.num_layers) if method == "eagle3" else (),
+    )
+    if method == "eagle":
+        return spec
+    return Eagle3Spec(
+        **vars(spec),
+        target_width=target.spec.model_width,
+        norm_before_residual=config.norm_before_residual,
+        norm_before_fc=config.flag("norm_before_fc"),
+        norm_each=config.flag("fc_norm"),
+        norm_output=config.flag("norm_output"),
+    )
+
+
+def _check_sizes(
+    config: EagleConfig,
+    method: Method,
+    decoder: RotaryDecoderSpec,
+    map_info: TensorInfo | None,
+    known: int,
+    target: ModelFiles,
+    problems: Problems,
+) -> None:
+    """known: tokens that the head chooses among."""
+    vocab_size, width = target.spec.vocab_size, target.spec.model_width
+    if decoder.vocab_size != vocab_size:
+        problems.add(f"config.json: vocab_size is {decoder.vocab_size}, but the model's is {vocab_size}")
+    stated = config.field("target_hidden_size") if method == "eagle3" else None
+    if (stated or decoder.model_width) != width:
+        name = "hidden_size" if stated is None else "target_hidden_size"
+        problems.add(f"config.json: {name} is {stated or decoder.model_width}, but the model's width is {width}")
+    for name in ("draft_vocab_size", "truncated_vocab_size"):
+        if config.field(name, known) != known:
+            what = f"there is no {TOKEN_MAPS[method]}" if map_info is None else f"{map_info.name} has {known} tokens"
+            problems.add(f"config.json: {name} is {config.field(name)!r}, but {what}")
+
+
+def _own(
+    name: str, shape: tuple[int, int], stored: dict[str, TensorInfo], target: ModelFiles, problems: Problems
+) -> bool:
+    """Whether the head has a table of its own. A copy of the target's is none, and is taken out of `stored`."""
+    shape = shape if name == "head" else (target.spec.vocab_size, shape[1])
+    tables = {weight.path[0]: info for weight, info in target.plan.sources if weight.path[-1] == "table"}
+    table, own = tables.get(name, tables["tokens"]), stored.get(TABLES[name])
+    if own is None:
+        if table.shape != shape:
+            problems.add(
+                f"there is no {TABLES[name]}, and the model's of shape {table.shape} cannot stand for one of {shape}"
+            )
+        return False
+    readable = target.plan.layout == "safetensors" and own.dtype in NUMPY_DTYPES and not problems
+    if readable and own.shape == shape and same_bytes(own, table):
+        del stored[TABLES[name]]
+        return False
+    return True
