@@ -21,7 +21,10 @@ from jaxpage.speculation.estimates import Acceptance, Costs
 # A model of 14 GB on an A100: 7 ms to read the weights, as long as arithmetic takes for 156 tokens. And a CPU, where that is so for two.
 A100 = ShapedDevice(fixed=1.5e-3, weights=7e-3, token=7e-3 / 156)
 CPU = ShapedDevice(fixed=1.0e-3, weights=0.8e-3, token=0.35e-3, draft=5e-6)
-DEVICES = {"A100": A100, "CPU": CPU}
+# The same with drafters on the device, which follow the text whether their drafts are wanted or not: a head of one layer, a small model.
+HEAD = dataclasses.replace(A100, follow=0.04, level=0.4e-3)
+MODEL = dataclasses.replace(A100, follow=0.1, level=0.8e-3)
+DEVICES = {"A100": A100, "CPU": CPU, "A100 with a head": HEAD, "A100 with a draft model": MODEL}
 # Below, on and above every size of the shapes, and with them every place where another number of drafts is the best.
 BATCHES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 128)
 PROFILES: dict[str, tuple[float, ...]] = {
@@ -42,8 +45,9 @@ def expected(
     for rate in rates[:num_drafts]:
         chance *= rate
         tokens += chance
-    seconds = device.seconds(limits.shape(num_rows, num_rows * num_drafts)) + device.draft * num_rows * num_drafts
-    return num_rows * tokens / seconds
+    shape = limits.shape(num_rows, num_rows * num_drafts)
+    drafting = device.draft * num_rows * num_drafts + (device.ahead(shape, num_drafts) if num_drafts else 0.0)
+    return num_rows * tokens / (device.seconds(shape) + drafting)
 
 
 def loop_of(device: ShapedDevice, rates: Rates, num_rows: int, **settings: int) -> SpeculativeLoop:
@@ -66,7 +70,8 @@ def test_no_batch_loses(device: str, profile: str) -> None:
         progress, of_best, of_none = measure(DEVICES[device], PROFILES[profile], num_rows)
         steps = len(progress.shapes)
         print(f"{device} {profile} batch {num_rows}: {of_best:.3f} of the best, {of_none:.3f} of none")
-        assert of_best >= 0.95, f"batch {num_rows}: {progress.num_by_shape}"
+        # A drafter that does not follow cannot be looked at, so that little gains are found late.
+        assert of_best >= (0.9 if DEVICES[device].follow else 0.95), f"batch {num_rows}: {progress.num_by_shape}"
         assert of_none >= 0.97, f"batch {num_rows}: {progress.num_by_shape}"
         assert progress.num_switches <= steps / 50, f"batch {num_rows} goes to and fro"
 
@@ -140,7 +145,7 @@ def no_costs(patch: pytest.MonkeyPatch) -> None:
 def acceptance_alone(patch: pytest.MonkeyPatch) -> None:
     """Seven drafts where three in ten of the first are right, else none."""
 
-    def ask(self: Controller, num_rows: int, sequence_ids: list[int]) -> dict[int, int]:
+    def ask(self: Controller, num_rows: int, sequence_ids: list[int], ready: object) -> dict[int, int]:
         self._step += 1
         self._asked = dict.fromkeys(sequence_ids, 7) if self.acceptance.average()[1] >= 0.3 else {}
         return dict(self._asked)

@@ -24,27 +24,16 @@ from jaxpage.device.step_inputs import Flags, StepInputs
 from jaxpage.models.drafter import Drafter
 from jaxpage.speculative_config import MOST_CANDIDATES
 
-
 # How a drafter chooses: as the target will draw, with its noise; the likeliest, whatever the noise; or by a draw of its own.
 Choice = Literal["coupled", "likeliest", "drawn"]
 
 
-class DrafterOptions(NamedTuple):
-    """What is fixed of a drafter for the life of an engine."""
+class TreeShape(NamedTuple):
+    """How far and how wide a drafter drafts, at most."""
 
-    graph: Any  # its nnx graph definition
-    taps: tuple[int, ...] | None  # see `Drafter`
-    first_layer: int  # of its own in the pages: behind the target's
-    num_levels: int  # J: tokens ahead, at most
+    num_levels: int  # J: tokens ahead
     num_branches: int  # X: of the tokens of a level, how many are followed, and how many follow each; 1: a chain
     most_rows: int  # of a step whose sequences are drafted for
-    num_blocks: int  # of the pool: where the scratch blocks begin
-    choice: Choice = "coupled"  # "drawn" is for chains
-
-    @property
-    def num_fields(self) -> int:
-        """G: numbers of each candidate."""
-        return 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
 
     def scratch_blocks(self, block_size: int) -> int:
         """Of one branch: it begins anywhere in a block."""
@@ -53,6 +42,22 @@ class DrafterOptions(NamedTuple):
     def num_scratch_blocks(self, block_size: int) -> int:
         """Of all branches of a step."""
         return self.most_rows * self.num_branches * self.scratch_blocks(block_size)
+
+
+class DrafterOptions(NamedTuple):
+    """What is fixed of a drafter for the life of an engine."""
+
+    graph: Any  # its nnx graph definition
+    taps: tuple[int, ...] | None  # see `Drafter`
+    shape: TreeShape
+    first_layer: int  # of its own in the pages: behind the target's
+    num_blocks: int  # of the pool: where the scratch blocks begin
+    choice: Choice = "coupled"  # "drawn" is for chains
+
+    @property
+    def num_fields(self) -> int:
+        """G: numbers of each candidate."""
+        return 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
 
 
 class Ends(NamedTuple):
@@ -167,7 +172,7 @@ def draft_ahead(
     takes_features = drafting.drafter.taps is not None
     ends = _ends(inputs, output_TD if takes_features else None, token_ids_R, last_B)
     tree = _root(ends, output_TD, _fork_last_blocks(pages, ends, options, backend), options)
-    levels = jnp.minimum(inputs.flags[Flags.LEVELS], options.num_levels)
+    levels = jnp.minimum(inputs.flags[Flags.LEVELS], options.shape.num_levels)
 
     def follow_and_grow(level: jax.Array, tree: _Tree) -> _Tree:
         return _grow(drafting, ends, _follow(drafting, ends, tree, level - takes_features), level)
@@ -180,7 +185,7 @@ def draft_ahead(
 
 def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: DrafterOptions) -> _Tree:
     """The token that was drawn, as the first of all branches, and the only one."""
-    num_rows, width = ends.token_id_B.shape[0], options.num_branches
+    num_rows, width = ends.token_id_B.shape[0], options.shape.num_branches
     zeros_BX = jnp.zeros((num_rows, width), jnp.int32)
     output_BD = jnp.zeros((num_rows, output_TD.shape[1]), output_TD.dtype) if ends.output_BD is None else ends.output_BD
     return _Tree(
@@ -191,7 +196,7 @@ def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: DrafterOpti
         score_BX=jnp.where(jnp.arange(width) == 0, 0.0, -jnp.inf) + zeros_BX,
         node_BX=zeros_BX - 1,
         candidates_BJGY=jnp.full(
-            (num_rows, options.num_levels, options.num_fields, width * width), _bits(jnp.float32(-jnp.inf))
+            (num_rows, options.shape.num_levels, options.num_fields, width * width), _bits(jnp.float32(-jnp.inf))
         ),
     )
 
@@ -219,7 +224,7 @@ def _grow(drafting: Drafting, ends: Ends, tree: _Tree, level: Any) -> _Tree:
 
 def _best(drafting: Drafting, logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Of each branch the X tokens that it may go on with, their log probabilities, and what they were drawn from, if they were."""
-    width, choice, by_row = drafting.options.num_branches, drafting.options.choice, drafting.by_row
+    width, choice, by_row = drafting.options.shape.num_branches, drafting.options.choice, drafting.by_row
     if choice == "drawn":
         token_ids, (ids_BW, q_BW) = draw_draft(logits, draws, by_row=by_row)
         return token_ids, jnp.zeros(token_ids.shape), [ids_BW[:, :, None], _bits(q_BW)[:, :, None]]
@@ -255,7 +260,7 @@ def _inherit(
     tree: _Tree, ends: Ends, first_block_BX: jax.Array, index: Any, options: DrafterOptions, backend: Backend
 ) -> KVPages:
     """A branch goes on from what stands in the scratch of the one that it continues."""
-    block_size, place_J = tree.pages[0].k_pages.shape[1], jnp.arange(options.num_levels)
+    block_size, place_J = tree.pages[0].k_pages.shape[1], jnp.arange(options.shape.num_levels)
     offset_B1J = (ends.position_B % block_size)[:, None, None] + place_J
     source, destination = (
         jnp.where(place_J < index, block_BX[:, :, None] * block_size + offset_B1J, 0).reshape(-1)
@@ -266,8 +271,8 @@ def _inherit(
 
 def _first_blocks(num_rows: int, options: DrafterOptions, block_size: int) -> Int[Array, "B X"]:
     """Of the scratch blocks of each branch, which lie one behind the other."""
-    branches = jnp.arange(num_rows * options.num_branches, dtype=jnp.int32).reshape(num_rows, -1)
-    return options.num_blocks + branches * options.scratch_blocks(block_size)
+    branches = jnp.arange(num_rows * options.shape.num_branches, dtype=jnp.int32).reshape(num_rows, -1)
+    return options.num_blocks + branches * options.shape.scratch_blocks(block_size)
 
 
 def _fork_last_blocks(pages: KVPages, ends: Ends, options: DrafterOptions, backend: Backend) -> KVPages:
@@ -287,7 +292,7 @@ def _scratch_tables(
     ends: Ends, first_block_BX: jax.Array, options: DrafterOptions, block_size: int
 ) -> Int[Array, "BX M"]:
     """Block tables of the branches: the row's own up to the block in which it ends, and scratch from there on."""
-    num_scratch = options.scratch_blocks(block_size)
+    num_scratch = options.shape.scratch_blocks(block_size)
     table = jnp.pad(ends.block_table_BM, ((0, 0), (0, num_scratch)))  # a draft may go beyond the longest sequence
     place_B1M = jnp.arange(table.shape[1]) - (ends.position_B // block_size)[:, None, None]
     scratch_BXM = first_block_BX[:, :, None] + place_B1M

@@ -129,7 +129,9 @@ def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) ->
         log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MOST_CANDIDATES, log_q_V.shape[0]))
         key = noise_key(seed_2, sample_index, position, Stream.DRAFT)
         place = jnp.maximum(with_noise(log_q_W[0], key), 0)
-        return ids_W[0, place], Candidates(ids_W[0].astype(jnp.int32), jax.nn.softmax(log_q_W[0]))
+        lacking = (0, MOST_CANDIDATES - ids_W.shape[1])
+        padded_W = jnp.pad(ids_W[0].astype(jnp.int32), lacking, constant_values=-1)
+        return ids_W[0, place], Candidates(padded_W, jnp.pad(jax.nn.softmax(log_q_W[0]), lacking))
 
     drawn: tuple[jax.Array, Candidates] = each_row(draw_row, (logits_RV, *draws), by_row=by_row)
     return drawn

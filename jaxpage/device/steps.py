@@ -98,7 +98,7 @@ def model_step(
     if bucket.trees:  # the right drafts of a chain are in place
         source, destination = moves(paths, inputs.slots_T, inputs.query_start)
         pages = copy_slots(pages, source, destination, options.attention_backend)
-    if drafting is not None and output_TD is not None and bucket.num_rows <= drafting.options.most_rows:
+    if drafting is not None and output_TD is not None and bucket.num_rows <= drafting.options.shape.most_rows:
         guesses, pages = draft_ahead(drafting, pages, output_TD, token_ids_R, last_R)
     elif options.num_guesses:
         guesses = medusa.guess(parameters.heads, hidden_TD[inputs.drawn_token_R[last_R]], options.num_guesses)

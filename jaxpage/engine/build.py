@@ -90,7 +90,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     company = heads.files if heads else drafter
     weights_bytes = files.plan.num_bytes(dtype) + (company.num_bytes(dtype) if company else 0)
     form = Form(dtype, config.kv_cache_dtype)
-    memory = plan_memory(config, files.spec, place, form, weights_bytes, drafter.kv if drafter else None)
+    memory = plan_memory(config, files.spec, place, form, weights_bytes, drafter)
     memory = plan_swapping(config, memory)
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
@@ -112,7 +112,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     if drafter is not None:
         ahead = drafter.options(dtype, menu, len(pages), memory.num_blocks, config.acceptance.name)
         options = options._replace(drafter=ahead)
-        num_blocks = memory.num_blocks + ahead.num_scratch_blocks(config.block_size)
+        num_blocks = memory.num_blocks + ahead.shape.num_scratch_blocks(config.block_size)
         pages += kv_pages.page_shapes(drafter.kv, num_blocks, config.block_size, page_dtype)
     try:
         executables = Executables(menu, parameters, pages, options, progress=progress)

@@ -17,7 +17,7 @@ from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.eagle_files import EAGLE_FILES, Method, load_eagle, open_eagle
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.drafting import Choice, DrafterOptions
+from jaxpage.device.drafting import Choice, DrafterOptions, TreeShape
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError
 from jaxpage.models.base import KVSpec, abstract
@@ -41,6 +41,19 @@ class OpenDrafter:
     num_bytes: Callable[[str], int]  # of its own weights in a dtype
     read: Callable[..., dict[str, Any]]  # its own parameters: of dtype, put, progress
 
+    def graph(self, dtype: str) -> Any:
+        """For `models.drafter.join`."""
+        return abstract(lambda: self.make(jnp.dtype(dtype)))[0]
+
+    @staticmethod
+    def shape(menu: BucketMenu) -> TreeShape:
+        """How far it drafts for steps of these shapes, and how wide if they take trees."""
+        most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
+        most_rows = max(bucket.num_rows for bucket in menu.verify)
+        if not any(bucket.trees for bucket in menu.verify):
+            return TreeShape(most_drafts, 1, most_rows)
+        return TreeShape(min(most_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)), most_rows)
+
     def options(
         self, dtype: str, menu: BucketMenu, first_layer: int, num_blocks: int, acceptance: str
     ) -> DrafterOptions:
@@ -51,19 +64,11 @@ class OpenDrafter:
             num_blocks: of the pool.
             acceptance: the rule's name.
         """
-        most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
-        tree = any(bucket.trees for bucket in menu.verify)
+        shape = self.shape(menu)
         choice: Choice = "coupled" if acceptance == "coupled" else "likeliest"
-        return DrafterOptions(
-            graph=abstract(lambda: self.make(jnp.dtype(dtype)))[0],
-            taps=self.taps,
-            first_layer=first_layer,
-            num_levels=min(most_drafts, DEEPEST_TREE) if tree else most_drafts,
-            num_branches=min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)) if tree else 1,
-            most_rows=max(bucket.num_rows for bucket in menu.verify),
-            num_blocks=num_blocks,
-            choice="drawn" if acceptance == "rejection" and not tree else choice,
-        )
+        if acceptance == "rejection" and shape.num_branches == 1:
+            choice = "drawn"
+        return DrafterOptions(self.graph(dtype), self.taps, shape, first_layer, num_blocks, choice)
 
     def load(self, parameters: Any, dtype: str, device: jax.Device, *, progress: bool) -> WithDrafter:
         """Beside the target's parameters, on their device and in their dtype."""

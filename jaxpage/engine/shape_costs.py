@@ -31,9 +31,6 @@ def measure_shapes(
         if following is not None:
             follows, ahead = (min(measure(levels)) - min(seconds) for levels in (0, LEVELS))
             following.costs.add(shape, follows, ahead, LEVELS)
-            if not bucket.verifies:
-                each = following.costs.of(shape, LEVELS) / (LEVELS * bucket.num_rows)
-                controller.asking_at_start(bucket.num_rows, each)
 
 
 def _seconds(builder: BatchBuilder, runner: Runner, plan: StepPlan, levels: int | None) -> list[float]:

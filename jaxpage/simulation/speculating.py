@@ -21,7 +21,9 @@ from jaxpage.simulation.traces import Arrival
 from jaxpage.speculation import Draft, chain
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.estimates import Shape
+from jaxpage.speculation.following import Following
 from jaxpage.speculation.speculation import Speculation
+from jaxpage.speculative_config import MOST_DRAFTS
 
 NUM_DRAFTS = (1, 3, 7)
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 8, 400
@@ -39,9 +41,17 @@ class ShapedDevice:
     weights: float
     token: float
     draft: float = 0.0  # of the proposer, for each draft that it is asked for
+    follow: float = (
+        0.0  # of a drafter on the device: what it adds to each step in which it follows, as a share of the step
+    )
+    level: float = 0.0  # and for each token that it drafts ahead
 
     def seconds(self, shape: Shape) -> float:
         return self.fixed + max(self.weights, self.token * shape[1])
+
+    def ahead(self, shape: Shape, levels: int | None) -> float:
+        """Seconds that a drafter adds."""
+        return 0.0 if levels is None else self.follow * self.seconds(shape) + self.level * levels
 
 
 class Guesses:
@@ -50,6 +60,7 @@ class Guesses:
     def __init__(self, rates: Rates, found: float = 1.0, seed: int = 0) -> None:
         self.step = 0
         self.num_asked = 0  # drafts
+        self.num_ready = MOST_DRAFTS  # drafts that were made before they are asked for
         self.places: dict[int, int] = {}  # in the batch, by sequence id
         self._rates = rates
         self._found = found
@@ -59,7 +70,7 @@ class Guesses:
         self.num_asked += num_drafts
         if self._random.random() >= self._found:
             return None
-        rates = self._rates(self.places[sequence.sequence_id], self.step)[:num_drafts]
+        rates = self._rates(self.places[sequence.sequence_id], self.step)[: min(num_drafts, self.num_ready)]
         wrong = np.flatnonzero(self._random.random(len(rates)) >= rates)
         num_right = int(wrong[0]) if len(wrong) else len(rates)
         return chain((sequence.token_ids[-1],) * num_right + (WRONG,) * (len(rates) - num_right))
@@ -124,7 +135,14 @@ class SpeculativeLoop:
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
                 self.controller.costs.at_start(shape, [device.seconds(shape)])
-        self.speculation = Speculation(guesses, self.limits, self.controller, vocab_size=WRONG + 1)
+        self._following = Following(self.limits, self.controller) if device.follow else None
+        if self._following is not None:
+            for bucket in menu.decode + menu.verify:
+                shape = bucket.num_rows, bucket.num_tokens
+                self._following.costs.add(shape, device.ahead(shape, 0), device.ahead(shape, 1), 1)
+        self.speculation = Speculation(
+            guesses, self.limits, self.controller, vocab_size=WRONG + 1, following=self._following
+        )
         self._device, self._guesses, self._num_rows = device, guesses, num_rows
         self._requests = ScriptedRequests()
         self._random = np.random.default_rng(seed)
@@ -144,14 +162,19 @@ class SpeculativeLoop:
         asked = self._guesses.num_asked
         plan = self.scheduler.plan(self.speculation.propose(self.scheduler.running))
         assert plan is not None
+        levels = self.speculation.levels(plan)
         edits = self._requests.edits(plan)
+        if self._following is not None:
+            self._following.ran(plan)
+            self._guesses.num_ready = levels or 0
         for group in self.scheduler.commit(plan, edits):
             if group.finished:
                 self.speculation.forget(group)
         if len(plan.samples) < plan.num_tokens:
             return
         shape = self.limits.shape(len(plan.rows), plan.num_tokens - len(plan.rows))
-        seconds, proposing = self._device.seconds(shape), self._device.draft * (self._guesses.num_asked - asked)
+        seconds = self._device.seconds(shape) + self._device.ahead(shape, levels)
+        proposing = self._device.draft * (self._guesses.num_asked - asked)
         varied = seconds * self._random.lognormal(0.0, 0.05) * (10.0 if self._random.random() < 0.005 else 1.0)
         self.speculation.verified(plan, edits, varied, proposing)
         self._guesses.step += 1

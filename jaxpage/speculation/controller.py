@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpage.scheduling.policy import StepLimits
-from jaxpage.speculation.estimates import MOST_SURPRISING, Acceptance, Costs, Shape
+from jaxpage.speculation.estimates import MOST_SURPRISING, Acceptance, AheadCosts, Costs, Shape
 from jaxpage.speculation.proposal import Draft
 from jaxpage.speculative_config import MOST_DRAFTS
 
@@ -43,7 +43,8 @@ class Controller:
         self.acceptance = Acceptance()
         self._limits = limits
         self._shapes_by_rows: dict[int, list[Shape]] = {}
-        self._asking: dict[int, float] = {}  # seconds per draft that is asked for, by rows of the shape
+        self.ahead: AheadCosts | None = None  # of a drafter on the device
+        self._asking: dict[int, float] = {}  # of any other: seconds per draft that is asked for, by rows of the shape
         self._step = 0
         self._drafts = False
         self._since = DWELL  # steps since that changed
@@ -52,19 +53,23 @@ class Controller:
         )
         self._credit = 0.0  # seconds
         self._look: Shape | None = None  # that this step takes, whatever is best
+        self._planned: Shape | None = None  # that the next step takes likewise
         self._looked = 0  # the step of the last look
-        self._num_looks = 0
+        self.num_looks = 0  # so far
         self._paid = False  # whether the last look was better than not to look
         self._best = 0.0  # tokens per second of the best that is known, at the last decision
         self._asked: Mapping[int, int] = {}
         self._most_asked = MOST_DRAFTS  # of one sequence, when any were asked for
 
-    def ask(self, num_rows: int, sequence_ids: Sequence[int]) -> Mapping[int, int]:
+    def ask(
+        self, num_rows: int, sequence_ids: Sequence[int], ready: Collection[int] | None = None
+    ) -> Mapping[int, int]:
         """How many drafts each of the sequences is to have, before they are cut. Empty: none is worth anything in this step.
 
         Args:
             num_rows: of the step.
             sequence_ids: of those of its sequences that can be drafted for.
+            ready: those of them whose drafts are made already, if that has to be before they are asked for.
         """
         self._step += 1
         self._since += 1
@@ -74,22 +79,34 @@ class Controller:
             return {}
         plain = self.costs.of(shapes[0])
         may_look = self._step - self._looked >= (1 if self._paid else LOOK_EVERY)
-        if not self._drafts and not (may_look and self._loss(shapes[1], num_rows, num_rows / plain) <= self._credit):
+        if (
+            not self._drafts
+            and self._planned is None
+            and not (may_look and self._loss(shapes[1], num_rows, num_rows / plain) <= self._credit)
+        ):
             rows, step = self._reviewed or (0, 0)
             if rows == shapes[0][0] and self._step - step < DWELL:
                 return {}
         nodes = self._nodes_to_ask(num_rows, sequence_ids)
-        goodput = {shape: self._promise(num_rows, nodes, shape) for shape in shapes[1:]}
+        goodput = {shape: self._promise(num_rows, self._reached(nodes, num_rows, shape), shape) for shape in shapes[1:]}
         best = max(goodput, key=goodput.__getitem__)
         self._decide(goodput[best] * plain / num_rows)
         self._reviewed = None if self._drafts else (shapes[0][0], self._step)
         self._best = goodput[best] if self._drafts else num_rows / plain
         chosen = best if self._drafts else shapes[0]
-        if may_look and (look := self._elsewhere(goodput | {shapes[0]: num_rows / plain}, chosen, num_rows)):
-            self._look = chosen = look
+        if self._planned in shapes and ready:
+            self._look, self._planned = self._planned, None
+        elif may_look:
+            self._look = self._elsewhere(goodput | {shapes[0]: num_rows / plain}, chosen, num_rows)
+            if self.ahead is not None:  # what it is to look at is yet to be drafted
+                self._look, self._planned = None, self._look
+        if self._look is not None:
+            self.num_looks += 1
+            chosen = self._look
             nodes = sorted(nodes, key=lambda node: (node.depth, -node.rank))
-        self._asked = self._fill(nodes, _room(chosen, num_rows))
-        self._most_asked = max(self._asked.values(), default=self._most_asked)
+        asked = self._fill(self._reached(nodes, num_rows, chosen), _room(chosen, num_rows))
+        self._most_asked = max(asked.values(), default=self._most_asked)
+        self._asked = asked if ready is None else {key: count for key, count in asked.items() if key in ready}
         return self._asked
 
     @property
@@ -99,10 +116,9 @@ class Controller:
 
     @property
     def levels_ahead(self) -> int:
-        """How many drafts the next step may want of a sequence, for who has to begin before it is asked."""
-        if self._step + 1 - self._looked >= (1 if self._paid else LOOK_EVERY) and self._credit > 0.0:
-            return MOST_DRAFTS
-        return self._most_asked if self._drafts else 0
+        """How many drafts the next step may want of a sequence, for who has to make them before they are asked for."""
+        planned = 0 if self._planned is None else -(-self._planned[1] // self._planned[0]) - 1
+        return max(planned, self._most_asked if self._drafts else 0)
 
     def cut(self, num_rows: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
         """How many of each sequence's drafts, which came of asking, the step verifies."""
@@ -136,18 +152,16 @@ class Controller:
         """A step of so many rows and drafts gave so many tokens in so many seconds; asking for drafts took some more."""
         shape = self._limits.shape(num_rows, num_drafts)
         self.costs.add(shape, seconds)
-        if num_asked := sum(self._asked.values()):
+        if self.ahead is None and (num_asked := sum(self._asked.values())):
             each, known = asking / num_asked, self._asking.get(shape[0])
             self._asking[shape[0]] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
         if self._look is not None:
             lost = min(seconds, MOST_SURPRISING * self.costs.of(shape)) + asking - num_tokens / self._best
             self._paid = lost < 0.0 and num_tokens > num_rows and not self._drafts
             self._credit -= lost
+        elif self._planned is not None:
+            self._credit -= asking
         self._credit = min(self._credit + SHARE * seconds, CREDIT_STEPS * seconds)
-
-    def asking_at_start(self, num_rows: int, seconds: float) -> None:
-        """What a draft that is asked for takes in steps with so many rows, before any was."""
-        self._asking[num_rows] = seconds
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         self.acceptance.forget(sequence_ids)
@@ -174,20 +188,25 @@ class Controller:
     def _elsewhere(self, goodput: Mapping[Shape, float], chosen: Shape, num_rows: int) -> Shape | None:
         """Another shape to look at, if there is credit for it."""
         others = [shape for shape in goodput if shape != chosen]
-        if self._num_looks % STALEST_EVERY == STALEST_EVERY - 1:
+        if self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
             other = min(others, key=self.costs.last)
         else:
             other = max(others, key=goodput.__getitem__)
         if self._loss(other, num_rows, self._best) > self._credit:
             return None
         self._looked = self._step
-        self._num_looks += 1
         return other
 
     def _loss(self, shape: Shape, num_rows: int, best: float) -> float:
         """Seconds that a step of this shape loses if no draft is right."""
-        asking = self._asking.get(shape[0], 0.0) * _room(shape, num_rows)
-        return self.costs.of(shape) + asking - num_rows / best
+        room = _room(shape, num_rows)
+        return self.costs.of(shape) + self._to_ask(shape, room, -(-room // num_rows)) - num_rows / best
+
+    def _to_ask(self, shape: Shape, num_drafts: int, depth: int) -> float:
+        """Seconds that asking for so many drafts takes, of which the last is so many tokens ahead."""
+        if self.ahead is not None:
+            return self.costs.pace * self.ahead.of(shape, depth)
+        return self._asking.get(shape[0], 0.0) * num_drafts
 
     def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """Chains as long as they may be, in the order in which they are worth it."""
@@ -199,19 +218,27 @@ class Controller:
             nodes += _nodes(sequence_id, parents, rates, found)
         return _in_order(nodes)
 
+    def _reached(self, nodes: list[_Node], num_rows: int, shape: Shape) -> list[_Node]:
+        """All of them; but to a drafter on the device it is the farthest that costs, so that no sequence gets more than its share."""
+        if self.ahead is None:
+            return nodes
+        levels = -(-_room(shape, num_rows) // num_rows)
+        return [node for node in nodes if node.depth <= levels]
+
     def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> float:
         """Tokens per second, if drafts fill the shape in the order of the nodes. A step for which none is found is one without drafts."""
-        left, gained, none, num_asked = float(_room(shape, num_rows)), 0.0, 1.0, 0
+        left, gained, none, num_asked, depth = float(_room(shape, num_rows)), 0.0, 1.0, 0, 0
         for node in nodes:
             left -= node.weight
             if left < -1e-9 or node.rank < LEAST_CHANCE:
                 break
             num_asked += 1
+            depth = max(depth, node.depth)
             gained += node.weight * node.chance
             if node.depth == 1:
                 none *= 1.0 - node.weight
         plain = self.costs.of(self._limits.shape(num_rows, 0))
-        asking = self._asking.get(shape[0], 0.0) * num_asked
+        asking = self._to_ask(shape, num_asked, depth)
         return (num_rows + gained) / (plain + (1.0 - none) * (self.costs.of(shape) - plain) + asking)
 
     def _fill(self, nodes: Iterable[_Node], most: int) -> dict[int, int]:

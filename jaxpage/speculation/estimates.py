@@ -69,6 +69,24 @@ class Costs:
 
 
 @dataclass
+class AheadCosts:
+    """Seconds that a drafter takes in steps of each shape, measured at the start."""
+
+    following: dict[Shape, float] = field(default_factory=dict)
+    level: dict[Shape, float] = field(default_factory=dict)  # of each token ahead
+
+    def add(self, shape: Shape, following: float, ahead: float, levels: int) -> None:
+        """A step of this shape took so much longer with a drafter that follows, and with one that drafts so many tokens ahead."""
+        self.following[shape] = max(0.0, following)
+        self.level[shape] = max(0.0, ahead - following) / levels
+
+    def of(self, shape: Shape, levels: int | None) -> float:
+        if levels is None:
+            return 0.0
+        return self.following.get(shape, 0.0) + levels * self.level.get(shape, 0.0)
+
+
+@dataclass
 class _Counts:
     """By place in what was asked for: 0 is whether anything came at all, i the draft i - 1. Of each those that were reached."""
 

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from jaxpage.scheduling.plan import StepPlan
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.estimates import Shape
+from jaxpage.speculation.estimates import AheadCosts, Shape
 
-KEEPS = 24  # steps for which it goes on following although nobody wants drafts: they may be wanted again
-RESTS = (
-    15 * KEEPS
-)  # steps for which it then does not, before it follows new requests again, so that the controller can look at them
-
-
-@dataclass
-class AheadCosts:
-    """Seconds that a drafter takes in steps of each shape, measured at the start."""
-
-    following: dict[Shape, float] = field(default_factory=dict)
-    level: dict[Shape, float] = field(default_factory=dict)  # of each token ahead
-
-    def add(self, shape: Shape, following: float, ahead: float, levels: int) -> None:
-        """A step of this shape took so much longer with a drafter that follows, and with one that drafts so many tokens ahead."""
-        self.following[shape] = max(0.0, following)
-        self.level[shape] = max(0.0, ahead - following) / levels
-
-    def of(self, shape: Shape, levels: int | None) -> float:
-        if levels is None:
-            return 0.0
-        return self.following.get(shape, 0.0) + levels * self.level.get(shape, 0.0)
+KEEPS = 24  # steps for which it goes on following after drafts were last wanted or looked at: they may be wanted again
+PATIENCE = 80  # steps for which it follows at most until they are looked at
+RESTS = 12  # times as long as it has followed for nothing, it then rests
 
 
 class Following:
@@ -42,12 +22,17 @@ class Following:
 
     def __init__(self, limits: StepLimits, controller: Controller | None) -> None:
         self.costs = AheadCosts()
+        if controller is not None:
+            controller.ahead = self.costs
         self._limits = limits
         self._controller = controller
         self._levels: int | None = None  # of the last step
         self._blind: set[int] = set()  # sequences with tokens that the drafter has not computed
-        self._ready: frozenset[int] = frozenset()  # sequences that it drafted for in the last step
-        self._idle = 0  # steps since drafts were wanted, or since it began to follow again
+        self._ready: frozenset[int] = frozenset()
+        self._idle = 0  # steps since drafts were wanted, or since it began to follow
+        self._patience = PATIENCE  # as many as that may be
+        self._num_looks = 0  # of the controller, when it began
+        self._rest = 0  # steps for which it is yet to rest
 
     def levels(self, plan: StepPlan) -> int | None:
         """How many tokens ahead of the step's draws it drafts; None: it does not follow."""
@@ -55,15 +40,24 @@ class Following:
         return self._levels
 
     def _choose(self, plan: StepPlan) -> int | None:
-        num_rows = len(plan.rows)
-        if self._controller is None:
-            return self._limits.most_drafts(num_rows)
-        self._idle = 0 if self._controller.drafts else self._idle + 1
-        if self._idle > KEEPS:
-            if self._idle <= KEEPS + RESTS or not any(row.start == 0 for row in plan.rows):
+        most = self._limits.most_drafts(len(plan.rows))
+        controller = self._controller
+        if controller is None:
+            return most
+        if self._rest:
+            self._rest -= self._rest > 1 or any(row.start == 0 for row in plan.rows)  # it begins with a new request
+            if self._rest:
                 return None
-            self._idle = 1
-        return min(self._controller.levels_ahead, self._limits.most_drafts(num_rows))
+            self._idle, self._patience, self._num_looks = 0, PATIENCE, controller.num_looks
+        if controller.drafts:
+            self._idle, self._patience = 0, KEEPS
+        elif controller.num_looks > self._num_looks:
+            self._patience = min(self._patience, self._idle + KEEPS)
+        self._idle += 1
+        if self._idle > self._patience:
+            self._rest = RESTS * self._idle
+            return None
+        return min(controller.levels_ahead, most)
 
     def ran(self, plan: StepPlan) -> None:
         """The step for which `levels` was asked has happened."""
@@ -78,8 +72,13 @@ class Following:
             frozenset(child for child, _ in forks if child not in self._blind) if self._levels else frozenset()
         )
 
-    def is_ready(self, sequence_id: int) -> bool:
-        return sequence_id in self._ready
+    @property
+    def ready(self) -> frozenset[int]:
+        """The sequences that it drafted for in the last step."""
+        return self._ready
+
+    def has_lost(self, sequence_id: int) -> bool:
+        return sequence_id in self._blind
 
     def seconds(self, shape: Shape) -> float:
         """That it took of the last step, which had this shape, by what was measured at the start."""

@@ -50,7 +50,7 @@ class Speculation:
                 num_rows += 1
                 if sequence.num_pending_tokens > 1:
                     return {}  # the step computes a prompt, and has no room for drafts
-                if not (group.request.beam or group.children_due) and self._is_ready(sequence.sequence_id):
+                if not (group.request.beam or group.children_due) and self._can_draft(sequence.sequence_id):
                     decoding[sequence.sequence_id] = group.request, sequence
         asked = self._ask(num_rows, decoding)
         if not asked:
@@ -65,15 +65,16 @@ class Speculation:
         counts = self._controller.cut(num_rows, drafts)
         return {sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()}
 
-    def _is_ready(self, sequence_id: int) -> bool:
-        return self._following is None or self._following.is_ready(sequence_id)
+    def _can_draft(self, sequence_id: int) -> bool:
+        return self._following is None or not self._following.has_lost(sequence_id)
 
     def _ask(self, num_rows: int, sequence_ids: Iterable[int]) -> dict[int, int]:
         """How many drafts to ask for, by sequence id."""
         if self._failed:
             return {}
         if self._controller is not None:
-            return dict(self._controller.ask(num_rows, list(sequence_ids)))
+            ready = None if self._following is None else self._following.ready
+            return dict(self._controller.ask(num_rows, list(sequence_ids), ready))
         most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows) // max(1, num_rows))
         return dict.fromkeys(sequence_ids, most) if most else {}
 

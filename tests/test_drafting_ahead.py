@@ -1,0 +1,241 @@
+"""Drafters inside the step: they draft what a model in float64 without any paged memory drafts, and no draft changes a text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import transformers
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.device import drafting
+from jaxpage.speculation import Draft
+from tests.support.eagle import Eagle, Eagle3, torch, write
+from tests.support.engines import LLAMA, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint, random_tensors
+
+SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+HEAD = {**LLAMA, "num_hidden_layers": 1, "rms_norm_eps": 1e-3, "rope_theta": 500.0}
+TAPS = (1, 0, 1)
+NUM_DRAFTS = 12
+
+
+class Case(NamedTuple):
+    method: str
+    tree: bool
+
+
+CASES = [Case("draft_model", False), Case("draft_model", True), Case("eagle", False), Case("eagle3", True)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the models: the target, and of each method a drafter."""
+    root = tmp_path_factory.mktemp("models")
+    random_checkpoint(root / "target", LLAMA, 1)
+    random_checkpoint(root / "draft_model", SMALL, 2)
+    write(root / "eagle", HEAD, heads()["eagle"].tensors(), without=("lm_head.weight", "embed_tokens.weight"))
+    config = {**HEAD, "architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": TAPS}
+    write(root / "eagle3", {**config, "draft_vocab_size": HEAD["vocab_size"]}, heads()["eagle3"].tensors())
+    return root
+
+
+@functools.cache
+def heads() -> dict[str, Eagle | Eagle3]:
+    """Of EAGLE-1 both tables are the target's."""
+    eagle, eagle3 = Eagle(**HEAD), Eagle3(rows=HEAD["vocab_size"], target_width=HEAD["hidden_size"], **HEAD)
+    eagle.take(random_tensors(LLAMA, 1), "tokens", "head")
+    return {"eagle": eagle, "eagle3": eagle3}
+
+
+def start(root: Path, case: Case, drafter: str | None = None, **settings: Any) -> LLM:
+    config: dict[str, Any] = {"method": case.method, "model": str(root / (drafter or case.method)), "tree": case.tree}
+    config["num_speculative_tokens"] = NUM_DRAFTS
+    return make_llm(root / "target", speculative_config=config, max_num_seqs=2, max_num_batched_tokens=32, **settings)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.method}-{'tree' if case.tree else 'chain'}")
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def tight(case: Case, root: Path) -> Iterator[LLM]:
+    """An engine whose requests give way to each other, with blocks that no draft ends on evenly."""
+    with start(root, case, block_size=4, num_blocks=26, max_model_len=96) as llm:
+        yield llm
+
+
+def prompts() -> list[list[int]]:
+    """One takes two chunks."""
+    rng = np.random.default_rng(3)
+    return [rng.integers(1, 257, size).tolist() for size in (23, 40, 5)]
+
+
+def record(llm: LLM) -> list[tuple[tuple[int, ...], Draft]]:
+    """Every draft from now on, behind which tokens."""
+    drafts: list[tuple[tuple[int, ...], Draft]] = []
+    propose = type(llm._engine.speculation).propose
+
+    def listen(groups: Any) -> Any:
+        proposed = propose(llm._engine.speculation, groups)
+        for group in llm._engine.scheduler.running:
+            for sequence in group.unfinished:
+                if sequence.sequence_id in proposed:
+                    drafts.append((tuple(sequence.token_ids), proposed[sequence.sequence_id]))
+        return proposed
+
+    llm._engine.propose = listen
+    return drafts
+
+
+class Reference:
+    """A tree grown by brute force from the drafter's log probabilities in float64, without any memory of keys and values."""
+
+    def __init__(self, logprobs: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]):
+        """logprobs: of what follows known tokens and drafts behind them."""
+        self._logprobs = logprobs
+
+    def paths(self, known: tuple[int, ...], levels: int, branches: int, num_drafts: int) -> list[tuple[int, ...]]:
+        """Of the best drafts, each with what leads to it, best first."""
+        frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        found = []
+        for _ in range(levels):
+            grown = []
+            for score, path in frontier:
+                logprobs = self._logprobs(known, path)
+                grown += [(score + logprobs[t], (*path, int(t))) for t in np.argsort(-logprobs)[:branches]]
+            frontier = sorted(grown, reverse=True)[:branches]
+            found += grown
+        return [path for _, path in sorted(found, reverse=True)[:num_drafts]]
+
+
+def of_a_model(directory: Path) -> Reference:
+    model = hf_model(directory)
+
+    def logprobs(known: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*known, *path]])).logits[0, -1]
+        return torch.log_softmax(logits, -1).numpy()
+
+    return Reference(logprobs)
+
+
+def of_a_head(head: Eagle | Eagle3, directory: Path) -> Reference:
+    """directory: of its target, from which its features are, up to the token before the last known one."""
+    model = hf_model(directory)
+
+    @functools.cache
+    def features(known: tuple[int, ...]) -> np.ndarray:
+        with torch.no_grad():
+            states = model(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
+        numbers = [state[0].numpy() for state in states]
+        return head.fuse([numbers[tap] for tap in TAPS]) if isinstance(head, Eagle3) else numbers[-1]
+
+    @functools.cache
+    def run(known: tuple[int, ...], path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Features up to the last token, its own where the target has not been, and log probabilities of what is behind."""
+        before = features(known) if not path else run(known, path[:-1])[0]
+        outputs, logits = head(np.array([*known[1:], *path]), before)
+        logprobs = torch.log_softmax(torch.tensor(logits[-1]), -1).numpy()
+        return np.concatenate([before, outputs[-1:]]), logprobs
+
+    return Reference(lambda known, path: run(known, path)[1])
+
+
+def hf_model(directory: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
+
+
+@pytest.fixture(scope="module")
+def reference(case: Case, root: Path) -> Reference:
+    if case.method == "draft_model":
+        return of_a_model(root / "draft_model")
+    return of_a_head(heads()[case.method], root / "target")
+
+
+def assert_as_the_reference(llm: LLM, drafts: list[tuple[tuple[int, ...], Draft]], reference: Reference) -> None:
+    options = llm._engine.runner.executables.options.drafter
+    assert options is not None and drafts
+    for known, draft in drafts:
+        paths = reference.paths(known, options.shape.num_levels, options.shape.num_branches, NUM_DRAFTS)
+        assert [draft.path(index) for index in range(len(draft.parents))] == paths
+
+
+def outputs(llm: LLM, params: SamplingParams) -> list[Any]:
+    return [result.outputs for result in llm.generate([{"prompt_token_ids": ids} for ids in prompts()], params)]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=40, n=2, seed=5, logprobs=2, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def plain(root: Path) -> list[tuple[SamplingParams, list[Any]]]:
+    with make_llm(root / "target") as llm:
+        return [(params, outputs(llm, params)) for params in (GREEDY, SAMPLED)]
+
+
+def test_it_drafts_what_the_reference_does(tight: LLM, reference: Reference) -> None:
+    """Behind prompts of several chunks, wrong drafts, and tokens that were computed once more."""
+    drafts = record(tight)
+    before = tight.stats()
+    tight._engine.reset_prefix_cache()
+    outputs(tight, GREEDY)
+    stats = tight.stats()
+    assert sum(stats["num_preemptions_total"].values()) > sum(before["num_preemptions_total"].values())
+    assert stats["spec_decode_wasted_slots_total"] > before["spec_decode_wasted_slots_total"]
+    assert_as_the_reference(tight, drafts, reference)
+    invariants(tight)
+
+
+def test_no_draft_changes_a_text(tight: LLM, plain: list[tuple[SamplingParams, list[Any]]]) -> None:
+    num_compiled = tight.stats()["compile_total"]
+    for params, wanted in plain:
+        assert outputs(tight, params) == wanted
+    assert tight.stats()["compile_total"] == num_compiled
+    invariants(tight)
+
+
+def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(tight: LLM, case: Case, reference: Reference) -> None:
+    if case.method != "draft_model":
+        pytest.skip("a head's numbers for a token follow from the token behind it, which is another where texts part")
+    drafts = record(tight)
+    params = SamplingParams(temperature=1e-6, n=2, seed=1, max_tokens=8, ignore_eos=True)
+    found = tight.stats()["prefix_cache_hits_total"]
+    for prompt in ([*range(1, 21)], [*range(1, 21), 7]):
+        tight.generate([{"prompt_token_ids": prompt}], params)
+    assert tight.stats()["prefix_cache_hits_total"] > found
+    assert_as_the_reference(tight, drafts, reference)
+
+
+@pytest.mark.parametrize("mistake", ["_fork_last_blocks", "_inherit"])
+def test_a_planted_mistake_is_seen(mistake: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages as they were: scratch does not hold what stands before the drafts."""
+    unmoved: dict[str, Any] = {
+        "_fork_last_blocks": lambda pages, *_: pages,
+        "_inherit": lambda tree, *_: tree.pages,
+    }
+    monkeypatch.setattr(drafting, mistake, unmoved[mistake])
+    with start(root, Case("draft_model", True), block_size=4) as llm:
+        drafts = record(llm)
+        outputs(llm, GREEDY)
+        with pytest.raises(AssertionError):
+            assert_as_the_reference(llm, drafts, of_a_model(root / "draft_model"))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_model_that_drafts_for_itself_is_right(
+    tree: bool, root: Path, plain: list[tuple[SamplingParams, list[Any]]]
+) -> None:
+    """At any temperature, as far as a chain goes: trees have other guesses too, and fewer of the likeliest."""
+    with start(root, Case("draft_model", tree), drafter="target") as llm:
+        for params, wanted in plain:
+            assert outputs(llm, params) == wanted
+        stats = llm.stats()
+    rate = stats["spec_decode_num_accepted_tokens_total"] / stats["spec_decode_num_draft_tokens_total"]
+    assert rate > 0.3 if tree else rate == 1.0
