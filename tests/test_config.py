@@ -153,6 +153,14 @@ NESTED = [
     ({"max_num_seqs": 4}, r"max_num_seqs: unknown setting; settings are method, model, "),
     ({"method": "ngrams"}, r"method: must be 'ngram', .*, got 'ngrams'$"),
     ({"acceptance": 1}, r"acceptance: must be 'coupled', .*, got 1$"),
+    (
+        {"acceptance": "typical", "typical_acceptance_posterior_threshold": 1.0},
+        r"typical_acceptance_posterior_threshold: must be less than 1, got 1.0$",
+    ),
+    (
+        {"acceptance": "typical", "typical_acceptance_posterior_alpha": -0.1},
+        r"typical_acceptance_posterior_alpha: must be greater than or equal to 0, got -0.1$",
+    ),
 ]
 
 
@@ -173,15 +181,22 @@ def test_settings_of_speculation_that_contradict_or_are_missing() -> None:
         EngineConfig(speculative_config={"num_speculative_tokens": 3})
     with pytest.raises(ConfigError, match="^speculative_config: prompt_lookup_min is 5, above prompt_lookup_max, 4$"):
         EngineConfig(speculative_config={"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4})
+    for acceptance in ("coupled", "rejection"):
+        with pytest.raises(
+            ConfigError, match=rf"typical_acceptance_posterior_alpha is 0.2, but acceptance is '{acceptance}'"
+        ):
+            EngineConfig(
+                speculative_config={
+                    "method": "ngram",
+                    "acceptance": acceptance,
+                    "typical_acceptance_posterior_alpha": 0.2,
+                }
+            )
     with pytest.raises(ConfigError, match="^speculative_config: must be a valid dictionary"):
         EngineConfig(speculative_config=7)
 
 
 def test_speculation_that_this_version_does_not_do_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedError, match="^speculative_config: acceptance 'typical' is not supported: this version"
-    ):
-        EngineConfig(speculative_config={"method": "ngram", "acceptance": "typical"})
     with pytest.raises(
         UnsupportedError, match="^speculative_config: method 'lookahead' is not supported: this version"
     ):
@@ -190,6 +205,18 @@ def test_speculation_that_this_version_does_not_do_is_refused() -> None:
         ConfigError, match="^speculative_config: model is 'there', but method is 'ngram': it belongs to"
     ):
         EngineConfig(speculative_config={"method": "ngram", "model": "there"})
+
+
+def test_which_drafts_become_tokens() -> None:
+    assert EngineConfig().acceptance == EngineConfig(speculative_config={"method": "ngram"}).acceptance
+    assert EngineConfig().acceptance.name == "coupled"
+    given = {"method": "suffix", "acceptance": "typical", "typical_acceptance_posterior_threshold": 0.2}
+    assert EngineConfig(speculative_config=given).acceptance == ("typical", 0.2, 0.3)
+    assert EngineConfig(speculative_config={"method": "medusa", "model": "m", "acceptance": "typical"}).acceptance == (
+        "typical",
+        0.09,
+        0.3,
+    )
 
 
 def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:

@@ -58,8 +58,9 @@ class Draft(NamedTuple):
 
     `q`: a row for each draft, what it was drawn from, for acceptance "rejection" (the other rules look at the tokens alone). Drafts behind
     the same token are drawn without replacement: each has the whole distribution as its row, and was drawn from that less the drafts before
-    it. The row is what was really drawn from, so it is cut to so many tokens before the draw. None: they were chosen. Of drafts that were
-    drawn that is as right, and accepts fewer.
+    it. The row is what was really drawn from, so it is cut to so many tokens before the draw; and which drafts there are may depend on
+    those before them, but not on the draft itself: one that was drawn is not left out for what it is. None: they were chosen, by whatever
+    rule. Of drafts that were drawn that is as right, and accepts fewer.
     """
 
     token_ids: tuple[int, ...]
@@ -116,7 +117,7 @@ def chain(token_ids: tuple[int, ...], q: Candidates | None = None) -> Draft:
 
 
 class Proposer(Protocol):
-    """Guesses what follows. A wrong guess costs time and changes no text.
+    """Guesses what follows. A wrong guess costs time. It changes no text with acceptance "coupled", and no distribution with "rejection".
 
     A guess shows in how long steps take. So what one request is told must not come from another, unless both have the same `cache_salt`.
     """

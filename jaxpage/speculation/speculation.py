@@ -93,7 +93,7 @@ class Speculation:
             return None
 
     def _give_up(self) -> None:
-        logger.exception("the proposer failed: from now on nothing is drafted, and texts stay what they are")
+        logger.exception("the proposer failed: from now on nothing is drafted")
         self._failed = True
 
     def levels(self, plan: StepPlan) -> int | None:
