@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from jaxpage.argument_checks import shown
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.speculative_config import SpeculativeConfig
+from jaxpage.speculative_config import AcceptanceRule, SpeculativeConfig
 
 Problem = tuple[str, str]  # (setting, what is wrong with it)
 
@@ -94,6 +94,11 @@ class EngineConfig(BaseModel):
                 raise InvalidSettings(contradictions)
             if refused := list(_not_honoured(self)):
                 raise UnsupportedSettings(refused)
+
+    @property
+    def acceptance(self) -> AcceptanceRule:
+        """Which drafts become tokens."""
+        return self.speculative_config.rule if self.speculative_config else AcceptanceRule()
 
     def replace(self, **settings: Any) -> EngineConfig:
         """The same settings but for those given, checked again as a whole."""

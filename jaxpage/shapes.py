@@ -10,7 +10,7 @@
 | D | model width | V | vocabulary: the width of the logits |
 | F | feed-forward width | W | candidates kept per row |
 | E | entries of a bias | U | words of a mask over the vocabulary |
-| J | heads that guess ahead (Medusa's) | | |
+| J | tokens that are guessed ahead (Medusa's heads) | X | branches that a drafter follows (Y = X * X: candidates) |
 
 Arrays on the device, or bound for it, carry their axes as a suffix: `hidden_TD`, `block_table_BM`, `logits_BV`.
 Host lists and integers keep plain names. Lengths count tokens; any other unit stands in the name (`_bytes`, `_seconds`, `_blocks`).

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
+MOST_CANDIDATES = 32  # tokens of a distribution that drafts are drawn from, where its probabilities are looked at
 
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
-SUPPORTED = ("ngram", "suffix", "medusa")
+SUPPORTED = ("ngram", "suffix", *WITH_WEIGHTS)
 
 # Which methods a field is for. In a configuration of another method it is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -26,6 +27,7 @@ BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "medusa_choices": ("medusa",),
     }
 )
+TYPICAL = ("typical_acceptance_posterior_threshold", "typical_acceptance_posterior_alpha")
 
 
 class SuffixDecoding(NamedTuple):
@@ -37,12 +39,21 @@ class SuffixDecoding(NamedTuple):
     min_token_prob: float = 0.1  # of a draft: by the counts, with all the drafts before it
 
 
+class AcceptanceRule(NamedTuple):
+    """Which drafts become tokens. The rest is of "typical"."""
+
+    name: Literal["coupled", "rejection", "typical"] = "coupled"
+    posterior_threshold: float = 0.09  # a draft this likely is right whatever else is likely
+    posterior_alpha: float = 0.3  # and one that is this part of exp(-entropy), where that is less
+
+
 # A draft of a tree: its rank among what the first head guesses, the rank of the next one's guess behind it, and so on.
 Choice = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST_DRAFTS)], ...], Field(min_length=1)]
 
 
 class SpeculativeConfig(BaseModel):
-    """How what follows is drafted. With coupled acceptance nothing in here changes a text: it changes how many steps it takes.
+    """How what follows is drafted. With coupled acceptance nothing in here changes a text: it changes how many steps it takes. With
+    rejection no distribution of texts changes. Typical acceptance changes both.
 
     None: the method's default.
     """
@@ -54,6 +65,8 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
     tree: bool = False  # drafts may branch: several guesses of what comes next, verified at once
     acceptance: Literal["coupled", "rejection", "typical"] = "coupled"
+    typical_acceptance_posterior_threshold: Annotated[float, Field(ge=0, lt=1)] | None = None  # see AcceptanceRule
+    typical_acceptance_posterior_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] | None = None  # of "ngram": the shortest match (2)
     prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] | None = None  # and the longest that is looked for (16)
     suffix_decoding_max_tree_depth: Annotated[int, Field(ge=2, le=256)] | None = None  # of "suffix": see SuffixDecoding
@@ -85,8 +98,16 @@ class SpeculativeConfig(BaseModel):
         given = {name: getattr(self, f"suffix_decoding_{name}") for name in SuffixDecoding._fields}
         return SuffixDecoding(**{name: value for name, value in given.items() if value is not None})
 
+    @property
+    def rule(self) -> AcceptanceRule:
+        given = {name.removeprefix("typical_acceptance_"): getattr(self, name) for name in TYPICAL}
+        return AcceptanceRule(self.acceptance, **{name: value for name, value in given.items() if value is not None})
+
     def problems(self) -> Iterable[str]:
         """What contradicts itself."""
+        for name in TYPICAL:
+            if (value := getattr(self, name)) is not None and self.acceptance != "typical":
+                yield f"{name} is {value!r}, but acceptance is {self.acceptance!r}: it belongs to typical"
         for name, methods in BELONGS.items():
             value = getattr(self, name)
             if value is not None and self.method not in methods:
@@ -100,8 +121,8 @@ class SpeculativeConfig(BaseModel):
                 f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
             )
 
-        if self.method == "medusa" and not self.model:
-            yield "method 'medusa' needs model: where its heads are"
+        if self.method in WITH_WEIGHTS and not self.model:
+            yield f"method {self.method!r} needs model: where its weights are"
         if self.medusa_choices is not None:
             yield from self._wrong_choices(self.medusa_choices)
 
@@ -122,10 +143,6 @@ class SpeculativeConfig(BaseModel):
         if self.method not in SUPPORTED:
             yield (
                 f"method {self.method!r} is not supported: this version drafts with the methods {', '.join(SUPPORTED)}; use one of them"
-            )
-        if self.acceptance != "coupled":
-            yield (
-                f"acceptance {self.acceptance!r} is not supported: this version accepts coupled drafts only; use coupled"
             )
         if self.tree and self.method == "ngram":
             yield "tree=True is not supported: method 'ngram' drafts chains; use False"

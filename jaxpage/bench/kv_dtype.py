@@ -121,7 +121,7 @@ def position_logits(
         return logits_step(parameters, pages, unpack(packed, _BUCKET, width), bucket=_BUCKET, options=options)
 
     compiled = jax.jit(step, donate_argnums=1)
-    pages = kv_pages.allocate(files.spec.kv, width + 1, config.block_size, page_dtype)
+    pages = kv_pages.allocate(kv_pages.page_shapes(files.spec.kv, width + 1, config.block_size, page_dtype))
     rows = []
     for start in range(0, len(token_ids), STEP_TOKENS):
         part = token_ids[start : start + STEP_TOKENS]

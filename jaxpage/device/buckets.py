@@ -20,6 +20,7 @@ class Bucket:
     num_tokens: T, query tokens of the stream. num_rows: B, sequences. max_query_len: the longest row, a promise.
     verifies: rows are a token and drafts of what follows, and every token is drawn from; otherwise there are as many draws as rows.
     trees: drafts may branch; chains are trees too.
+    q_width: W, tokens of what a draft was drawn from; 0 where nobody looks at that.
     """
 
     num_tokens: int
@@ -27,6 +28,7 @@ class Bucket:
     max_query_len: int
     verifies: bool = False
     trees: bool = False
+    q_width: int = 0
 
     @property
     def num_mask_words(self) -> int:
@@ -96,6 +98,7 @@ def make_menu(
     num_drafts: tuple[int, ...] = (),
     max_verified_tokens: int = 0,
     trees: bool = False,
+    q_width: int = 0,
 ) -> BucketMenu:
     """Decode buckets by doubling rows, chunk buckets by quadrupling tokens: few shapes, little padding.
 
@@ -103,12 +106,16 @@ def make_menu(
     num_drafts: how many drafts a row has on average: for each, buckets by doubling rows up to `max_verified_tokens` tokens. One row may
         have more than another, up to the most of them: attention takes a tile of queries for each row in any case.
     trees: whether drafts may branch. Then all of those buckets take trees, which cost a little more than chains alone.
+    q_width: of those buckets.
     """
     rows = max(SMALLEST_ROWS, max_num_seqs)
     decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows, 2))
     sizes = [(b.num_rows * (1 + k), b.num_rows) for b in decode for k in num_drafts]
     longest = 1 + max(num_drafts, default=0)
-    verify = [Bucket(tokens, rows, min(tokens, longest), verifies=True, trees=trees) for tokens, rows in sizes]
+    verify = [
+        Bucket(tokens, rows, min(tokens, longest), verifies=True, trees=trees, q_width=q_width)
+        for tokens, rows in sizes
+    ]
     chunk_rows = rows if mixed else min(CHUNK_ROWS, rows)
     return BucketMenu(
         decode=decode,

@@ -20,9 +20,9 @@ from tqdm import tqdm
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, packed_size
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
-from pallas_kernels import gather_blocks, scatter_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -146,14 +146,14 @@ def _compile_copy(pages: KVPages, num_copies: int, backend: Backend) -> Any:
 
 def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
-    return jax.jit(functools.partial(gather_blocks, **backend.mover)).lower(pages, blocks).compile()
+    return jax.jit(functools.partial(gather_blocks, backend=backend)).lower(pages, blocks).compile()
 
 
 def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
-    contents = jax.eval_shape(gather_blocks, pages, blocks)
+    contents = jax.eval_shape(functools.partial(gather_blocks, backend=Backend("reference")), pages, blocks)
     return (
-        jax.jit(functools.partial(scatter_blocks, **backend.mover), donate_argnums=0)
+        jax.jit(functools.partial(scatter_blocks, backend=backend), donate_argnums=0)
         .lower(pages, blocks, contents)
         .compile()
     )

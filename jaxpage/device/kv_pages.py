@@ -49,5 +49,6 @@ def page_shapes(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike) 
     return tuple(LayerPages(page, page, scale, scale) for _ in range(kv.num_layers))  # type: ignore[arg-type]
 
 
-def allocate(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike) -> KVPages:
-    return jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), page_shapes(kv, num_blocks, block_size, dtype))
+def allocate(shapes: KVPages) -> KVPages:
+    """Empty pages of these shapes."""
+    return jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), shapes)

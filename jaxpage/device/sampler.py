@@ -1,7 +1,8 @@
 """Draws a token per row inside the step.
 
 The noise of a draw is a function of (request seed, sample index, position) alone, and a token is the argmax of logits plus Gumbel
-noise, so a draw ignores its batch neighbours and whatever happened to the request before. Temperature, top-k, top-p and min-p act
+noise, so a draw ignores its batch neighbours and whatever happened to the request before. Whatever else needs noise has a stream of its
+own (`Stream`). Temperature, top-k, top-p and min-p act
 in the order of Hugging Face's processors. Cut-offs are found by bisection over the bits of a float32, which is exact and needs no
 sort of the vocabulary; on CPU those of a small top-k among the likeliest tokens, which is as exact.
 """
@@ -10,18 +11,66 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.device.adjustments import adjust
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.speculative_config import MOST_CANDIDATES
 
 NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
 NUM_LIKELIEST = 128  # a top-k up to this is found without bisecting the vocabulary
+
+
+class Draws(NamedTuple):
+    """What a request wants of its draws, and what their noise follows from: an entry for each."""
+
+    temperature_R: jax.Array
+    top_k_R: jax.Array
+    top_p_R: jax.Array
+    min_p_R: jax.Array
+    seed_R2: jax.Array
+    sample_index_R: jax.Array
+    position_R: jax.Array  # the place that the drawn token takes
+
+
+class Candidates(NamedTuple):
+    """What drafts were drawn from: probabilities of so many tokens, and 0 of all others."""
+
+    ids_RW: jax.Array
+    q_RW: jax.Array
+
+
+def draws_of(inputs: StepInputs) -> Draws:
+    """The step's own."""
+    return Draws(
+        inputs.temperature_R,
+        inputs.top_k_R,
+        inputs.top_p_R,
+        inputs.min_p_R,
+        inputs.seed_R2,
+        inputs.sample_index_R,
+        inputs.drawn_position_R,
+    )
+
+
+class Stream:
+    """Noise that is none of a draw's own: folded into the seed before all else, where no sample index reaches."""
+
+    DRAFT = 0xFFFFFFFF  # for whoever draws drafts
+    ACCEPT = 0xFFFFFFFE  # whether a draft is rejected; also by its place among those behind the same token
+    RESIDUAL = 0xFFFFFFFD  # what is drawn where all were
+
+
+def noise_key(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, stream: int | None = None) -> jax.Array:
+    key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
+    if stream is not None:
+        key = jax.random.fold_in(key, stream)
+    return jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
 
 
 def draw(
@@ -31,22 +80,11 @@ def draw(
 
     by_row: a loop over rows instead of one wide computation: on CPU greedy rows then cost no noise, and a row's sums have one shape.
     """
-    # Comparisons, because a wide maximum of XLA:CPU loses a NaN.
-    is_finite_B = jnp.all(logits_BV < jnp.inf, axis=-1) & jnp.any(logits_BV > -jnp.inf, axis=-1)
+    is_finite_B = are_finite(logits_BV)
     logits_BV = adjust(logits_BV, inputs, adjustments, by_row=by_row)
 
     def random() -> jax.Array:
-        row_inputs = (
-            logits_BV,
-            inputs.temperature_R,
-            inputs.top_k_R,
-            inputs.top_p_R,
-            inputs.min_p_R,
-            inputs.seed_R2,
-            inputs.sample_index_R,
-            inputs.drawn_position_R,
-        )
-        return _each_row(functools.partial(_draw_row, by_row=by_row), row_inputs, by_row)
+        return each_row(functools.partial(_draw_row, by_row=by_row), (logits_BV, *draws_of(inputs)), by_row=by_row)
 
     token_ids_B = jax.lax.cond(
         inputs.flags[Flags.RANDOM] > 0, random, lambda: jax.vmap(_first_of_the_largest)(logits_BV)
@@ -54,13 +92,58 @@ def draw(
     return jnp.where(is_finite_B, token_ids_B, NOT_FINITE)
 
 
-def _each_row(function: Callable[..., jax.Array], rows: tuple[Any, ...], by_row: bool) -> jax.Array:
+def are_finite(logits_BV: Float[Array, "B V"]) -> Bool[Array, "B"]:
+    """Comparisons, because a wide maximum of XLA:CPU loses a NaN."""
+    return jnp.all(logits_BV < jnp.inf, axis=-1) & jnp.any(logits_BV > -jnp.inf, axis=-1)
+
+
+def each_row(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: bool) -> Any:
     if by_row:
         return jax.lax.map(lambda row: function(*row), rows)
     return jax.vmap(function)(*rows)
 
 
-def _draw_row(
+def perturbed(
+    logits_RV: Float[Array, "R V"], draws: Draws, is_random: jax.Array, *, by_row: bool
+) -> Float[Array, "R V"]:
+    """Of what `draw` takes the largest: cut off and with noise where a draw is random, the logits themselves where it is greedy.
+
+    is_random: whether any is.
+    """
+
+    def perturb(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array) -> jax.Array:
+        return jax.lax.cond(
+            temperature > 0.0, lambda: _perturb(logits_V, temperature, *rest, by_row=by_row), lambda: logits_V
+        )
+
+    return jax.lax.cond(is_random, lambda: each_row(perturb, (logits_RV, *draws), by_row=by_row), lambda: logits_RV)
+
+
+def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) -> tuple[Int[Array, "R"], Candidates]:
+    """Tokens for acceptance by rejection, from noise of their own, and the distributions that they were really drawn from: the likeliest
+    `MOST_CANDIDATES` tokens of what `draw` draws from. Of a greedy row the likeliest alone."""
+
+    def draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array) -> tuple[jax.Array, Candidates]:
+        *cutoffs, seed_2, sample_index, position = rest
+        log_q_V = _distribution(logits_V, temperature, *cutoffs, by_row=by_row)
+        log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MOST_CANDIDATES, log_q_V.shape[0]))
+        key = noise_key(seed_2, sample_index, position, Stream.DRAFT)
+        place = jnp.maximum(with_noise(log_q_W[0], key), 0)
+        return ids_W[0, place], Candidates(ids_W[0].astype(jnp.int32), jax.nn.softmax(log_q_W[0]))
+
+    drawn: tuple[jax.Array, Candidates] = each_row(draw_row, (logits_RV, *draws), by_row=by_row)
+    return drawn
+
+
+def _draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, by_row: bool) -> jax.Array:
+    return jax.lax.cond(
+        temperature > 0.0,
+        lambda: _first_of_the_largest(_perturb(logits_V, temperature, *rest, by_row=by_row)),
+        lambda: _first_of_the_largest(logits_V),
+    )
+
+
+def _perturb(
     logits_V: jax.Array,
     temperature: jax.Array,
     top_k: jax.Array,
@@ -72,13 +155,37 @@ def _draw_row(
     *,
     by_row: bool,
 ) -> jax.Array:
-    def random() -> jax.Array:
-        scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
-        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
-        key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
-        return _first_of_the_largest(scaled_V + jax.random.gumbel(key, logits_V.shape, jnp.float32))
+    scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
+    return scaled_V + jax.random.gumbel(noise_key(seed_2, sample_index, position), logits_V.shape, jnp.float32)
 
-    return jax.lax.cond(temperature > 0.0, random, lambda: _first_of_the_largest(logits_V))
+
+def with_noise(logits_V: Float[Array, "V"], key: jax.Array) -> Int[Array, ""]:
+    """A token drawn from these logits; NOTHING_ALLOWED if there is none."""
+    return _first_of_the_largest(logits_V + jax.random.gumbel(key, logits_V.shape, jnp.float32))
+
+
+def distributions(
+    logits_BV: Float[Array, "B V"], inputs: StepInputs, adjustments: Adjustments, *, by_row: bool
+) -> Float[Array, "B V"]:
+    """Log probabilities of what `draw` draws: of a greedy row 0 for its token. All -inf where no token can be chosen."""
+    is_finite_B = are_finite(logits_BV)
+    logits_BV = adjust(logits_BV, inputs, adjustments, by_row=by_row)
+    rows = (logits_BV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
+    log_p_BV = each_row(functools.partial(_distribution, by_row=by_row), rows, by_row=by_row)
+    return jnp.where(is_finite_B[:, None], log_p_BV, -jnp.inf)
+
+
+def _distribution(
+    logits_V: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, by_row: bool
+) -> jax.Array:
+    def random() -> jax.Array:
+        return truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
+
+    def greedy() -> jax.Array:
+        return jnp.where(jnp.arange(logits_V.shape[0]) == _first_of_the_largest(logits_V), 0.0, -jnp.inf)
+
+    chosen_V = jax.lax.cond(temperature > 0.0, random, greedy)
+    return jnp.where(jnp.isfinite(jnp.max(chosen_V)), jax.nn.log_softmax(chosen_V), -jnp.inf)
 
 
 def truncate(

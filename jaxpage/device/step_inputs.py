@@ -15,7 +15,7 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.token_masks import num_mask_words
 
 MAX_BIASES = 1024  # E: entries of logit_bias of one draw
-NUM_FLAGS = 6
+NUM_FLAGS = 8
 
 
 class StepInputs(NamedTuple):
@@ -27,6 +27,7 @@ class StepInputs(NamedTuple):
     block_table_BM: jax.Array
     context_len_B: jax.Array
     query_start: jax.Array  # [B + 1]
+    next_token_B: jax.Array  # what is known behind each row; -1: it is drawn
     drawn_token_R: jax.Array  # index into the stream of the token whose logits are drawn from
     temperature_R: jax.Array  # 0 is greedy
     top_k_R: jax.Array  # 0 is off
@@ -43,6 +44,8 @@ class StepInputs(NamedTuple):
         jax.Array
     )  # of steps that verify: where in the stream the token before this one stands; -1: before the step
     tree_mask_TU: jax.Array  # of trees: which tokens of its row a token sees, itself included: a bit each
+    q_ids_TW: jax.Array  # of drafts that may be rejected: what each was drawn from, padded with -1
+    q_TW: jax.Array  # and the probabilities; of drafts that were chosen, 1 for the draft
     scored_T: jax.Array  # the token whose log probability after this token is wanted; 0 where none is
     flags: jax.Array  # see `Flags`
 
@@ -50,10 +53,11 @@ class StepInputs(NamedTuple):
 class Flags:
     """Places in `StepInputs.flags`: what any row of the step asks for. The rest of the step's work is not done.
 
-    SCORED is a number: of the tokens of the stream, up to the last whose `scored_T` is wanted.
+    SCORED is a number: of the tokens of the stream, up to the last whose `scored_T` is wanted. EXTENDS: whether a drafter computes the
+    step's tokens too; LEVELS: how many tokens ahead it then drafts.
     """
 
-    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED = range(NUM_FLAGS)
+    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, EXTENDS, LEVELS = range(NUM_FLAGS)
 
 
 class Adjustments(NamedTuple):
@@ -66,7 +70,7 @@ class Adjustments(NamedTuple):
 
 
 _FLOATS = frozenset(
-    {"temperature_R", "top_p_R", "min_p_R", "repetition_penalty_R", "frequency_penalty_R", "presence_penalty_R"}
+    {"temperature_R", "top_p_R", "min_p_R", "repetition_penalty_R", "frequency_penalty_R", "presence_penalty_R", "q_TW"}
 )
 _WORDS = frozenset({"seed_R2", "tree_mask_TU"})
 
@@ -75,9 +79,11 @@ def _shapes(bucket: Bucket, table_width: int) -> dict[str, tuple[int, ...]]:
     tokens, rows, draws = bucket.num_tokens, bucket.num_rows, bucket.num_draws
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepInputs._fields, (draws,))
     shapes |= dict.fromkeys(("token_ids_T", "positions_T", "slots_T", "scored_T"), (tokens,))
-    shapes |= {"block_table_BM": (rows, table_width), "context_len_B": (rows,), "query_start": (rows + 1,)}
+    shapes |= {"block_table_BM": (rows, table_width), "query_start": (rows + 1,)}
+    shapes |= dict.fromkeys(("context_len_B", "next_token_B"), (rows,))
     shapes |= {"seed_R2": (draws, 2), "parents_T": (tokens if bucket.verifies else 0,)}
     shapes["tree_mask_TU"] = (tokens, bucket.num_mask_words)
+    shapes |= dict.fromkeys(("q_ids_TW", "q_TW"), (tokens, bucket.q_width))
     shapes["flags"] = (NUM_FLAGS,)
     return shapes
 

@@ -10,15 +10,19 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from jaxpage.device.acceptance import decide
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
+from jaxpage.device.drafting import DrafterOptions, Drafting, draft_ahead, extend
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
-from jaxpage.device.verify import accept, last_of, moves
+from jaxpage.device.verify import last_of, moves
 from jaxpage.models import medusa
-from pallas_kernels import copy_blocks, copy_slots
+from jaxpage.models.drafter import join
+from jaxpage.speculative_config import AcceptanceRule
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
 SCORED_AT_ONCE = 64
@@ -34,6 +38,8 @@ class StepOptions(NamedTuple):
     attention_backend: Backend
     sample_by_row: bool
     num_guesses: int = 0  # W: of each of the heads that the parameters come with; 0: they come with none
+    drafter: DrafterOptions | None = None  # that the parameters come with
+    acceptance: AcceptanceRule = AcceptanceRule()
 
 
 class StepOutput(NamedTuple):
@@ -41,8 +47,10 @@ class StepOutput(NamedTuple):
 
     drawn: jax.Array  # [R, 3 + 2 W], of the draws
     scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
-    paths: jax.Array  # [B, Q] of a step that verifies, from `accept`; empty otherwise
-    guesses: jax.Array | None = None  # [B, J, W] of heads; [R, J, W] in a step that verifies nothing
+    paths: jax.Array  # [B, Q] of a step that verifies, from `decide`; empty otherwise
+    guesses: jax.Array | None = (
+        None  # [B, J, W] of heads; of a drafter see `draft_ahead`; in a step that verifies nothing R for B
+    )
 
 
 class Drawn(NamedTuple):
@@ -66,27 +74,42 @@ def model_step(
 ) -> tuple[StepOutput, KVPages]:
     """Computes the step's tokens, writes their keys and values, and draws up to R tokens. Donate `pages`.
 
-    parameters: the model's; `WithHeads` where `options.num_guesses` asks heads.
+    parameters: the model's; `WithHeads` or `WithDrafter` where the options ask for guesses or for a drafter.
     """
     inputs = unpack(packed, bucket, options.table_width)
     by_row = options.sample_by_row
-    model, hidden_TD, pages = _hidden(parameters, pages, inputs, bucket, options)
+    model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
     logits_RV = model.logits(hidden_TD[inputs.drawn_token_R])
-    token_ids_R = draw(logits_RV, inputs, adjustments, by_row=by_row)
-    drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
-    scored, paths = jnp.zeros((0, drawn.shape[1]), jnp.int32), jnp.zeros((0, 0), jnp.int32)
+    last_R = jnp.arange(bucket.num_rows)  # the draws that count as the last of their rows
     if bucket.verifies:
-        paths = accept(token_ids_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
-        if bucket.trees:  # the right drafts of a chain are in place
-            source, destination = moves(paths, inputs.slots_T, inputs.query_start)
-            pages = copy_slots(pages, source, destination, **options.attention_backend.mover)
-    elif bucket.max_query_len > 1:
+        token_ids_R, paths = decide(logits_RV, inputs, adjustments, bucket, options.acceptance, by_row=by_row)
+        last_R = last_of(paths)
+    else:
+        token_ids_R = draw(logits_RV, inputs, adjustments, by_row=by_row)
+        paths = jnp.zeros((0, 0), jnp.int32)
+    drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+    scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
+    if bucket.max_query_len > 1 and not bucket.verifies:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)
-    guesses = None
-    if options.num_guesses:
-        last_B = last_of(paths) if bucket.verifies else inputs.drawn_token_R
-        guesses = medusa.guess(parameters.heads, hidden_TD[last_B], options.num_guesses)
+    drafting = _drafting(parameters, inputs, bucket, options)
+    output_TD = guesses = None
+    if drafting is not None:
+        output_TD, pages = extend(drafting, pages, states, token_ids_R)
+    if bucket.trees:  # the right drafts of a chain are in place
+        source, destination = moves(paths, inputs.slots_T, inputs.query_start)
+        pages = copy_slots(pages, source, destination, options.attention_backend)
+    if drafting is not None and output_TD is not None and bucket.num_rows <= drafting.options.most_rows:
+        guesses, pages = draft_ahead(drafting, pages, output_TD, token_ids_R, last_R)
+    elif options.num_guesses:
+        guesses = medusa.guess(parameters.heads, hidden_TD[inputs.drawn_token_R[last_R]], options.num_guesses)
     return StepOutput(drawn, scored, paths, guesses), pages
+
+
+def _drafting(parameters: Any, inputs: StepInputs, bucket: Bucket, options: StepOptions) -> Drafting | None:
+    if options.drafter is None:
+        return None
+    drafter = join(options.drafter.graph, parameters)
+    return Drafting(drafter, options.drafter, inputs, bucket, options.attention_backend, options.sample_by_row)
 
 
 def _score(
@@ -117,21 +140,26 @@ def logits_step(
     parameters: Any, pages: KVPages, inputs: StepInputs, *, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, KVPages]:
     """The part before the draw: the model's logits [B, V] in float32 of the tokens to draw from, and the pages."""
-    model, hidden_TD, pages = _hidden(parameters, pages, inputs, bucket, options)
+    model, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
     return model.logits(hidden_TD[inputs.drawn_token_R]), pages
 
 
 def _hidden(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
-) -> tuple[Any, jax.Array, KVPages]:
-    model = nnx.merge(options.graph, parameters.model if options.num_guesses else parameters)
+) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
+    """The model, its hidden states, all pages, and what of the model's states a drafter takes."""
+    has_company = options.num_guesses or options.drafter
+    model = nnx.merge(options.graph, parameters.model if has_company else parameters)
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
-    return model, *model(inputs.token_ids_T, inputs.positions_T, pages, attend)
+    num_layers = options.drafter.first_layer if options.drafter else len(pages)
+    taps = (options.drafter.taps if options.drafter else None) or ()
+    hidden_TD, own_pages, *states = model(inputs.token_ids_T, inputs.positions_T, pages[:num_layers], attend, taps)
+    return model, hidden_TD, own_pages + pages[num_layers:], states[0] if states else (hidden_TD,)
 
 
 def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:
     """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer. Donate `pages`."""
-    return copy_blocks(pages, pairs[:, 0], pairs[:, 1], **backend.mover)
+    return copy_blocks(pages, pairs[:, 0], pairs[:, 1], backend)
 
 
 def _pack_drawn(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array | bool, *, by_row: bool) -> jax.Array:

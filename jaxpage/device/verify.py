@@ -23,9 +23,19 @@ def accept(
         parents_T: where in the stream the token before each draft stands; -1 for tokens that are no drafts. Of equal children the
             first counts.
     """
-    num_tokens = token_ids_T.shape[0]
+    return follow((parents_T >= 0) & (drawn_T[parents_T] == token_ids_T), parents_T, query_start, max_query_len)
+
+
+def follow(
+    is_right_T: Bool[Array, "T"], parents_T: Int[Array, "T"], query_start: Int[Array, "_"], max_query_len: int
+) -> Int[Array, "B Q"]:
+    """From the first token of each row down to children that are right: the tokens of that path, -1 behind the last.
+
+    Args:
+        parents_T: as for `accept`. Of several right children the first counts.
+    """
+    num_tokens = parents_T.shape[0]
     place_T = jnp.arange(num_tokens)
-    is_right_T = (parents_T >= 0) & (drawn_T[parents_T] == token_ids_T)
     child_T = (
         jnp.full(num_tokens, num_tokens)
         .at[parents_T]

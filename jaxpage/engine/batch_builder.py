@@ -60,8 +60,12 @@ class BatchBuilder:
         self.vocab_size = vocab_size
         self.num_host_blocks = num_host_blocks
 
-    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS) -> Batch:
-        """masks: by place among the plan's samples: the tokens that a grammar admits."""
+    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS, levels: int | None = None) -> Batch:
+        """
+        Args:
+            masks: by place among the plan's samples: the tokens that a grammar admits.
+            levels: how many tokens ahead a drafter drafts behind the draws; None: it does not even compute the step's tokens.
+        """
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
         bucket = self.menu.choose(
@@ -83,6 +87,8 @@ class BatchBuilder:
         fields["flags"][Flags.BIASED] = adjustments.bias_RE is not None
         fields["flags"][Flags.PENALISED] = adjustments.history_RC is not None
         fields["flags"][Flags.SCORED] = num_scored
+        fields["flags"][Flags.EXTENDS] = levels is not None
+        fields["flags"][Flags.LEVELS] = levels or 0
         self._check(fields)
         device, host = self.num_blocks, self.num_host_blocks + 1
         return Batch(
@@ -106,6 +112,7 @@ class BatchBuilder:
         fields["query_start"][1:] = total
         fields["query_start"][1 : num_rows + 1] = ends
         fields["context_len_B"][:num_rows] = [row.context_length for row in rows]
+        fields["next_token_B"][:num_rows] = [row.next_token_id for row in rows]
         tables = fields["block_table_BM"]
         for index, row in enumerate(rows):
             tables[index, : len(row.block_table)] = row.block_table
@@ -127,6 +134,8 @@ class BatchBuilder:
             fields["positions_T"][first:stop] = [row.start + depth for depth in depths]
             if has_mask:
                 _fill_tree_mask(fields["tree_mask_TU"][first:stop], row.parents)
+        if fields["q_TW"].size:
+            _fill_candidates(fields, rows)
 
     def _fill_scored(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         starts = fields["query_start"].tolist()
@@ -173,6 +182,18 @@ class BatchBuilder:
                 raise ValueError(
                     f"{name} has entries from {values.min()} to {values.max()}, allowed are 0 to {limit - 1}"
                 )
+
+
+def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
+    """What each draft was drawn from; of one that was chosen, itself."""
+    ids_TW, q_TW = fields["q_ids_TW"], fields["q_TW"]
+    ids_TW[:] = -1
+    ids_TW[:, 0], q_TW[:, 0] = fields["token_ids_T"], 1.0
+    for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
+        if row.q is not None:
+            drafts, width = slice(first + 1, first + len(row.token_ids)), row.q.token_ids_NW.shape[1]
+            q_TW[drafts] = 0.0
+            ids_TW[drafts, :width], q_TW[drafts, :width] = row.q
 
 
 def _fill_tree_mask(mask_TU: npt.NDArray[np.uint32], parents: tuple[int, ...]) -> None:

@@ -37,6 +37,7 @@ from jaxpage.engine.capacity import (
     step_menu,
 )
 from jaxpage.engine.draft_heads import DraftHeads, open_heads
+from jaxpage.engine.drafters import open_drafter
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import EventLog, check_new
 from jaxpage.engine.log_header import header
@@ -46,10 +47,11 @@ from jaxpage.engine.shape_costs import measure_shapes
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
-from jaxpage.models.base import KVSpec, abstract_model
+from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
 from jaxpage.speculation import make_proposer
 from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.following import Following
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import SpeculativeConfig
 from jaxpage.tables import aligned
@@ -73,6 +75,8 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         use_compile_cache(compile_cache_directory())
     if config.event_log is not None:
         check_new(config.event_log)
+    if config.acceptance.name == "typical":
+        logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
     _check_windows(config, files)
@@ -82,8 +86,11 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     heads = open_heads(config.speculative_config, files.spec, max(draft_lengths(config), default=0))
-    weights_bytes = files.plan.num_bytes(dtype) + (heads.files.num_bytes(dtype) if heads else 0)
-    memory = plan_memory(config, files.spec, place, Form(dtype, config.kv_cache_dtype), weights_bytes)
+    drafter = open_drafter(config.speculative_config, files)
+    company = heads.files if heads else drafter
+    weights_bytes = files.plan.num_bytes(dtype) + (company.num_bytes(dtype) if company else 0)
+    form = Form(dtype, config.kv_cache_dtype)
+    memory = plan_memory(config, files.spec, place, form, weights_bytes, drafter.kv if drafter else None)
     memory = plan_swapping(config, memory)
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
@@ -96,15 +103,25 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     )
     if heads is not None:
         parameters = heads.load(parameters, dtype, device, progress=progress)
+    if drafter is not None:
+        parameters = drafter.load(parameters, dtype, device, progress=progress)
     table_width = -(-memory.max_model_len // config.block_size)
-    options = _step_options(files, dtype, table_width, config.block_size, backend, heads, by_row=place.is_cpu)
-    pool = (files.spec.kv, memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
+    options = _step_options(files, dtype, table_width, config, backend, heads, by_row=place.is_cpu)
+    page_dtype = kv_pages.page_dtype(config.kv_cache_dtype, dtype)
+    pages = kv_pages.page_shapes(files.spec.kv, memory.num_blocks, config.block_size, page_dtype)
+    if drafter is not None:
+        ahead = drafter.options(dtype, menu, len(pages), memory.num_blocks, config.acceptance.name)
+        options = options._replace(drafter=ahead)
+        num_blocks = memory.num_blocks + ahead.num_scratch_blocks(config.block_size)
+        pages += kv_pages.page_shapes(drafter.kv, num_blocks, config.block_size, page_dtype)
     try:
-        executables = Executables(menu, parameters, kv_pages.page_shapes(*pool), options, progress=progress)
+        executables = Executables(menu, parameters, pages, options, progress=progress)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
-    scheduler = _scheduler(config, place, menu, memory, files.spec.kv)
+    kvs = (files.spec.kv, drafter.kv) if drafter else (files.spec.kv,)
+    scheduler = _scheduler(config, place, menu, memory, sliding_window(kvs, memory.max_model_len))
     controller = _controller(config.speculative_config, scheduler.limits)
+    following = Following(scheduler.limits, controller) if drafter else None
     engine = Engine(
         scheduler=scheduler,
         builder=BatchBuilder(
@@ -117,7 +134,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         ),
         runner=Runner(
             parameters,
-            functools.partial(kv_pages.allocate, *pool),
+            functools.partial(kv_pages.allocate, pages),
             executables,
             HostPages(memory.num_host_blocks, memory.block_bytes),
         ),
@@ -125,10 +142,18 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=_speculation(config.speculative_config, heads, scheduler.limits, controller, files.spec.vocab_size),
+        speculation=None
+        if config.speculative_config is None
+        else Speculation(
+            heads.proposer() if heads else make_proposer(config.speculative_config),
+            scheduler.limits,
+            controller,
+            vocab_size=files.spec.vocab_size,
+            following=following,
+        ),
     )
     if controller is not None:
-        measure_shapes(engine.builder, engine.runner, controller.costs)
+        measure_shapes(engine.builder, engine.runner, controller, following)
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
     if config.event_log is not None:
         engine.events = EventLog(config.event_log, header(config, engine, memory))
@@ -141,7 +166,7 @@ def _step_options(
     files: ModelFiles,
     dtype: str,
     table_width: int,
-    block_size: int,
+    config: EngineConfig,
     backend: Backend,
     heads: DraftHeads | None,
     *,
@@ -151,11 +176,12 @@ def _step_options(
     return StepOptions(
         graph,
         files.spec.vocab_size,
-        table_width * block_size,
+        table_width * config.block_size,
         table_width,
         backend,
         sample_by_row=by_row,
         num_guesses=heads.num_guesses if heads else 0,
+        acceptance=config.acceptance,
     )
 
 
@@ -214,20 +240,9 @@ def _controller(config: SpeculativeConfig | None, limits: StepLimits) -> Control
     return Controller(limits) if config is not None and config.num_speculative_tokens == "auto" else None
 
 
-def _speculation(
-    config: SpeculativeConfig | None,
-    heads: DraftHeads | None,
-    limits: StepLimits,
-    controller: Controller | None,
-    vocab_size: int,
-) -> Speculation | None:
-    if config is None:
-        return None
-    proposer = heads.proposer() if heads else make_proposer(config)
-    return Speculation(proposer, limits, controller, vocab_size=vocab_size)
-
-
-def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kv: KVSpec) -> Scheduler:
+def _scheduler(
+    config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, window: int | None
+) -> Scheduler:
     limits = StepLimits(
         max_rows=config.max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,
@@ -243,7 +258,7 @@ def _scheduler(config: EngineConfig, place: Place, menu: BucketMenu, memory: Mem
         config.block_size,
         PrefixIndex(config.block_size) if config.enable_prefix_caching else None,
         host_pool=BlockPool(memory.num_host_blocks + 1) if memory.num_host_blocks else None,
-        sliding_window=sliding_window(kv, memory.max_model_len),
+        sliding_window=window,
     )
     return Scheduler(
         limits,

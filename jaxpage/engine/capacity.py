@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import jax
@@ -23,6 +24,7 @@ from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.memory.sliding import most_blocks
 from jaxpage.models.base import KVSpec, ModelSpec
+from jaxpage.speculative_config import MOST_CANDIDATES
 
 BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
@@ -79,6 +81,7 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
         num_drafts=draft_lengths(config),
         max_verified_tokens=most,
         trees=config.speculative_config is not None and config.speculative_config.tree,
+        q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
     )
     if memory is not None and memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
@@ -101,19 +104,25 @@ def max_num_batched_tokens(config: EngineConfig, place: Place) -> int:
     return BATCHED_TOKENS_ON_CPU if place.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
 
 
-def sliding_window(kv: KVSpec, max_model_len: int) -> int | None:
+def sliding_window(kvs: Iterable[KVSpec], max_model_len: int) -> int | None:
     """How far back any layer looks, if that is less than all: blocks farther back are free."""
-    windows = [window for window in kv.sliding_windows if window is not None]
-    if len(windows) < kv.num_layers or max(windows) >= max_model_len:
-        return None
-    return max(windows)
+    windows = [max_model_len if window is None else window for kv in kvs for window in kv.sliding_windows]
+    return max(windows) if max(windows) < max_model_len else None
 
 
-def plan_memory(config: EngineConfig, spec: ModelSpec, place: Place, form: Form, weights_bytes: int) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig,
+    spec: ModelSpec,
+    place: Place,
+    form: Form,
+    weights_bytes: int,
+    drafter: KVSpec | None = None,
+) -> MemoryPlan:
     """What one device holds. Of `form`'s devices each has its part of the weights and its heads of every block.
 
     Args:
-        weights_bytes: of the whole model, in `form.dtype`.
+        weights_bytes: of the whole model, in `form.dtype`, and of what drafts for it.
+        drafter: of a drafter that keeps keys and values of its own in every block.
 
     Raises:
         ConfigError: `max_model_len` is beyond the model's positions, or the heads cannot be divided among the devices.
@@ -123,19 +132,19 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, place: Place, form: Form,
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
     kv = replace(spec.kv, num_kv_heads=kv_heads_per_device(spec, form.tensor_parallel_size))
+    kvs = (kv,) if drafter is None else (kv, drafter)
+    page_dtype = kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
     plan = MemoryPlan(
         device=place.name,
         available_bytes=place.available_bytes,
         weights_bytes=-(-weights_bytes // form.tensor_parallel_size),
         workspace_bytes=_workspace_estimate(spec, config.max_model_len or longest, step_menu(config, place)),
-        block_bytes=kv_pages.bytes_per_block(
-            kv, config.block_size, kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
-        ),
+        block_bytes=sum(kv_pages.bytes_per_block(each, config.block_size, page_dtype) for each in kvs),
         block_size=config.block_size,
         num_blocks=0,
         max_model_len=config.max_model_len or longest,
     )
-    window = sliding_window(kv, plan.max_model_len)
+    window = sliding_window(kvs, plan.max_model_len)
     if window is not None:
         most = most_blocks(window, max_num_batched_tokens(config, place), config.block_size)
         plan = replace(plan, most_sequence_blocks=most)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +16,8 @@ from jax.typing import DTypeLike
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.eagle_files import EAGLE_FILES, Method, load_eagle, open_eagle
 from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.device.buckets import BucketMenu
+from jaxpage.device.drafting import Choice, DrafterOptions
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError
 from jaxpage.models.base import KVSpec, abstract
@@ -22,6 +25,9 @@ from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.drafter import WithDrafter
 from jaxpage.speculative_config import SpeculativeConfig
 
+# Trees as EAGLE-2 grows them: 60 drafts of 10 branches and depth 6 for the largest models; fewer branches where there are fewer drafts.
+DEEPEST_TREE = 6
+MOST_BRANCHES = 8
 METHODS = ("draft_model", "eagle", "eagle3")
 
 
@@ -35,9 +41,29 @@ class OpenDrafter:
     num_bytes: Callable[[str], int]  # of its own weights in a dtype
     read: Callable[..., dict[str, Any]]  # its own parameters: of dtype, put, progress
 
-    def graph(self, dtype: str) -> Any:
-        """For `models.drafter.join`."""
-        return abstract(lambda: self.make(jnp.dtype(dtype)))[0]
+    def options(
+        self, dtype: str, menu: BucketMenu, first_layer: int, num_blocks: int, acceptance: str
+    ) -> DrafterOptions:
+        """How it drafts in steps of these shapes.
+
+        Args:
+            first_layer: layers of its target.
+            num_blocks: of the pool.
+            acceptance: the rule's name.
+        """
+        most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
+        tree = any(bucket.trees for bucket in menu.verify)
+        choice: Choice = "coupled" if acceptance == "coupled" else "likeliest"
+        return DrafterOptions(
+            graph=abstract(lambda: self.make(jnp.dtype(dtype)))[0],
+            taps=self.taps,
+            first_layer=first_layer,
+            num_levels=min(most_drafts, DEEPEST_TREE) if tree else most_drafts,
+            num_branches=min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)) if tree else 1,
+            most_rows=max(bucket.num_rows for bucket in menu.verify),
+            num_blocks=num_blocks,
+            choice="drawn" if acceptance == "rejection" and not tree else choice,
+        )
 
     def load(self, parameters: Any, dtype: str, device: jax.Device, *, progress: bool) -> WithDrafter:
         """Beside the target's parameters, on their device and in their dtype."""

@@ -148,7 +148,8 @@ class Engine:
         self.metrics.scheduled(plan, self._groups, self.scheduler)
         try:
             self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
-            result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies)))
+            levels = self.speculation.levels(plan) if self.speculation else None
+            result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies), levels))
         except Exception as error:
             return self._fail(plan, error)
         self._blocks_may_be_missing = False

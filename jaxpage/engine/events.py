@@ -212,10 +212,13 @@ def usual_draws(plan: Record) -> list[int]:
 
 
 def _drafts(row: Row) -> list[Any]:
-    """[sequence, token ids], and parents where it is no chain: -1 for those that follow the last known token."""
+    """[sequence, token ids], and parents where it is no chain: -1 for those that follow the last known token. Of drafts that were drawn
+    always, and behind them of each draft the ids and the float32 bits of what it was drawn from."""
     draft = Draft(row.token_ids[-len(row.parents) :], tuple(parent - 1 for parent in row.parents))
-    parents = [] if draft == chain(draft.token_ids) else [list(draft.parents)]
-    return [row.sequence_id, list(draft.token_ids), *parents]
+    record = [row.sequence_id, list(draft.token_ids)]
+    if row.q is not None:
+        return [*record, list(draft.parents), row.q.as_lists()]
+    return record if draft == chain(draft.token_ids) else [*record, list(draft.parents)]
 
 
 def _paths(plan: StepPlan, result: StepResult) -> list[list[int]]:

@@ -28,11 +28,11 @@ from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
 from jaxpage.request import SequenceGroup
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.speculation import Draft, chain
+from jaxpage.speculation import Candidates, Draft, chain
 
 _LEGENDS = {  # what the entries of a list are, for whoever reads a difference
     "rows": "[sequence, first position, tokens]",
-    "drafts": "[sequence, token ids, parents where it is no chain]",
+    "drafts": "[sequence, token ids, parents where it is no chain, [ids, float32 bits] that each was drawn from]",
     "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
     "swap_out": "[block, host block]",
     "swap_in": "[host block, block]",
@@ -159,7 +159,7 @@ class Replay:
         vocab_size = self._engine.builder.vocab_size
         try:
             return dict(_draft(*item, vocab_size=vocab_size) for item in plan.get("drafts", ()))
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             self._log.refuse(f"these drafts are none: {error}")
 
     def _strategy(self, group: SequenceGroup, grammar: Grammar | None) -> Strategy:
@@ -311,7 +311,9 @@ def _ends_by_text(result: Record) -> dict[int, _End]:
     return ends
 
 
-def _draft(sequence_id: Any, token_ids: Any, parents: Any = None, *, vocab_size: int) -> tuple[int, Draft]:
+def _draft(
+    sequence_id: Any, token_ids: Any, parents: Any = None, q: Any = None, *, vocab_size: int
+) -> tuple[int, Draft]:
     """A sequence and its drafts. Raises TypeError or ValueError if they are none that an engine could verify."""
     draft = chain(tuple(token_ids)) if parents is None else Draft(tuple(token_ids), tuple(parents))
     if any(type(number) is not int for number in (sequence_id, *draft.token_ids, *draft.parents)):
@@ -320,6 +322,10 @@ def _draft(sequence_id: Any, token_ids: Any, parents: Any = None, *, vocab_size:
         raise ValueError(f"token ids are 0 to {vocab_size - 1}, got {shown(token_ids)}")
     if len(draft.parents) != len(draft.token_ids) or not all(-1 <= p < place for place, p in enumerate(draft.parents)):
         raise ValueError(f"each of {len(draft.token_ids)} needs a parent before it or -1, got {shown(parents)}")
+    if q is not None:
+        candidates = Candidates.from_lists(q)
+        candidates.check(draft.token_ids, vocab_size)
+        draft = draft._replace(q=candidates)
     return sequence_id, draft
 
 

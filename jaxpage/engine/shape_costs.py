@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 from jaxpage.device.buckets import Bucket
@@ -9,23 +10,39 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.runner import Runner
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
-from jaxpage.speculation.estimates import Costs
+from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.following import Following
 
 CONTEXT = 128  # tokens before those that are computed: all of them the null block's, whose contents do not matter
 REPEATS = 3  # after a first run, of which nobody knows what it pays for
+LEVELS = 3  # tokens ahead, when it is measured what each of them takes
 _PARAMS = SamplingParams(temperature=0.0)
 
 
-def measure_shapes(builder: BatchBuilder, runner: Runner, costs: Costs) -> None:
-    """Full steps of every shape without drafts and with them, from the plan to the draws."""
+def measure_shapes(
+    builder: BatchBuilder, runner: Runner, controller: Controller, following: Following | None = None
+) -> None:
+    """Full steps of every shape without drafts and with them, from the plan to the draws; and what a drafter on the device adds to them."""
     for bucket in builder.menu.decode + builder.menu.verify:
-        plan = full_step(bucket, builder.table_width, builder.block_size)
-        seconds = []
-        for _ in range(1 + REPEATS):
-            started = time.monotonic()
-            runner.run(builder.build(plan))
-            seconds.append(time.monotonic() - started)
-        costs.at_start((bucket.num_rows, bucket.num_tokens), seconds[1:])
+        shape, plan = (bucket.num_rows, bucket.num_tokens), full_step(bucket, builder.table_width, builder.block_size)
+        measure = functools.partial(_seconds, builder, runner, plan)
+        seconds = measure(None)
+        controller.costs.at_start(shape, seconds)
+        if following is not None:
+            follows, ahead = (min(measure(levels)) - min(seconds) for levels in (0, LEVELS))
+            following.costs.add(shape, follows, ahead, LEVELS)
+            if not bucket.verifies:
+                each = following.costs.of(shape, LEVELS) / (LEVELS * bucket.num_rows)
+                controller.asking_at_start(bucket.num_rows, each)
+
+
+def _seconds(builder: BatchBuilder, runner: Runner, plan: StepPlan, levels: int | None) -> list[float]:
+    seconds = []
+    for _ in range(1 + REPEATS):
+        started = time.monotonic()
+        runner.run(builder.build(plan, levels=levels))
+        seconds.append(time.monotonic() - started)
+    return seconds[1:]
 
 
 def full_step(bucket: Bucket, table_width: int, block_size: int) -> StepPlan:

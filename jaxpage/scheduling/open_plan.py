@@ -59,9 +59,11 @@ class OpenPlan:
                 samples.append(sample)
             token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
             row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
+            if not draws:
+                row = row._replace(next_token_id=known[start + num_tokens])
             if draft := self.drafts.get(sequence_id):
                 row = row._replace(
-                    token_ids=token_ids + draft.token_ids, parents=tuple(parent + 1 for parent in draft.parents)
+                    token_ids=token_ids + draft.token_ids, parents=tuple(p + 1 for p in draft.parents), q=draft.q
                 )
                 samples += drafted_samples(samples[-1], draft, sequence, group.request)
             decodes = draws and num_tokens == 1  # as most rows do: no token of the prompt stands behind it

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.speculation import Candidates
 
 
 class Row(NamedTuple):
@@ -24,9 +25,11 @@ class Row(NamedTuple):
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
     parents: tuple[int, ...] = ()  # the row's last tokens are drafts: which of the row's tokens each of them follows
+    q: Candidates | None = None  # what each draft was drawn from: see `Draft`
     scored: tuple[int, ...] = ()  # tokens of the prompt whose log probabilities are wanted, one behind the other
     first_scored: int = 0  # which of the row's tokens stands before the first of them
     num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
+    next_token_id: int = -1  # what is known behind the row; -1: it is drawn
 
     @property
     def context_length(self) -> int:

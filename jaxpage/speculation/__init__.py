@@ -1,6 +1,6 @@
-"""Drafts of what may follow, and how many of them are worth their cost. Never imports jax; what is drafted changes no text."""
+"""Drafts of what may follow, and how many of them are worth their cost. Never imports jax."""
 
 from jaxpage.speculation.methods import make_proposer
-from jaxpage.speculation.proposal import Draft, Proposer, chain
+from jaxpage.speculation.proposal import Candidates, Draft, Proposer, chain
 
-__all__ = ["Draft", "Proposer", "chain", "make_proposer"]
+__all__ = ["Candidates", "Draft", "Proposer", "chain", "make_proposer"]

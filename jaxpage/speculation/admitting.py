@@ -16,6 +16,8 @@ def possible(drafts: Mapping[int, Draft], strategies: Mapping[int, Strategy], vo
 
     A draft that a grammar does not admit is wrong for certain, and one that ends the sequence saves no step: the draw before it gives the
     same token. A mask behind a draft is needed anyway if it is verified, and grammars keep it, so that asking costs no more than not.
+
+    Drafts with a `q` stay: what they were drawn from includes what no grammar admits, and the rule that looks at it rejects those.
     """
     return {
         sequence_id: pruned
@@ -27,11 +29,13 @@ def possible(drafts: Mapping[int, Draft], strategies: Mapping[int, Strategy], vo
 
 def _pruned(sequence_id: int, draft: Draft, strategy: Strategy, vocab_size: int) -> Draft:
     try:
+        if draft.q is not None:
+            return draft.sound(vocab_size, len(draft.token_ids))
         is_free = strategy.mask(sequence_id) is None
         if is_free and min(draft.token_ids) >= 0 and max(draft.token_ids) < vocab_size:
             return draft  # as most are
         place_of = {-1: -1}  # of those that stay, by their place before
-        for place, (token_id, parent) in enumerate(zip(*draft, strict=True)):
+        for place, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
             if parent not in place_of or not 0 <= token_id < vocab_size:
                 continue
             if is_free or strategy.mask(sequence_id, draft.path(place)) is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.estimates import MOST_SURPRISING, Acceptance, Costs, Shape
 from jaxpage.speculation.proposal import Draft
+from jaxpage.speculative_config import MOST_DRAFTS
 
 SHARE = 0.01  # of the time that may be lost by looking elsewhere
 CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
@@ -44,7 +45,7 @@ class Controller:
         self._shapes_by_rows: dict[int, list[Shape]] = {}
         self._asking: dict[int, float] = {}  # seconds per draft that is asked for, by rows of the shape
         self._step = 0
-        self._drafts = False  # whether steps ask for drafts, but for looks
+        self._drafts = False
         self._since = DWELL  # steps since that changed
         self._reviewed: tuple[int, int] | None = (
             None  # rows of the shape, and the step, of the last decision without drafts
@@ -56,6 +57,7 @@ class Controller:
         self._paid = False  # whether the last look was better than not to look
         self._best = 0.0  # tokens per second of the best that is known, at the last decision
         self._asked: Mapping[int, int] = {}
+        self._most_asked = MOST_DRAFTS  # of one sequence, when any were asked for
 
     def ask(self, num_rows: int, sequence_ids: Sequence[int]) -> Mapping[int, int]:
         """How many drafts each of the sequences is to have, before they are cut. Empty: none is worth anything in this step.
@@ -87,7 +89,20 @@ class Controller:
             self._look = chosen = look
             nodes = sorted(nodes, key=lambda node: (node.depth, -node.rank))
         self._asked = self._fill(nodes, _room(chosen, num_rows))
+        self._most_asked = max(self._asked.values(), default=self._most_asked)
         return self._asked
+
+    @property
+    def drafts(self) -> bool:
+        """Whether steps ask for drafts, but for looks."""
+        return self._drafts
+
+    @property
+    def levels_ahead(self) -> int:
+        """How many drafts the next step may want of a sequence, for who has to begin before it is asked."""
+        if self._step + 1 - self._looked >= (1 if self._paid else LOOK_EVERY) and self._credit > 0.0:
+            return MOST_DRAFTS
+        return self._most_asked if self._drafts else 0
 
     def cut(self, num_rows: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
         """How many of each sequence's drafts, which came of asking, the step verifies."""
@@ -129,6 +144,10 @@ class Controller:
             self._paid = lost < 0.0 and num_tokens > num_rows and not self._drafts
             self._credit -= lost
         self._credit = min(self._credit + SHARE * seconds, CREDIT_STEPS * seconds)
+
+    def asking_at_start(self, num_rows: int, seconds: float) -> None:
+        """What a draft that is asked for takes in steps with so many rows, before any was."""
+        self._asking[num_rows] = seconds
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         self.acceptance.forget(sequence_ids)

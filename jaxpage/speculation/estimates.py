@@ -28,7 +28,7 @@ class Costs:
     Means are of logarithms, and no measurement moves them far: a pause of the host is forgotten in a few steps.
     """
 
-    _pace: float = 1.0
+    pace: float = 1.0
     _num_paced: int = 0  # measurements
     _seconds: dict[Shape, float] = field(default_factory=dict)
     _counts: dict[Shape, int] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Costs:
                 return float(shape[1])
             nearest = min(self._seconds, key=lambda other: abs(other[1] - shape[1]))
             known = self._seconds[nearest] * max(1.0, shape[1] / nearest[1])
-        return self._pace * known
+        return self.pace * known
 
     def at_start(self, shape: Shape, seconds: Iterable[float]) -> None:
         """Measured before the first request: the device alone, the host's part is still to come."""
@@ -55,12 +55,12 @@ class Costs:
         self._num_paced += 1
         self._last[shape] = self._num_paced
         if known is None:
-            self._seconds[shape] = seconds / self._pace
+            self._seconds[shape] = seconds / self.pace
             self._counts[shape] = 0  # the first run may pay for what later ones find ready: the second counts as much
             return
         self._counts[shape] += 1
         surprise = min(max(seconds / self.of(shape), 1 / MOST_SURPRISING), MOST_SURPRISING)
-        self._pace *= surprise ** max(PACE_WEIGHT, 1 / (1 + self._num_paced))
+        self.pace *= surprise ** max(PACE_WEIGHT, 1 / (1 + self._num_paced))
         self._seconds[shape] = known * surprise ** max(SHAPE_WEIGHT, 1 / (1 + self._counts[shape]))
 
     def last(self, shape: Shape) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxpage.speculation.ahead import AheadProposer
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.suffix import SuffixProposer
@@ -9,7 +10,7 @@ from jaxpage.speculative_config import SpeculativeConfig
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer:
-    """Of the methods that need no device. `config` is one that `problems` and `refused` have nothing against.
+    """Of the methods that need nothing but settings. `config` is one that `problems` and `refused` have nothing against.
 
     Raises ValueError for another method.
     """
@@ -17,4 +18,6 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
         return NGramProposer(*config.prompt_lookup)
     if config.method == "suffix":
         return SuffixProposer(config.suffix_decoding, tree=config.tree)
-    raise ValueError(f"method {config.method!r} has no proposer on the host")
+    if config.method in ("draft_model", "eagle", "eagle3"):
+        return AheadProposer()
+    raise ValueError(f"method {config.method!r} needs more than its settings")

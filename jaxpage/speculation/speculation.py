@@ -10,6 +10,7 @@ from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.scheduling.plan import Row, StepPlan, StepResult
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.following import Following
 from jaxpage.speculation.proposal import Draft, Observer, Proposer
 
 logger = logging.getLogger(__name__)
@@ -19,14 +20,25 @@ class Speculation:
     """Asks a controller how many drafts a step is worth, and a proposer for so many; without a controller as many as the shapes allow."""
 
     def __init__(
-        self, proposer: Proposer, limits: StepLimits, controller: Controller | None, *, vocab_size: int
+        self,
+        proposer: Proposer,
+        limits: StepLimits,
+        controller: Controller | None,
+        *,
+        vocab_size: int,
+        following: Following | None = None,
     ) -> None:
-        """vocab_size: of the model. What a proposer drafts beyond it is dropped."""
+        """
+        Args:
+            vocab_size: of the model. What a proposer drafts beyond it is dropped.
+            following: of a drafter on the device, which has to draft before it is asked.
+        """
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._failed = False
         self._limits = limits
         self._controller = controller
+        self._following = following
 
     def propose(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
         """Drafts for the running groups' sequences that have one token left to compute, by sequence id. Beams are not drafted for:
@@ -38,7 +50,7 @@ class Speculation:
                 num_rows += 1
                 if sequence.num_pending_tokens > 1:
                     return {}  # the step computes a prompt, and has no room for drafts
-                if not (group.request.beam or group.children_due):
+                if not (group.request.beam or group.children_due) and self._is_ready(sequence.sequence_id):
                     decoding[sequence.sequence_id] = group.request, sequence
         asked = self._ask(num_rows, decoding)
         if not asked:
@@ -52,6 +64,9 @@ class Speculation:
             return drafts
         counts = self._controller.cut(num_rows, drafts)
         return {sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()}
+
+    def _is_ready(self, sequence_id: int) -> bool:
+        return self._following is None or self._following.is_ready(sequence_id)
 
     def _ask(self, num_rows: int, sequence_ids: Iterable[int]) -> dict[int, int]:
         """How many drafts to ask for, by sequence id."""
@@ -80,8 +95,14 @@ class Speculation:
         logger.exception("the proposer failed: from now on nothing is drafted, and texts stay what they are")
         self._failed = True
 
+    def levels(self, plan: StepPlan) -> int | None:
+        """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there."""
+        return self._following.levels(plan) if self._following is not None and not self._failed else None
+
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """A step ran: what the model's heads guess behind its draws, if there are heads, is the proposer's."""
+        """A step ran: what the model's heads or a drafter guess behind its draws is the proposer's."""
+        if self._following is not None:
+            self._following.ran(plan)
         if result.guesses is None or self._failed or not isinstance(self._proposer, Observer):
             return
         last = range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
@@ -101,14 +122,20 @@ class Speculation:
             appended: dict[int, list[int]] = {}
             for edit in edits:
                 if isinstance(edit, Append):
-                    appended.setdefault(edit.sequence_id, []).append(edit.token_id)
                     num_appended += 1
+                    if (
+                        edit.drafted
+                    ):  # what was drawn behind them may be one of the wrong drafts, if the rule is not coupled
+                        appended.setdefault(edit.sequence_id, []).append(edit.token_id)
             for row in plan.rows:
                 if row.parents:
                     num_drafts += len(row.parents)
                     path = _right(row, appended.get(row.sequence_id, []))
                     self._controller.verified(row.sequence_id, [parent - 1 for parent in row.parents], path)
         num_rows = len(plan.rows)
+        if self._following is not None:  # what it takes goes by what was wanted of it, and not by the shape
+            ahead = self._following.seconds(self._limits.shape(num_rows, num_drafts)) * self._controller.costs.pace
+            seconds, proposing = max(seconds - ahead, 0.1 * seconds), proposing + ahead
         self._controller.measured(num_rows, num_drafts, num_appended or num_rows, seconds, proposing)
 
     def forget(self, group: SequenceGroup) -> None:
@@ -120,10 +147,12 @@ class Speculation:
                 self._give_up()
         if self._controller is not None:
             self._controller.forget(group.sequence_ids)
+        if self._following is not None:
+            self._following.forget(group.sequence_ids)
 
 
 def _right(row: Row, token_ids: Iterable[int]) -> set[int]:
-    """Which of a row's drafts are among the tokens that the sequence got."""
+    """Which of a row's drafts are the tokens that the sequence got of them."""
     path: set[int] = set()
     parent = 0
     for token_id in token_ids:

@@ -1,0 +1,191 @@
+"""Rules of acceptance: which drafts become tokens, and what is drawn behind the last of them.
+
+"coupled" compares drafts with what is drawn anyway. The other two look at the distribution p of every draw, after all that its request
+asks for; of a greedy request all of p is on one token, so that each rule gives its greedy text.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpage.device.buckets import Bucket
+from jaxpage.device.sampler import Stream, are_finite, distributions, draw, each_row, noise_key, with_noise
+from jaxpage.device.step_inputs import Adjustments, StepInputs
+from jaxpage.device.verify import accept, follow, last_of
+from jaxpage.shapes import NOT_FINITE
+from jaxpage.speculative_config import AcceptanceRule
+
+
+def decide(
+    logits_RV: Float[Array, "R V"],
+    inputs: StepInputs,
+    adjustments: Adjustments,
+    bucket: Bucket,
+    rule: AcceptanceRule,
+    *,
+    by_row: bool,
+) -> tuple[Int[Array, "R"], Int[Array, "B Q"]]:
+    """Of a step that verifies: the token behind each draw, and the paths of right drafts, as `verify.accept` gives them.
+
+    Other rules than "coupled" draw behind the last token of each path alone: behind the others of a path stands its next draft, and 0
+    behind what is on none.
+    """
+    if rule.name == "coupled":
+        drawn_R = draw(logits_RV, inputs, adjustments, by_row=by_row)
+        return drawn_R, accept(drawn_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
+    log_p_RV = distributions(logits_RV, inputs, adjustments, by_row=by_row)
+    if rule.name == "rejection":
+        paths_BQ, p_BV = rejection(log_p_RV, inputs, bucket.max_query_len, by_row=by_row)
+        log_p_BV, stream = jnp.log(p_BV), Stream.RESIDUAL
+    else:
+        is_right_T = typical(log_p_RV, inputs, bucket.max_query_len, rule, by_row=by_row)
+        paths_BQ = follow(is_right_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
+        log_p_BV, stream = log_p_RV[last_of(paths_BQ)], None
+    drawn_B = each_row(
+        lambda log_p_V, place: with_noise(log_p_V, _key(inputs, place, stream)),
+        (log_p_BV, last_of(paths_BQ)),
+        by_row=by_row,
+    )
+    token_ids_R = _behind_each(drawn_B, paths_BQ, inputs.token_ids_T)
+    return jnp.where(are_finite(logits_RV), token_ids_R, NOT_FINITE), paths_BQ
+
+
+def _key(inputs: StepInputs, place: jax.Array, stream: int | None) -> jax.Array:
+    """Noise of what follows a token of the stream: a step that verifies draws behind each."""
+    return noise_key(inputs.seed_R2[place], inputs.sample_index_R[place], inputs.drawn_position_R[place], stream)
+
+
+def _behind_each(
+    drawn_B: Int[Array, "B"], paths_BQ: Int[Array, "B Q"], token_ids_T: Int[Array, "T"]
+) -> Int[Array, "T"]:
+    num_tokens = token_ids_T.shape[0]
+    next_BQ = jnp.pad(paths_BQ[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    tokens_BQ = jnp.where(next_BQ >= 0, token_ids_T[next_BQ], drawn_B[:, None])
+    places_BQ = jnp.where(paths_BQ >= 0, paths_BQ, num_tokens)
+    return jnp.zeros(num_tokens, jnp.int32).at[places_BQ].set(tokens_BQ, mode="drop")
+
+
+class _Walk(NamedTuple):
+    """Of one row, on its way down the tree."""
+
+    path_Q: jax.Array
+    depth: jax.Array  # of the last token of the path
+    p_V: jax.Array  # what that is followed by, less the drafts behind it that were rejected
+    tried_V: jax.Array  # those drafts
+    num_tried: jax.Array
+
+
+def rejection(
+    log_p_RV: Float[Array, "R V"], inputs: StepInputs, max_query_len: int, *, by_row: bool
+) -> tuple[Int[Array, "B Q"], Float[Array, "B V"]]:
+    """Paths of drafts that are not rejected, and what is drawn from behind the last of each.
+
+    Leviathan, Kalman, Matias 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318): a draft that was drawn from q stays with
+    probability min(1, p / q); where it does not, what is left of p is max(p - q, 0). Several drafts behind one token are tried in their
+    order, each against what the ones before have left, as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); they were drawn without
+    replacement, so q loses them too. The text then has the distribution that it has without drafts; it is a function of the request's
+    seed and of the drafts.
+    """
+    walk = functools.partial(_walk, log_p_RV=log_p_RV, inputs=inputs, max_query_len=max_query_len)
+    paths: tuple[jax.Array, jax.Array] = each_row(
+        walk, (inputs.query_start[:-1], inputs.query_start[1:]), by_row=by_row
+    )
+    return paths
+
+
+def _walk(
+    start: jax.Array, stop: jax.Array, *, log_p_RV: jax.Array, inputs: StepInputs, max_query_len: int
+) -> tuple[jax.Array, jax.Array]:
+    """Once over a row: drafts stand behind their parents, so those behind a token are yet to come when it is accepted."""
+
+    def visit(place: jax.Array, walk: _Walk) -> _Walk:
+        is_next = inputs.parents_T[place] == walk.path_Q[walk.depth]
+        return jax.lax.cond(is_next, lambda: _try(place, walk, log_p_RV, inputs), lambda: walk)
+
+    first = jnp.minimum(start, log_p_RV.shape[0] - 1)  # of rows that are padding any
+    path_Q = jnp.full(max_query_len, -1, jnp.int32).at[0].set(jnp.where(stop > start, start, -1))
+    walk = _Walk(path_Q, jnp.int32(0), *_begin(log_p_RV[first]))
+    walk = jax.lax.fori_loop(start + 1, stop, visit, walk)
+    return walk.path_Q, walk.p_V
+
+
+def _begin(log_p_V: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Behind a token that was just accepted."""
+    return jnp.exp(log_p_V), jnp.zeros(log_p_V.shape, bool), jnp.int32(0)
+
+
+def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs) -> _Walk:
+    """Accepts or rejects a draft behind the last token of the path."""
+    token_id, before = inputs.token_ids_T[place], walk.path_Q[walk.depth]
+    ids_W = inputs.q_ids_TW[place]
+    q_W = jnp.where(walk.tried_V[ids_W], 0.0, inputs.q_TW[place])
+    q_W /= jnp.maximum(jnp.sum(q_W), jnp.finfo(jnp.float32).tiny)
+    q = jnp.sum(jnp.where(ids_W == token_id, q_W, 0.0))  # 0: the same draft once more
+    uniform = jax.random.uniform(jax.random.fold_in(_key(inputs, before, Stream.ACCEPT), walk.num_tried))
+
+    def accepted() -> _Walk:
+        depth = walk.depth + 1
+        return _Walk(walk.path_Q.at[depth].set(place), depth, *_begin(log_p_RV[place]))
+
+    def rejected() -> _Walk:
+        p_V = jnp.where(q > 0, residual(walk.p_V, ids_W, q_W), walk.p_V)
+        return walk._replace(p_V=p_V, tried_V=walk.tried_V.at[token_id].set(True), num_tried=walk.num_tried + 1)
+
+    return jax.lax.cond((q > 0) & (uniform * q < walk.p_V[token_id]), accepted, rejected)
+
+
+def residual(p_V: Float[Array, "V"], ids_W: Int[Array, "W"], q_W: Float[Array, "W"]) -> Float[Array, "V"]:
+    """max(p - q, 0), normalised; p where nothing is left, which takes rounding."""
+    left_V = jnp.maximum(p_V.at[ids_W].add(-q_W, mode="drop", wrap_negative_indices=False), 0.0)
+    total = jnp.sum(left_V)
+    return jnp.where(total > 0, left_V / total, p_V)
+
+
+def typical(
+    log_p_RV: Float[Array, "R V"], inputs: StepInputs, max_query_len: int, rule: AcceptanceRule, *, by_row: bool
+) -> Bool[Array, "T"]:
+    """The drafts of each row's best path, by typical acceptance (Cai et al. 2024, arXiv:2401.10774). Lossy: texts do not follow p.
+
+    A draft is acceptable where p(draft) > min(threshold, alpha * exp(-entropy of p)). The best path is the longest of acceptable drafts,
+    of equally long ones the likeliest, of equally likely ones the first.
+    """
+    parents_T = inputs.parents_T
+    num_tokens, num_rows = parents_T.shape[0], inputs.query_start.shape[0] - 1
+    place_T = jnp.arange(num_tokens)
+    is_draft_T = parents_T >= 0
+    entropy_T = each_row(_entropy, (log_p_RV,), by_row=by_row)[parents_T]
+    log_p_T = log_p_RV[parents_T, inputs.token_ids_T]
+    threshold_T = jnp.minimum(rule.posterior_threshold, rule.posterior_alpha * jnp.exp(-entropy_T))
+    is_fine_T = is_draft_T & (jnp.exp(log_p_T) > threshold_T)
+
+    def deepen(_: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        depth_T, likelihood_T = state  # depth -1: not acceptable, or behind one that is not
+        goes_on_T = is_fine_T & (depth_T[parents_T] >= 0)
+        depth_T = jnp.where(is_draft_T, jnp.where(goes_on_T, depth_T[parents_T] + 1, -1), 0)
+        return depth_T, jnp.where(goes_on_T, likelihood_T[parents_T] + log_p_T, 0.0)
+
+    begin = jnp.where(is_draft_T, -1, 0), jnp.zeros(num_tokens)
+    depth_T, likelihood_T = jax.lax.fori_loop(1, max_query_len, deepen, begin)
+    row_T = jnp.searchsorted(inputs.query_start, place_T, side="right") - 1  # padding stands in no row
+    best = functools.partial(jax.ops.segment_max, segment_ids=row_T, num_segments=num_rows)
+    is_best_T = depth_T == best(depth_T)[row_T]
+    is_best_T &= likelihood_T == best(jnp.where(is_best_T, likelihood_T, -jnp.inf))[row_T]
+    last_B = -best(jnp.where(is_best_T, -place_T, -num_tokens))
+
+    def climb(_: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        is_right_T, node_B = state
+        is_right_T = is_right_T.at[node_B].set(True, mode="drop", wrap_negative_indices=False)
+        return is_right_T, jnp.where(node_B >= 0, parents_T[node_B], -1)
+
+    is_right_T, _ = jax.lax.fori_loop(1, max_query_len, climb, (jnp.zeros(num_tokens, bool), last_B))
+    return is_right_T & is_draft_T
+
+
+def _entropy(log_p_V: jax.Array) -> jax.Array:
+    p_V = jnp.exp(log_p_V)
+    return -jnp.sum(jnp.where(p_V > 0, p_V * log_p_V, 0.0))
