@@ -448,6 +448,11 @@ def test_without_layer_ids_a_target_of_two_layers_is_refused(tmp_path: Path) -> 
         open_drafter(SpeculativeConfig(method="eagle3", model=str(directory)), shallow)
 
 
+def test_files_without_a_tensor_are_refused(tmp_path: Path, target: Target) -> None:
+    assert "of method 'eagle', not 'eagle3'" in refusal(write(tmp_path, AUTHORS, {}), "eagle3", target)
+    assert "'fc.weight' of shape (48, 96) is missing" in refusal(tmp_path, "eagle", target)
+
+
 def test_pickles_are_refused_unopened(tmp_path: Path, target: Target) -> None:
     (tmp_path / "config.json").write_text(json.dumps(AUTHORS))
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
