@@ -19,7 +19,7 @@ from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.engine.drafters import OpenDrafter, open_drafter
 from jaxpage.errors import CheckpointError
-from jaxpage.models.base import abstract_model
+from jaxpage.models.base import abstract, abstract_model
 from jaxpage.models.drafter import WithDrafter, join
 from jaxpage.speculative_config import SpeculativeConfig
 from tests.support.eagle import LAYERS, TARGET, Eagle, Eagle3, write
@@ -83,6 +83,10 @@ def growing(
     return jnp.einsum("NTC,CNH->TNH", weights_NTC, v_CNH), (k_CKH, v_CKH)
 
 
+def graph_of(drafter: OpenDrafter, dtype: str = "float32") -> Any:
+    return abstract(lambda: drafter.make(jnp.dtype(dtype)))[0]
+
+
 class Run(NamedTuple):
     """What a drafter makes of a sequence, and then of one place more whose feature is its own output."""
 
@@ -94,7 +98,7 @@ class Run(NamedTuple):
 def run(drafter: OpenDrafter, target: Target) -> Run:
     parameters = drafter.load(target.parameters, "float32", jax.devices()[0], progress=False)
     states = [target.output] if not drafter.taps else [target.states[tap] for tap in drafter.taps]
-    graph, none = drafter.graph("float32"), (None,) * drafter.kv.num_layers
+    graph, none = graph_of(drafter), (None,) * drafter.kv.num_layers
 
     @functools.partial(jax.jit, static_argnames="fuse")
     def forward(parameters: WithDrafter, token_ids: Any, feature: Any, start: Any, pages: Any, fuse: bool) -> Any:
@@ -246,9 +250,10 @@ def test_eagle3_of_speculators(tmp_path: Path, target: Target, norm_before_resid
 
 
 def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target) -> None:
-    """Two layers of Qwen3's kind, with norms of heads; four hidden states; all tokens, in another order than the model's."""
+    """Two layers of Qwen3's kind, with norms of heads, one with a window; four states; all tokens, in another order than the model's."""
     norms = {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
     layers = {**LAYERS, "model_type": "qwen3", "head_dim": 20, "num_hidden_layers": 2, "attention_bias": True}
+    layers |= {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
     head = Eagle3(taps=4, rows=VOCAB, **norms, **layers)
     order = np.random.default_rng(5).permutation(VOCAB)
     config = speculators(transformer_layer_config=layers, eagle_aux_hidden_state_layer_ids=[3, 1, 5, 5], **norms)
@@ -316,13 +321,32 @@ def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Targe
         positions = jnp.arange(LENGTH)
         model = nnx.merge(graph, parameters.model)
         _, _, states = model(token_ids[:LENGTH], positions, (None,) * 7, growing, taps=drafter.taps)
-        module = join(drafter.graph("float32"), parameters)
+        module = join(graph_of(drafter), parameters)
         output, _ = module(token_ids[1:], module.fuse(states), positions, (None,), growing)
         return module.logits(output)
 
     features = head.fuse([target.states[tap].astype(np.float64) for tap in DEFAULT_TAPS])
     _, logits = head(TOKENS[1:], features)
     check_spread(np.asarray(forward(parameters, TOKENS)), logits, KNOWN)
+
+
+def test_a_head_in_half_precision(tmp_path: Path, target: Target) -> None:
+    """Its weights are kept so; logits are in float32, and token ids are what they are."""
+    head = Eagle3(rows=len(KNOWN))
+    drafter = opened(write(tmp_path, EAGLE3, {**head.tensors(), **D2T}), "eagle3", target)
+    parameters = drafter.load(target.parameters, "bfloat16", jax.devices()[0], progress=False)
+    graph, states = graph_of(drafter, "bfloat16"), [jnp.bfloat16(target.states[tap]) for tap in DEFAULT_TAPS]
+
+    @jax.jit
+    def forward(parameters: WithDrafter) -> Any:
+        module = join(graph, parameters)
+        output, _ = module(jnp.asarray(TOKENS[1:]), module.fuse(states), jnp.arange(LENGTH), (None,), growing)
+        return output, module.logits(output)
+
+    output, logits = forward(parameters)
+    assert output.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+    _, expected_logits = head(TOKENS[1:], head.fuse([target.states[tap].astype(np.float64) for tap in DEFAULT_TAPS]))
+    assert np.abs(logits[:, KNOWN] - expected_logits).std() < 0.1 * expected_logits.std()
 
 
 # --- what does not fit
@@ -370,6 +394,10 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "speculator without layers": (change(speculators_model_type="eagle3"), ["transformer_layer_config"]),
     "quantised": (change(quantization_config={"bits": 4}), ["quantization_config"]),
     "huge": (change(intermediate_size=2**40), ["intermediate_size", str(2**40)]),
+    "huge inside": (
+        change(speculators_model_type="eagle3", transformer_layer_config={**LAYERS, "intermediate_size": 2**40}),
+        ["intermediate_size", str(2**40)],
+    ),
     "code": (change(auto_map={"AutoModel": "x.py"}), ["auto_map"]),
     "twice": (store("midlayer.hidden_norm.weight", np.ones(48, np.float32)), ["one parameter"]),
 }
@@ -420,6 +448,11 @@ def test_without_layer_ids_a_target_of_two_layers_is_refused(tmp_path: Path) -> 
         open_drafter(SpeculativeConfig(method="eagle3", model=str(directory)), shallow)
 
 
+def test_files_without_a_tensor_are_refused(tmp_path: Path, target: Target) -> None:
+    assert "of method 'eagle', not 'eagle3'" in refusal(write(tmp_path, AUTHORS, {}), "eagle3", target)
+    assert "'fc.weight' of shape (48, 96) is missing" in refusal(tmp_path, "eagle", target)
+
+
 def test_pickles_are_refused_unopened(tmp_path: Path, target: Target) -> None:
     (tmp_path / "config.json").write_text(json.dumps(AUTHORS))
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
@@ -451,7 +484,7 @@ def test_tables_of_one_vocabulary_may_be_padded_differently(tmp_path: Path, targ
     padded = target._replace(files=open_model(tmp_path / "target"))
     drafter = opened(tmp_path / "draft", "draft_model", padded)
     tokens = TOKENS % min(vocab_size, VOCAB)
-    graph, none = drafter.graph("float32"), (None,) * drafter.kv.num_layers
+    graph, none = graph_of(drafter), (None,) * drafter.kv.num_layers
 
     @jax.jit
     def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:

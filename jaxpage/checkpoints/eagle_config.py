@@ -45,7 +45,8 @@ class EagleConfig:
         elif config.get("model_type") == "eagle":  # vLLM's: what stands outside outranks what stands inside
             named = ("architectures", "model_type", "model")
             layers = _object(config, "model") | {name: value for name, value in config.items() if name not in named}
-        check_sizes(layers, problems)
+        if layers != config:  # which has been checked
+            check_sizes(layers, problems)
         read = cls(config, _object(config, "eagle_config", {}), layers)
         for name, harmless in _NOT_HONOURED.items():
             if read.field(name, harmless) != harmless:

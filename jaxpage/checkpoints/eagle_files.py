@@ -53,7 +53,7 @@ def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFile
     config, stored = check_config(directory, problems), _stored(directory, problems)
     map_info = stored.pop(TOKEN_MAPS[method], None)
     spec = None
-    if config and stored:
+    if config and (stored or not problems):
         with problems.collect():
             _check_method(method, stored)
             spec = _spec(EagleConfig.read(config, problems), method, stored, map_info, target, problems)
@@ -121,7 +121,8 @@ def _spec(
     )
     known = map_info.shape[0] if map_info is not None and map_info.shape else target.spec.vocab_size
     _check_sizes(config, method, decoder, map_info, known, target, problems)
-    own = {name: _own(name, (known, decoder.model_width), stored, target, problems) for name in TABLES}
+    shapes = {"tokens": (target.spec.vocab_size, decoder.model_width), "head": (known, decoder.model_width)}
+    own = {name: _own(name, shape, stored, target, problems) for name, shape in shapes.items()}
     spec = EagleSpec(
         decoder=decoder,
         table_rows=known,
@@ -170,7 +171,6 @@ def _own(
     name: str, shape: tuple[int, int], stored: dict[str, TensorInfo], target: ModelFiles, problems: Problems
 ) -> bool:
     """Whether the head has a table of its own. A copy of the target's is none, and is taken out of `stored`."""
-    shape = shape if name == "head" else (target.spec.vocab_size, shape[1])
     tables = {weight.path[0]: info for weight, info in target.plan.sources if weight.path[-1] == "table"}
     table, own = tables.get(name, tables["tokens"]), stored.get(TABLES[name])
     if own is None:
