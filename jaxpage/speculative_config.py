@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
 
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
-SUPPORTED = ("ngram", "suffix", "medusa")
+SUPPORTED = ("ngram", "suffix", "medusa", "lookahead")
 
 # Which methods a field is for. In a configuration of another method it is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -24,6 +24,9 @@ BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "suffix_decoding_max_spec_factor": ("suffix",),
         "suffix_decoding_min_token_prob": ("suffix",),
         "medusa_choices": ("medusa",),
+        "lookahead_window": ("lookahead",),
+        "lookahead_ngram": ("lookahead",),
+        "lookahead_guesses": ("lookahead",),
     }
 )
 
@@ -35,6 +38,19 @@ class SuffixDecoding(NamedTuple):
     max_cached_requests: int = 10_000  # whose outputs are kept to draft from, each sample counted
     max_spec_factor: float = 1.0  # drafts for each token that is the same
     min_token_prob: float = 0.1  # of a draft: by the counts, with all the drafts before it
+
+
+class Lookahead(NamedTuple):
+    """The sizes of lookahead decoding: W, N and G of its authors."""
+
+    window: int  # columns of guesses that are made better in every step
+    ngram: int  # tokens of what is kept, the first of them known when it is drafted
+    guesses: int  # that are kept behind a token, and drafted
+
+    @property
+    def num_drafts(self) -> int:
+        """At most: of the first column the first is the known token."""
+        return (self.window + self.guesses) * (self.ngram - 1) - 1
 
 
 # A draft of a tree: its rank among what the first head guesses, the rank of the next one's guess behind it, and so on.
@@ -64,6 +80,10 @@ class SpeculativeConfig(BaseModel):
     # Of "medusa": the tree.
     medusa_choices: Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_DRAFTS)] | None = None
 
+    lookahead_window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None  # of "lookahead": see Lookahead
+    lookahead_ngram: Annotated[int, Field(ge=2, le=MOST_DRAFTS)] | None = None
+    lookahead_guesses: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
+
     @field_validator("medusa_choices", mode="before")
     @classmethod
     def _as_tuples(cls, value: Any) -> Any:
@@ -85,6 +105,22 @@ class SpeculativeConfig(BaseModel):
         given = {name: getattr(self, f"suffix_decoding_{name}") for name in SuffixDecoding._fields}
         return SuffixDecoding(**{name: value for name, value in given.items() if value is not None})
 
+    @property
+    def lookahead(self) -> Lookahead:
+        """As large as `num_speculative_tokens` lets them be, with half of the columns for guesses, but for what is given."""
+        most = MOST_DRAFTS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
+        ngram = self.lookahead_ngram or min(5, (most + 3) // 2)
+        columns = (most + 1) // (ngram - 1)
+        window, guesses = self.lookahead_window, self.lookahead_guesses
+        if window is None:
+            window = max(1, columns // 2 if guesses is None else columns - guesses)
+        return Lookahead(window, ngram, max(1, columns - window) if guesses is None else guesses)
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts may."""
+        return self.tree or self.method == "lookahead"
+
     def problems(self) -> Iterable[str]:
         """What contradicts itself."""
         for name, methods in BELONGS.items():
@@ -100,10 +136,21 @@ class SpeculativeConfig(BaseModel):
                 f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
             )
 
+        if self.method == "lookahead":
+            yield from self._too_many(self.lookahead)
+
         if self.method == "medusa" and not self.model:
             yield "method 'medusa' needs model: where its heads are"
         if self.medusa_choices is not None:
             yield from self._wrong_choices(self.medusa_choices)
+
+    def _too_many(self, sizes: Lookahead) -> Iterable[str]:
+        wanted = self.num_speculative_tokens
+        most = MOST_DRAFTS if wanted == "auto" else wanted
+        if sizes.num_drafts > most:
+            window, ngram, guesses = (f"lookahead_{name} {value}" for name, value in sizes._asdict().items())
+            whose = f"the {most} that a step holds" if wanted == "auto" else f"num_speculative_tokens, {most}"
+            yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, above {whose}"
 
     def _wrong_choices(self, choices: tuple[tuple[int, ...], ...]) -> Iterable[str]:
         known = set(choices)

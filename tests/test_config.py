@@ -136,7 +136,7 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
     ("name", "value"),
     [
         ("attention_backend", "cpu"),
-        ("speculative_config", {"method": "lookahead"}),
+        ("speculative_config", {"method": "eagle"}),
         ("tensor_parallel_size", 2),
     ],
 )
@@ -182,10 +182,8 @@ def test_speculation_that_this_version_does_not_do_is_refused() -> None:
         UnsupportedError, match="^speculative_config: acceptance 'typical' is not supported: this version"
     ):
         EngineConfig(speculative_config={"method": "ngram", "acceptance": "typical"})
-    with pytest.raises(
-        UnsupportedError, match="^speculative_config: method 'lookahead' is not supported: this version"
-    ):
-        EngineConfig(speculative_config={"method": "lookahead"})
+    with pytest.raises(UnsupportedError, match="^speculative_config: method 'eagle' is not supported: this version"):
+        EngineConfig(speculative_config={"method": "eagle"})
     with pytest.raises(
         ConfigError, match="^speculative_config: model is 'there', but method is 'ngram': it belongs to"
     ):

@@ -78,7 +78,7 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
         mixed=mixes(config, place),
         num_drafts=draft_lengths(config),
         max_verified_tokens=most,
-        trees=config.speculative_config is not None and config.speculative_config.tree,
+        trees=config.speculative_config is not None and config.speculative_config.branches,
     )
     if memory is not None and memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
@@ -90,6 +90,8 @@ def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
     if config.speculative_config is None:
         return ()
     wanted, choices = config.speculative_config.num_speculative_tokens, config.speculative_config.medusa_choices
+    if config.speculative_config.method == "lookahead":
+        return (config.speculative_config.lookahead.num_drafts,)
     if wanted == "auto" and choices is not None:  # a given tree, or less of it
         return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
     return AUTO_DRAFTS if wanted == "auto" else (wanted,)

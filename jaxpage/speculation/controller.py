@@ -25,9 +25,9 @@ LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host 
 
 @dataclass(frozen=True)
 class _Node:
-    """A draft that could be made, or one that was."""
+    """A draft that could be made, or one that was; of drafts that come together, all of them."""
 
-    chance: float  # that it will be right, and all before it
+    chance: float  # that it will be right, and all before it; of several, how many
     rank: float  # never above that of the draft before it, so that the first in rank are the first in the draft
     weight: float  # chance that it will be there at all
     depth: int
@@ -37,10 +37,17 @@ class _Node:
 class Controller:
     """Decides twice in a step: `ask`, whom to draft for, before anything is spent; and `cut`, how many of the drafts are verified."""
 
-    def __init__(self, limits: StepLimits) -> None:
+    def __init__(self, limits: StepLimits, *, together: int = 1, steps_to_show: int = 1) -> None:
+        """
+        Args:
+            together: drafts of a sequence that are asked for and verified all or not at all. What counts is how many of them are right.
+            steps_to_show: how many steps one behind the other drafts take to show what they are worth.
+        """
         self.costs = Costs()
         self.acceptance = Acceptance()
         self._limits = limits
+        self._together = together
+        self._steps_to_show = steps_to_show
         self._shapes_by_rows: dict[int, list[Shape]] = {}
         self._asking: dict[int, float] = {}  # seconds per draft that is asked for, by rows of the shape
         self._step = 0
@@ -71,7 +78,8 @@ class Controller:
         if len(shapes) == 1 or not sequence_ids:
             return {}
         plain = self.costs.of(shapes[0])
-        may_look = self._step - self._looked >= (1 if self._paid else LOOK_EVERY)
+        goes_on = self._paid or self._num_looks % self._steps_to_show
+        may_look = self._step - self._looked >= (1 if goes_on else LOOK_EVERY)
         if not self._drafts and not (may_look and self._loss(shapes[1], num_rows, num_rows / plain) <= self._credit):
             rows, step = self._reviewed or (0, 0)
             if rows == shapes[0][0] and self._step - step < DWELL:
@@ -86,7 +94,7 @@ class Controller:
         if may_look and (look := self._elsewhere(goodput | {shapes[0]: num_rows / plain}, chosen, num_rows)):
             self._look = chosen = look
             nodes = sorted(nodes, key=lambda node: (node.depth, -node.rank))
-        self._asked = self._fill(nodes, _room(chosen, num_rows))
+        self._asked = self._fill(nodes, self._room(chosen, num_rows))
         return self._asked
 
     def cut(self, num_rows: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
@@ -96,18 +104,19 @@ class Controller:
         average = self.acceptance.average()
         nodes: list[_Node] = []
         for sequence_id, draft in drafts.items():
-            rates = self.acceptance.rates(sequence_id, average, 1 + len(draft.parents), self._step)
-            nodes += _nodes(sequence_id, draft.parents, rates[1:], 1.0)
+            parents = draft.parents if self._together == 1 else (-1,)
+            rates = self.acceptance.rates(sequence_id, average, 1 + len(parents), self._step)
+            nodes += _nodes(sequence_id, parents, rates[1:], 1.0)
         if self._look is not None:
             nodes.sort(key=lambda node: (node.depth, -node.rank))
-            return self._fill(nodes, _room(self._look, num_rows))
+            return self._fill(nodes, self._room(self._look, num_rows))
         nodes = _in_order(nodes)
         gains = [0.0]
         for node in nodes:
             gains.append(gains[-1] + node.chance)
         best, most = 0, 0.0
         for shape in self._shapes(num_rows):
-            count = min(_room(shape, num_rows), len(nodes))
+            count = min(self._room(shape, num_rows), len(nodes))
             goodput = (num_rows + gains[count]) / self.costs.of(shape)
             if goodput > most:
                 best, most = count, goodput
@@ -115,7 +124,10 @@ class Controller:
 
     def verified(self, sequence_id: int, parents: Sequence[int], path: Collection[int]) -> None:
         """Of a sequence's drafts those of `path` were right."""
-        self.acceptance.add(sequence_id, parents, path, self._step)
+        if self._together == 1:
+            self.acceptance.add(sequence_id, parents, path, self._step)
+        else:
+            self.acceptance.add_together(sequence_id, len(path), self._step)
 
     def measured(self, num_rows: int, num_drafts: int, num_tokens: int, seconds: float, asking: float) -> None:
         """A step of so many rows and drafts gave so many tokens in so many seconds; asking for drafts took some more."""
@@ -167,12 +179,12 @@ class Controller:
 
     def _loss(self, shape: Shape, num_rows: int, best: float) -> float:
         """Seconds that a step of this shape loses if no draft is right."""
-        asking = self._asking.get(shape[0], 0.0) * _room(shape, num_rows)
+        asking = self._asking.get(shape[0], 0.0) * self._room(shape, num_rows) * self._together
         return self.costs.of(shape) + asking - num_rows / best
 
     def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """Chains as long as they may be, in the order in which they are worth it."""
-        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows))
+        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows)) // self._together
         average, parents = self.acceptance.average(), range(-1, most - 1)
         nodes: list[_Node] = []
         for sequence_id in sequence_ids:
@@ -182,7 +194,7 @@ class Controller:
 
     def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> float:
         """Tokens per second, if drafts fill the shape in the order of the nodes. A step for which none is found is one without drafts."""
-        left, gained, none, num_asked = float(_room(shape, num_rows)), 0.0, 1.0, 0
+        left, gained, none, num_asked = float(self._room(shape, num_rows)), 0.0, 1.0, 0
         for node in nodes:
             left -= node.weight
             if left < -1e-9 or node.rank < LEAST_CHANCE:
@@ -192,7 +204,7 @@ class Controller:
             if node.depth == 1:
                 none *= 1.0 - node.weight
         plain = self.costs.of(self._limits.shape(num_rows, 0))
-        asking = self._asking.get(shape[0], 0.0) * num_asked
+        asking = self._asking.get(shape[0], 0.0) * num_asked * self._together
         return (num_rows + gained) / (plain + (1.0 - none) * (self.costs.of(shape) - plain) + asking)
 
     def _fill(self, nodes: Iterable[_Node], most: int) -> dict[int, int]:
@@ -204,14 +216,13 @@ class Controller:
             if left < -1e-9:
                 break
             if node.rank >= LEAST_CHANCE or self._look is not None:
-                counts[node.sequence_id] = counts.get(node.sequence_id, 0) + 1
+                counts[node.sequence_id] = counts.get(node.sequence_id, 0) + self._together
         return counts
 
-
-def _room(shape: Shape, num_rows: int) -> int:
-    """For drafts."""
-    rows, num_tokens = shape
-    return num_tokens - num_rows if num_tokens > rows else 0
+    def _room(self, shape: Shape, num_rows: int) -> int:
+        """For nodes."""
+        rows, num_tokens = shape
+        return (num_tokens - num_rows) // self._together if num_tokens > rows else 0
 
 
 def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float], weight: float) -> list[_Node]:

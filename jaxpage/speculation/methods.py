@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxpage.speculation.lookahead import LookaheadProposer
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.suffix import SuffixProposer
@@ -17,4 +18,6 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
         return NGramProposer(*config.prompt_lookup)
     if config.method == "suffix":
         return SuffixProposer(config.suffix_decoding, tree=config.tree)
+    if config.method == "lookahead":
+        return LookaheadProposer(config.lookahead)
     raise ValueError(f"method {config.method!r} has no proposer on the host")
