@@ -107,14 +107,17 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def lookahead(self) -> Lookahead:
-        """As large as `num_speculative_tokens` lets them be, with half of the columns for guesses, but for what is given."""
+        """The sizes that are given, and beside them as much as `num_speculative_tokens` has room for: three columns in four for the window.
+
+        docs/lab-log.md compares them.
+        """
         most = MOST_DRAFTS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
-        ngram = self.lookahead_ngram or min(5, (most + 3) // 2)
+        ngram = self.lookahead_ngram or (4 if most >= 23 else 3 if most >= 3 else 2)
         columns = (most + 1) // (ngram - 1)
         window, guesses = self.lookahead_window, self.lookahead_guesses
-        if window is None:
-            window = max(1, columns // 2 if guesses is None else columns - guesses)
-        return Lookahead(window, ngram, max(1, columns - window) if guesses is None else guesses)
+        if guesses is None:
+            guesses = max(1, columns // 4 if window is None else columns - window)
+        return Lookahead(max(1, columns - guesses) if window is None else window, ngram, guesses)
 
     @property
     def branches(self) -> bool:

@@ -1,5 +1,5 @@
-"""Lookahead decoding: the window and its n-grams against the published algorithm, written out column by column for models that are functions
-of the text; that nothing hurts it; that no text changes; and what it is worth."""
+"""Lookahead decoding: window and n-grams against the published algorithm, written out column by column for models that are functions of
+the text; that nothing hurts it; that no text changes; and what it is worth."""
 
 from __future__ import annotations
 
@@ -438,6 +438,13 @@ def test_it_is_worth_something_on_the_demo_model() -> None:
             assert tokens / rows > least
 
 
+def test_drafts_for_which_no_step_has_room_are_refused(directory: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="the smallest step has 2 rows, with 62 drafts each 126 tokens; max_num_batched_tokens is 64"
+    ):
+        make_llm(directory, speculative_config={"method": "lookahead"})
+
+
 def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
     mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
     with pytest.raises(
@@ -452,8 +459,14 @@ def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sizes"),
     [
-        ({}, (8, 5, 8)),
+        ({}, (16, 4, 5)),
+        ({"num_speculative_tokens": 31}, (8, 4, 2)),
+        ({"num_speculative_tokens": 7}, (3, 3, 1)),
         ({"num_speculative_tokens": 1}, (1, 2, 1)),
+        ({"lookahead_ngram": 5}, (12, 5, 4)),
+        ({"lookahead_window": 7, "lookahead_ngram": 5, "lookahead_guesses": 7}, (7, 5, 7)),
+        ({"lookahead_window": 7}, (7, 4, 14)),
+        ({"lookahead_guesses": 7}, (14, 4, 7)),
     ],
 )
 def test_sizes_fill_the_drafts_that_there_are(given: dict[str, Any], sizes: tuple[int, int, int]) -> None:

@@ -78,7 +78,7 @@ class Controller:
         if len(shapes) == 1 or not sequence_ids:
             return {}
         plain = self.costs.of(shapes[0])
-        goes_on = self._paid or self._num_looks % self._steps_to_show
+        goes_on = self._paid or (not self._drafts and self._num_looks % self._steps_to_show)
         may_look = self._step - self._looked >= (1 if goes_on else LOOK_EVERY)
         if not self._drafts and not (may_look and self._loss(shapes[1], num_rows, num_rows / plain) <= self._credit):
             rows, step = self._reviewed or (0, 0)
