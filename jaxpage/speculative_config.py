@@ -12,7 +12,6 @@ MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 quer
 MOST_CANDIDATES = 32  # tokens of a distribution that drafts are drawn from, where its probabilities are looked at
 
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
-SUPPORTED = ("ngram", "suffix", *WITH_WEIGHTS)
 
 # Which methods a field is for. In a configuration of another method it is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -25,6 +24,9 @@ BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "suffix_decoding_max_spec_factor": ("suffix",),
         "suffix_decoding_min_token_prob": ("suffix",),
         "medusa_choices": ("medusa",),
+        "lookahead_window": ("lookahead",),
+        "lookahead_ngram": ("lookahead",),
+        "lookahead_guesses": ("lookahead",),
     }
 )
 TYPICAL = ("typical_acceptance_posterior_threshold", "typical_acceptance_posterior_alpha")
@@ -45,6 +47,19 @@ class AcceptanceRule(NamedTuple):
     name: Literal["coupled", "rejection", "typical"] = "coupled"
     posterior_threshold: float = 0.09  # a draft this likely is right whatever else is likely
     posterior_alpha: float = 0.3  # and one that is this part of exp(-entropy), where that is less
+
+
+class Lookahead(NamedTuple):
+    """The sizes of lookahead decoding: W, N and G of its authors."""
+
+    window: int  # columns of guesses that are made better in every step
+    ngram: int  # tokens of what is kept, the first of them known when it is drafted
+    guesses: int  # that are kept behind a token, and drafted
+
+    @property
+    def num_drafts(self) -> int:
+        """At most: of the first column the first is the known token."""
+        return (self.window + self.guesses) * (self.ngram - 1) - 1
 
 
 # A draft of a tree: its rank among what the first head guesses, the rank of the next one's guess behind it, and so on.
@@ -77,6 +92,10 @@ class SpeculativeConfig(BaseModel):
     # Of "medusa": the tree.
     medusa_choices: Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_DRAFTS)] | None = None
 
+    lookahead_window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None  # of "lookahead": see Lookahead
+    lookahead_ngram: Annotated[int, Field(ge=2, le=MOST_DRAFTS)] | None = None
+    lookahead_guesses: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
+
     @field_validator("medusa_choices", mode="before")
     @classmethod
     def _as_tuples(cls, value: Any) -> Any:
@@ -103,6 +122,25 @@ class SpeculativeConfig(BaseModel):
         given = {name.removeprefix("typical_acceptance_"): getattr(self, name) for name in TYPICAL}
         return AcceptanceRule(self.acceptance, **{name: value for name, value in given.items() if value is not None})
 
+    @property
+    def lookahead(self) -> Lookahead:
+        """The sizes that are given, and beside them as much as `num_speculative_tokens` has room for: three columns in four for the window.
+
+        docs/lab-log.md compares them.
+        """
+        most = MOST_DRAFTS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
+        ngram = self.lookahead_ngram or (4 if most >= 23 else 3 if most >= 3 else 2)
+        columns = (most + 1) // (ngram - 1)
+        window, guesses = self.lookahead_window, self.lookahead_guesses
+        if guesses is None:
+            guesses = max(1, columns // 4 if window is None else columns - window)
+        return Lookahead(max(1, columns - guesses) if window is None else window, ngram, guesses)
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts may."""
+        return self.tree or self.method == "lookahead"
+
     def problems(self) -> Iterable[str]:
         """What contradicts itself."""
         for name in TYPICAL:
@@ -121,10 +159,21 @@ class SpeculativeConfig(BaseModel):
                 f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
             )
 
+        if self.method == "lookahead":
+            yield from self._too_many(self.lookahead)
+
         if self.method in WITH_WEIGHTS and not self.model:
             yield f"method {self.method!r} needs model: where its weights are"
         if self.medusa_choices is not None:
             yield from self._wrong_choices(self.medusa_choices)
+
+    def _too_many(self, sizes: Lookahead) -> Iterable[str]:
+        wanted = self.num_speculative_tokens
+        most = MOST_DRAFTS if wanted == "auto" else wanted
+        if sizes.num_drafts > most:
+            window, ngram, guesses = (f"lookahead_{name} {value}" for name, value in sizes._asdict().items())
+            whose = f"the {most} that a step holds" if wanted == "auto" else f"num_speculative_tokens, {most}"
+            yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, above {whose}"
 
     def _wrong_choices(self, choices: tuple[tuple[int, ...], ...]) -> Iterable[str]:
         known = set(choices)
@@ -140,9 +189,10 @@ class SpeculativeConfig(BaseModel):
 
     def refused(self) -> Iterable[str]:
         """What this version does not do."""
-        if self.method not in SUPPORTED:
+        if self.method == "lookahead" and self.acceptance != "coupled":
             yield (
-                f"method {self.method!r} is not supported: this version drafts with the methods {', '.join(SUPPORTED)}; use one of them"
+                f"acceptance {self.acceptance!r} is not supported for method 'lookahead', which learns from a draw behind every draft; "
+                "use coupled"
             )
         if self.tree and self.method == "ngram":
             yield "tree=True is not supported: method 'ngram' drafts chains; use False"

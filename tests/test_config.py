@@ -136,7 +136,7 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
     ("name", "value"),
     [
         ("attention_backend", "cpu"),
-        ("speculative_config", {"method": "lookahead"}),
+        ("speculative_config", {"method": "eagle"}),
         ("tensor_parallel_size", 2),
     ],
 )
@@ -198,9 +198,13 @@ def test_settings_of_speculation_that_contradict_or_are_missing() -> None:
 
 def test_speculation_that_this_version_does_not_do_is_refused() -> None:
     with pytest.raises(
-        UnsupportedError, match="^speculative_config: method 'lookahead' is not supported: this version"
+        UnsupportedError, match="^speculative_config: tree=True is not supported: method 'ngram' drafts chains"
     ):
-        EngineConfig(speculative_config={"method": "lookahead"})
+        EngineConfig(speculative_config={"method": "ngram", "tree": True})
+    with pytest.raises(
+        UnsupportedError, match="^speculative_config: acceptance 'rejection' is not supported for method 'lookahead'"
+    ):
+        EngineConfig(speculative_config={"method": "lookahead", "acceptance": "rejection"})
     with pytest.raises(
         ConfigError, match="^speculative_config: model is 'there', but method is 'ngram': it belongs to"
     ):

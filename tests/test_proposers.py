@@ -532,6 +532,8 @@ def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> No
     assert ask(ngram, group, 4) == chain((1, 2))
     suffix = make_proposer(SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0))
     assert ask(suffix, group, 4) == chain((1, 2))
+    lookahead = make_proposer(SpeculativeConfig(method="lookahead", num_speculative_tokens=3))
+    assert ask(lookahead, group, 3) == chain((1, 2))
     with pytest.raises(ValueError, match="medusa"):
         make_proposer(SpeculativeConfig(method="medusa"))
 

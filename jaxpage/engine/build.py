@@ -201,11 +201,14 @@ def _check_load_format(config: EngineConfig, files: ModelFiles) -> None:
 
 def _check_windows(config: EngineConfig, files: ModelFiles) -> None:
     """Attention takes a tree or a sliding window, not both."""
-    trees = config.speculative_config is not None and config.speculative_config.tree
-    if trees and any(window is not None for window in files.spec.kv.sliding_windows):
-        raise UnsupportedError(
-            f"speculative_config: tree=True is not supported for {files.directory}: its layers have sliding windows; use tree=False"
-        )
+    drafting = config.speculative_config
+    if drafting is None or not drafting.branches or all(each is None for each in files.spec.kv.sliding_windows):
+        return
+    branches_always = drafting.method == "lookahead"
+    what, instead = ("method 'lookahead'", "a method of chains") if branches_always else ("tree=True", "tree=False")
+    raise UnsupportedError(
+        f"speculative_config: {what} is not supported for {files.directory}: its layers have sliding windows; use {instead}"
+    )
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
@@ -237,7 +240,11 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
 
 
 def _controller(config: SpeculativeConfig | None, limits: StepLimits) -> Controller | None:
-    return Controller(limits) if config is not None and config.num_speculative_tokens == "auto" else None
+    if config is None or config.num_speculative_tokens != "auto":
+        return None
+    if config.method != "lookahead":
+        return Controller(limits)
+    return Controller(limits, together=config.lookahead.num_drafts, steps_to_show=config.lookahead.ngram)
 
 
 def _scheduler(

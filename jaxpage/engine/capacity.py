@@ -10,7 +10,7 @@ import jax
 
 from jaxpage.config import EngineConfig, UnsupportedSettings
 from jaxpage.device import kv_pages
-from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
+from jaxpage.device.buckets import SMALLEST_ROWS, BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.sizing import (
     MemoryPlan,
     available_bytes,
@@ -73,7 +73,10 @@ def mixes(config: EngineConfig, place: Place) -> bool:
 
 
 def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = None) -> BucketMenu:
-    """The shapes of an engine's steps; with its memory, also those in which blocks move to the host and back."""
+    """The shapes of an engine's steps; with its memory, also those in which blocks move to the host and back.
+
+    Raises ConfigError if none of them has room for drafts that are asked for.
+    """
     most = max_num_batched_tokens(config, place)
     menu = make_menu(
         config.max_num_seqs,
@@ -81,9 +84,16 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
         mixed=mixes(config, place),
         num_drafts=draft_lengths(config),
         max_verified_tokens=most,
-        trees=config.speculative_config is not None and config.speculative_config.tree,
+        trees=config.speculative_config is not None and config.speculative_config.branches,
         q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
     )
+    if config.speculative_config is not None and not menu.verify:
+        fewest = min(draft_lengths(config))
+        needed = SMALLEST_ROWS * (1 + fewest)
+        raise ConfigError(
+            f"speculative_config: the smallest step has {SMALLEST_ROWS} rows, with {fewest} drafts each {needed} tokens; "
+            f"max_num_batched_tokens is {most}"
+        )
     if memory is not None and memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     return menu
@@ -94,6 +104,8 @@ def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
     if config.speculative_config is None:
         return ()
     wanted, choices = config.speculative_config.num_speculative_tokens, config.speculative_config.medusa_choices
+    if config.speculative_config.method == "lookahead":
+        return (config.speculative_config.lookahead.num_drafts,)
     if wanted == "auto" and choices is not None:  # a given tree, or less of it
         return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
     return AUTO_DRAFTS if wanted == "auto" else (wanted,)

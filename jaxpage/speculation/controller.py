@@ -26,9 +26,9 @@ LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host 
 
 @dataclass(frozen=True)
 class _Node:
-    """A draft that could be made, or one that was."""
+    """A draft that could be made, or one that was; of drafts that come together, all of them."""
 
-    chance: float  # that it will be right, and all before it
+    chance: float  # that it will be right, and all before it; of several, how many
     rank: float  # never above that of the draft before it, so that the first in rank are the first in the draft
     weight: float  # chance that it will be there at all
     depth: int
@@ -38,10 +38,17 @@ class _Node:
 class Controller:
     """Decides twice in a step: `ask`, whom to draft for, before anything is spent; and `cut`, how many of the drafts are verified."""
 
-    def __init__(self, limits: StepLimits) -> None:
+    def __init__(self, limits: StepLimits, *, together: int = 1, steps_to_show: int = 1) -> None:
+        """
+        Args:
+            together: drafts of a sequence that are asked for and verified all or not at all. What counts is how many of them are right.
+            steps_to_show: how many steps one behind the other drafts take to show what they are worth.
+        """
         self.costs = Costs()
         self.acceptance = Acceptance()
         self._limits = limits
+        self._together = together
+        self._steps_to_show = steps_to_show
         self._shapes_by_rows: dict[int, list[Shape]] = {}
         self.ahead: AheadCosts | None = None  # of a drafter on the device
         self._asking: dict[int, float] = {}  # of any other: seconds per draft that is asked for, by rows of the shape
@@ -78,7 +85,8 @@ class Controller:
         if len(shapes) == 1 or not sequence_ids:
             return {}
         plain = self.costs.of(shapes[0])
-        may_look = self._step - self._looked >= (1 if self._paid else LOOK_EVERY)
+        goes_on = self._paid or (not self._drafts and self.num_looks % self._steps_to_show)
+        may_look = self._step - self._looked >= (1 if goes_on else LOOK_EVERY)
         if (
             not self._drafts
             and self._planned is None
@@ -104,7 +112,7 @@ class Controller:
             self.num_looks += 1
             chosen = self._look
             nodes = sorted(nodes, key=lambda node: (node.depth, -node.rank))
-        asked = self._fill(self._reached(nodes, num_rows, chosen), _room(chosen, num_rows))
+        asked = self._fill(self._reached(nodes, num_rows, chosen), self._room(chosen, num_rows))
         self._most_asked = max(asked.values(), default=self._most_asked)
         self._asked = asked if ready is None else {key: count for key, count in asked.items() if key in ready}
         return self._asked
@@ -127,18 +135,19 @@ class Controller:
         average = self.acceptance.average()
         nodes: list[_Node] = []
         for sequence_id, draft in drafts.items():
-            rates = self.acceptance.rates(sequence_id, average, 1 + len(draft.parents), self._step)
-            nodes += _nodes(sequence_id, draft.parents, rates[1:], 1.0)
+            parents = draft.parents if self._together == 1 else (-1,)
+            rates = self.acceptance.rates(sequence_id, average, 1 + len(parents), self._step)
+            nodes += _nodes(sequence_id, parents, rates[1:], 1.0)
         if self._look is not None:
             nodes.sort(key=lambda node: (node.depth, -node.rank))
-            return self._fill(nodes, _room(self._look, num_rows))
+            return self._fill(nodes, self._room(self._look, num_rows))
         nodes = _in_order(nodes)
         gains = [0.0]
         for node in nodes:
             gains.append(gains[-1] + node.chance)
         best, most = 0, 0.0
         for shape in self._shapes(num_rows):
-            count = min(_room(shape, num_rows), len(nodes))
+            count = min(self._room(shape, num_rows), len(nodes))
             goodput = (num_rows + gains[count]) / self.costs.of(shape)
             if goodput > most:
                 best, most = count, goodput
@@ -146,7 +155,10 @@ class Controller:
 
     def verified(self, sequence_id: int, parents: Sequence[int], path: Collection[int]) -> None:
         """Of a sequence's drafts those of `path` were right."""
-        self.acceptance.add(sequence_id, parents, path, self._step)
+        if self._together == 1:
+            self.acceptance.add(sequence_id, parents, path, self._step)
+        else:
+            self.acceptance.add_together(sequence_id, len(path), self._step)
 
     def measured(self, num_rows: int, num_drafts: int, num_tokens: int, seconds: float, asking: float) -> None:
         """A step of so many rows and drafts gave so many tokens in so many seconds; asking for drafts took some more."""
@@ -199,18 +211,18 @@ class Controller:
 
     def _loss(self, shape: Shape, num_rows: int, best: float) -> float:
         """Seconds that a step of this shape loses if no draft is right."""
-        room = _room(shape, num_rows)
+        room = self._room(shape, num_rows)
         return self.costs.of(shape) + self._to_ask(shape, room, -(-room // num_rows)) - num_rows / best
 
-    def _to_ask(self, shape: Shape, num_drafts: int, depth: int) -> float:
+    def _to_ask(self, shape: Shape, num_nodes: int, depth: int) -> float:
         """Seconds that asking for so many drafts takes, of which the last is so many tokens ahead."""
         if self.ahead is not None:
             return self.costs.pace * self.ahead.of(shape, depth)
-        return self._asking.get(shape[0], 0.0) * num_drafts
+        return self._asking.get(shape[0], 0.0) * num_nodes * self._together
 
     def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """Chains as long as they may be, in the order in which they are worth it."""
-        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows))
+        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows)) // self._together
         average, parents = self.acceptance.average(), range(-1, most - 1)
         nodes: list[_Node] = []
         for sequence_id in sequence_ids:
@@ -222,12 +234,12 @@ class Controller:
         """All of them; but to a drafter on the device it is the farthest that costs, so that no sequence gets more than its share."""
         if self.ahead is None:
             return nodes
-        levels = -(-_room(shape, num_rows) // num_rows)
+        levels = -(-self._room(shape, num_rows) // num_rows)
         return [node for node in nodes if node.depth <= levels]
 
     def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> float:
         """Tokens per second, if drafts fill the shape in the order of the nodes. A step for which none is found is one without drafts."""
-        left, gained, none, num_asked, depth = float(_room(shape, num_rows)), 0.0, 1.0, 0, 0
+        left, gained, none, num_asked, depth = float(self._room(shape, num_rows)), 0.0, 1.0, 0, 0
         for node in nodes:
             left -= node.weight
             if left < -1e-9 or node.rank < LEAST_CHANCE:
@@ -250,14 +262,13 @@ class Controller:
             if left < -1e-9:
                 break
             if node.rank >= LEAST_CHANCE or self._look is not None:
-                counts[node.sequence_id] = counts.get(node.sequence_id, 0) + 1
+                counts[node.sequence_id] = counts.get(node.sequence_id, 0) + self._together
         return counts
 
-
-def _room(shape: Shape, num_rows: int) -> int:
-    """For drafts."""
-    rows, num_tokens = shape
-    return num_tokens - num_rows if num_tokens > rows else 0
+    def _room(self, shape: Shape, num_rows: int) -> int:
+        """For nodes."""
+        rows, num_tokens = shape
+        return (num_tokens - num_rows) // self._together if num_tokens > rows else 0
 
 
 def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float], weight: float) -> list[_Node]:

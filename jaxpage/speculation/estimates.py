@@ -94,7 +94,7 @@ class _Counts:
     reached: list[float] = field(default_factory=list)
     step: int = 0  # of the last look
 
-    def add(self, place: int, right: bool) -> None:
+    def add(self, place: int, right: int) -> None:
         while len(self.reached) <= place:
             self.right.append(0.0)
             self.reached.append(0.0)
@@ -146,6 +146,12 @@ class Acceptance:
             for index, parent in enumerate(parents):
                 if parent < 0 or parent in path:
                     counts.add(1 + index, index in path)
+
+    def add_together(self, sequence_id: int, num_right: int, step: int) -> None:
+        """Of drafts that came together so many were right: that many are what the place of the first has, however deep they stand."""
+        for counts, least in self._counts(sequence_id, step):
+            counts.age(step, least)
+            counts.add(1, num_right)
 
     def came(self, sequence_id: int, found: bool, step: int) -> None:
         """Whether anything came of asking for drafts."""

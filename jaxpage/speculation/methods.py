@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxpage.speculation.ahead import AheadProposer
+from jaxpage.speculation.lookahead import LookaheadProposer
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.suffix import SuffixProposer
@@ -18,6 +19,8 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
         return NGramProposer(*config.prompt_lookup)
     if config.method == "suffix":
         return SuffixProposer(config.suffix_decoding, tree=config.tree)
+    if config.method == "lookahead":
+        return LookaheadProposer(config.lookahead)
     if config.method in ("draft_model", "eagle", "eagle3"):
         return AheadProposer()
     raise ValueError(f"method {config.method!r} needs more than its settings")

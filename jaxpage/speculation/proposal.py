@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as TokenIds
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -144,5 +145,19 @@ class Observer(Protocol):
         Args:
             num_known_tokens: of the sequence when the token that was drawn beside the guesses is one of them. It may never be: what
                 was drawn may end the sequence before.
+        """
+        ...
+
+
+@runtime_checkable
+class DrawObserver(Protocol):
+    """A proposer that hears what was drawn behind all its drafts, right or wrong."""
+
+    def drawn(self, sequence_id: int, num_known_tokens: int, draft: Draft, token_ids: TokenIds[int]) -> None:
+        """A step verified a draft, or what was left of it.
+
+        Args:
+            num_known_tokens: of the sequence, before the step.
+            token_ids: one behind the last known token, and one behind each draft. Negative: nothing could be drawn there.
         """
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from jaxpage.decoding.edits import Append, Edit
 from jaxpage.request import Request, Sequence, SequenceGroup
@@ -11,7 +11,7 @@ from jaxpage.scheduling.plan import Row, StepPlan, StepResult
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.following import Following
-from jaxpage.speculation.proposal import Draft, Observer, Proposer
+from jaxpage.speculation.proposal import Draft, DrawObserver, Observer, Proposer
 
 logger = logging.getLogger(__name__)
 
@@ -101,16 +101,21 @@ class Speculation:
         return self._following.levels(plan) if self._following is not None and not self._failed else None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """A step ran: what the model's heads or a drafter guess behind its draws is the proposer's."""
+        """A step ran: the proposer hears what was drawn behind its drafts, and what heads of the model or a drafter guess behind that."""
         if self._following is not None:
             self._following.ran(plan)
-        if result.guesses is None or self._failed or not isinstance(self._proposer, Observer):
+        if self._failed:
             return
-        last = range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
         try:
-            for index, guesses_JW in zip(last, result.guesses, strict=True):
-                sample = plan.samples[index]
-                self._proposer.observe(sample.sequence_id, sample.position + 1, guesses_JW)
+            if result.guesses is not None and isinstance(self._proposer, Observer):
+                last = range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
+                for index, guesses_JW in zip(last, result.guesses, strict=True):
+                    sample = plan.samples[index]
+                    self._proposer.observe(sample.sequence_id, sample.position + 1, guesses_JW)
+            if plan.verifies and isinstance(self._proposer, DrawObserver):
+                for row, draws in _drawn(plan, result):
+                    draft = Draft(row.token_ids[1:], tuple(parent - 1 for parent in row.parents))
+                    self._proposer.drawn(row.sequence_id, row.start + 1, draft, draws)
         except Exception:
             self._give_up()
 
@@ -150,6 +155,16 @@ class Speculation:
             self._controller.forget(group.sequence_ids)
         if self._following is not None:
             self._following.forget(group.sequence_ids)
+
+
+def _drawn(plan: StepPlan, result: StepResult) -> Iterator[tuple[Row, list[int]]]:
+    """The rows with drafts, and what was drawn behind each of their tokens. A step that verifies draws behind every token."""
+    draws, first = result.token_ids.tolist(), 0
+    for row in plan.rows:
+        stop = first + len(row.token_ids)
+        if row.parents:
+            yield row, draws[first:stop]
+        first = stop
 
 
 def _right(row: Row, token_ids: Iterable[int]) -> set[int]:

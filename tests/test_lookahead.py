@@ -1,0 +1,578 @@
+"""Lookahead decoding: window and n-grams against the published algorithm, written out column by column for models that are functions of
+the text; that nothing hurts it; that no text changes; and what it is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpage import LLM, EngineConfig, SamplingParams
+from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.request import SequenceGroup
+from jaxpage.scheduling import StepLimits
+from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
+from jaxpage.speculation import Draft
+from jaxpage.speculation import lookahead as under_test
+from jaxpage.speculation.controller import LOOK_EVERY, Controller
+from jaxpage.speculation.lookahead import LookaheadProposer, Pool, Window
+from jaxpage.speculation.speculation import Speculation
+from jaxpage.speculative_config import Lookahead, SpeculativeConfig
+from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.fake_device import make_group
+from tests.support.random_checkpoints import random_checkpoint
+from tests.support.tokenizers import write_tokenizer
+from tests.test_speculation import PROMPTS, REQUESTS, everything
+
+Model = Callable[[Sequence[int]], int]  # the token behind a text
+VOCAB = 1 << 20
+
+
+def of_the_last(order: int, vocab_size: int) -> Model:
+    """Its text goes in circles before long, and is learnt."""
+    return lambda text: zlib.crc32(bytes(str(text[-order:]), "ascii")) % vocab_size
+
+
+def of_the_place(text: Sequence[int]) -> int:
+    """As if noise were all: a guess is right whatever stands before it."""
+    return zlib.crc32(bytes(str(len(text)), "ascii")) % VOCAB
+
+
+def coupled(text: Sequence[int]) -> int:
+    """Likely tokens and noise by position, as a model that draws hot: half of the time what stands before is of no account."""
+    return of_the_place(text) if zlib.crc32(bytes(str([len(text)]), "ascii")) % 2 else of_the_last(2, VOCAB)(text)
+
+
+MODELS: dict[str, Model] = {
+    "one token back": of_the_last(1, 30),
+    "three tokens back": of_the_last(3, 5),
+    "by place": of_the_place,
+    "coupled": coupled,
+}
+
+
+def draws_of(model: Model, text: list[int], draft: Draft) -> list[int]:
+    return [model(text), *(model([*text, *draft.path(place)]) for place in range(len(draft.token_ids)))]
+
+
+def gained(draft: Draft, drawn: list[int]) -> list[int]:
+    """What verification gives: the draws from the last known token on, as long as drafts are what was drawn."""
+    tokens, place = [drawn[0]], -1
+    children = {key: index for index, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))}
+    while (place := children.get((place, tokens[-1]), -2)) >= 0:
+        tokens.append(drawn[1 + place])
+    return tokens
+
+
+class Published:
+    """The algorithm by columns, every context written out: what a column has are its guesses, each drawn behind the one before it."""
+
+    def __init__(self, model: Model, prompt: list[int], sizes: Lookahead) -> None:
+        self.model, self.text, self.sizes = model, prompt, sizes
+        self.pool: dict[int, list[tuple[int, ...]]] = {}
+        self.num_taken = 0
+        self.fillings = (self.text[number % len(self.text)] for number in itertools.count())
+        first_row = [prompt[-1], *itertools.islice(self.fillings, sizes.window - 1)]
+        self.columns = deque(deque([token_id]) for token_id in first_row)
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """Of n-grams and of columns."""
+        length = self.sizes.ngram
+        for end in range(max(length, self.num_taken + 1), len(self.text) + 1):
+            self.put(self.text[end - length : end])
+        self.num_taken = len(self.text)
+        self.columns[0][0] = self.text[-1]
+        return [*self.pool.get(self.text[-1], ())[::-1], *(self.context(column) for column in range(self.sizes.window))]
+
+    def context(self, column: int) -> tuple[int, ...]:
+        return (*(self.columns[before][0] for before in range(1, column + 1)), *list(self.columns[column])[1:])
+
+    def put(self, ngram: Iterable[int]) -> None:
+        first, *tail = ngram
+        known = [other for other in self.pool.get(first, []) if other != tuple(tail)]
+        self.pool[first] = [*known, tuple(tail)][-self.sizes.guesses :]
+
+    def drop(self) -> None:
+        num_guesses = len(self.columns.popleft())
+        self.columns.append(deque(next(self.fillings) for _ in range(num_guesses)))
+
+    def step(self) -> int:
+        """Tokens that it gains."""
+        paths, num_known = self.paths(), len(self.text)
+        drawn = [self.model([*self.text, *self.context(column)]) for column in range(self.sizes.window)]
+        for column, token_id in zip(self.columns, drawn, strict=True):
+            column.append(token_id)
+        if len(self.columns[0]) < self.sizes.ngram:
+            self.drop()
+        else:
+            for column in self.columns:
+                self.put(column)
+                column.popleft()
+        self.text.append(self.model(self.text))
+        while any(path[: len(self.text) - num_known] == tuple(self.text[num_known:]) for path in paths):
+            self.text.append(self.model(self.text))
+        num_tokens = len(self.text) - num_known
+        for _ in range(min(num_tokens - 1, self.sizes.window)):
+            self.drop()
+        return num_tokens
+
+
+def step(proposer: LookaheadProposer, group: SequenceGroup, model: Model, num_drafts: int) -> tuple[Draft, int]:
+    """As an engine makes it: the draft, and how many tokens came of it."""
+    (sequence,) = group.sequences
+    draft = proposer.propose(group.request, sequence, num_drafts)
+    assert draft is not None and draft == draft.sound(VOCAB, num_drafts)
+    drawn = draws_of(model, sequence.token_ids, draft)
+    tokens = gained(draft, drawn)
+    proposer.drawn(sequence.sequence_id, len(sequence.token_ids), draft, drawn)
+    sequence.token_ids += tokens
+    return draft, len(tokens)
+
+
+def differs_from_the_published(model: Model, prompt: list[int], sizes: Lookahead, num_steps: int) -> str | None:
+    """Where, if anywhere, in drafts or in what comes of them."""
+    published, proposer = Published(model, list(prompt), sizes), LookaheadProposer(sizes)
+    group = make_group("a", 0, prompt, max_tokens=10_000)
+    for number in range(num_steps):
+        want = {path[:size] for path in published.paths() for size in range(1, len(path) + 1)}
+        num_tokens = published.step()
+        draft, got = step(proposer, group, model, sizes.num_drafts)
+        if {draft.path(place) for place in range(len(draft.token_ids))} != want or len(draft.token_ids) != len(want):
+            return f"the draft of step {number}"
+        if got != num_tokens or group.sequences[0].token_ids != published.text:
+            return f"the tokens of step {number}"
+    return None
+
+
+SIZES = st.builds(Lookahead, st.integers(1, 5), st.integers(2, 5), st.integers(1, 4))
+TEXTS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+@given(st.sampled_from(sorted(MODELS)), TEXTS, SIZES)
+@settings(max_examples=60, deadline=None)
+def test_every_step_is_that_of_the_published_algorithm(model: str, prompt: list[int], sizes: Lookahead) -> None:
+    assert differs_from_the_published(MODELS[model], prompt, sizes, 25) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("move", lambda self: setattr(self, "num_known", len(self._token_ids))),
+        ("paths", lambda self: (tuple(row[column] for row in self.rows) for column in range(len(self.rows[0])))),
+        ("_filling", lambda self: self._token_ids[-1]),
+    ],
+    ids=["it does not go with the text", "its columns do not see the first row", "it begins with something else"],
+)
+def test_a_planted_mistake_is_seen(name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = MODELS["coupled"], [1, 2, 3, 4, 5], Lookahead(4, 4, 3), 25
+    assert differs_from_the_published(*asked) is None
+    monkeypatch.setattr(Window, name, mistake)
+    assert differs_from_the_published(*asked) is not None
+
+
+def test_what_is_by_place_alone_is_right_at_once() -> None:
+    """A guess is right when it was drawn, so that behind k steps k rows of the window are. Columns that begin anew take their time."""
+    sizes = Lookahead(7, 5, 7)
+    proposer, group = LookaheadProposer(sizes), make_group("a", 0, [3, 1, 4], max_tokens=999)
+    gains = [step(proposer, group, of_the_place, sizes.num_drafts)[1] for _ in range(40)]
+    assert gains[: sizes.ngram - 1] == [1, 2, 3, 4]
+    assert sum(gains) > 3 * len(gains)
+
+
+def test_n_grams_are_learnt_ahead_of_the_text() -> None:
+    """A walk through 300 tokens that never meets one again: nothing of the text helps, but columns that began elsewhere have been there."""
+    order = np.random.default_rng(0).permutation(300).tolist()
+    follows = dict(itertools.pairwise([*order, order[0]]))
+    prompt = [*order[40::20], order[0]]
+    proposer, group = LookaheadProposer(Lookahead(12, 5, 4)), make_group("a", 0, prompt, max_tokens=999)
+    gains = [step(proposer, group, lambda text: follows[text[-1]], 63)[1] for _ in range(60)]
+    assert group.sequences[0].output_token_ids == order[1 : 1 + sum(gains)]
+    assert gains[:9] == [1] * 9 and 1.3 * len(gains) < sum(gains) < len(order)
+    assert max(gains) == 5, "all of an n-gram, and what was drawn behind it"
+
+
+# --- what an engine may do to it
+
+
+@given(st.data(), SIZES, st.sampled_from(sorted(MODELS)))
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_left_of_a_draft_the_window_goes_on(data: st.DataObject, sizes: Lookahead, name: str) -> None:
+    """Three samples of a request and one of another; drafts that are cut, thinned out by a grammar, not made or not heard of, draws that
+    are none, steps without drafts, and requests that end."""
+    proposer, model = LookaheadProposer(sizes), MODELS[name]
+    groups = [make_group("a", 0, [1, 2, 3], max_tokens=999, n=3), make_group("b", 9, [4], max_tokens=999)]
+    parent = groups[0].sequences[0]
+    groups[0].sequences += [
+        type(parent)(number, number, parent.num_prompt_tokens, [*parent.token_ids, number]) for number in (1, 2)
+    ]
+    for _ in range(data.draw(st.integers(1, 40))):
+        group = data.draw(st.sampled_from(groups))
+        sequence = data.draw(st.sampled_from(group.sequences))
+        text = sequence.token_ids
+        if data.draw(st.integers(0, 4)) == 0:
+            text += [data.draw(st.integers(0, 9)) for _ in range(data.draw(st.integers(1, 9)))]  # without drafts
+        draft = proposer.propose(group.request, sequence, data.draw(st.integers(0, sizes.num_drafts)))
+        assert draft is not None and draft == draft.sound(VOCAB, sizes.num_drafts)
+        assert len(set(zip(*draft, strict=True))) == len(draft.token_ids), "equal children"
+        draft = thinned(draft, [data.draw(st.integers(0, 9)) > 0 for _ in draft.token_ids])
+        drawn = draws_of(model, text, draft)
+        tokens = gained(draft, drawn)
+        gone = data.draw(st.sets(st.integers(0, len(drawn) - 1), max_size=3))
+        heard = [
+            (NOT_FINITE, NOTHING_ALLOWED)[place % 2] if place in gone else each for place, each in enumerate(drawn)
+        ]
+        if data.draw(st.integers(0, 9)):
+            proposer.drawn(sequence.sequence_id, len(text), draft, heard)
+        text += tokens[: data.draw(st.integers(1, len(tokens)))]
+        window = proposer._drafted[sequence.sequence_id].window
+        assert 1 <= len(window.rows) < sizes.ngram and {len(row) for row in window.rows} == {sizes.window}
+        assert all(0 <= token_id < VOCAB for row in window.rows for token_id in row)
+    for group in groups:
+        proposer.forget(group)
+        proposer.drawn(group.sequences[0].sequence_id, 3, Draft((), ()), [1])
+    assert not proposer._drafted and not proposer._pools
+
+
+def thinned(draft: Draft, stays: list[bool]) -> Draft:
+    places = {-1: -1}
+    tokens, parents = [], []
+    for place, (token_id, parent) in enumerate(zip(*draft, strict=True)):
+        if stays[place] and parent in places:
+            places[place] = len(tokens)
+            tokens.append(token_id)
+            parents.append(places[parent])
+    return Draft(tuple(tokens), tuple(parents))
+
+
+def test_n_grams_come_first_in_a_draft_and_the_window_by_columns() -> None:
+    proposer, group = LookaheadProposer(Lookahead(3, 3, 2)), make_group("a", 0, [5, 6, 7, 5, 8, 9, 5], max_tokens=99)
+
+    def drafted(num_drafts: int) -> list[tuple[int, ...]]:
+        draft = proposer.propose(group.request, group.sequences[0], num_drafts)
+        assert draft is not None
+        return [draft.path(place) for place in range(len(draft.token_ids))]
+
+    ngrams = [(8,), (8, 9), (6,), (6, 7)]  # the latest first
+    assert drafted(9) == [*ngrams, (5,), (5, 6)]
+    assert drafted(3) == ngrams[:3]
+    proposer.drawn(0, 7, Draft((5,), (-1,)), [8, 1])
+    window = proposer._drafted[0].window
+    assert window.rows == [[5, 6, 5], [1, 7, 8]], "the first column is gone, and behind the third nothing was drawn"
+
+
+def test_what_was_not_drawn_is_in_no_n_gram() -> None:
+    pool, window = Pool(3, 4), Window(Lookahead(3, 3, 4), [1, 2])
+    window.hear([11, None, 13], pool)
+    assert window.rows == [[1, 2, 1], [2, 13, 2]] and not list(pool.behind(1))
+    window.hear([21, 22, None], pool)
+    assert list(pool.behind(1)) == [(2, 21)] and list(pool.behind(2)) == [(13, 22)]
+
+
+def test_a_pool_keeps_the_latest() -> None:
+    pool = Pool(3, 2, most_keys=2)
+    for tail in ((1, 1), (2, 2), (1, 1), (3, 3)):
+        pool.add(7, tail)
+    assert list(pool.behind(7)) == [(3, 3), (1, 1)]
+    pool.add(8, (0, 0))
+    pool.add(7, (4, 4))
+    pool.add(9, (0, 0))
+    assert not list(pool.behind(8)) and len(list(pool.behind(7))) == 2 and list(pool.behind(9)) == [(0, 0)]
+
+
+def test_long_prompts_are_taken_in_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "AT_ONCE", 10)
+    group = make_group("a", 0, [*range(50), 3], max_tokens=99)
+    proposer = LookaheadProposer(Lookahead(1, 3, 1))
+    drafts = [proposer.propose(group.request, group.sequences[0], 9) for _ in range(2)]
+    assert [draft and draft.token_ids for draft in drafts] == [(4, 5), (4, 5)]
+    assert len(proposer._pools["a"]._tails) == 18, "n-grams that end within the first twenty"
+
+
+def test_samples_share_n_grams_and_requests_do_not() -> None:
+    proposer = LookaheadProposer(Lookahead(1, 3, 4))
+    group, other = make_group("a", 0, [1, 2], max_tokens=99, n=2), make_group("b", 5, [1, 2], max_tokens=99)
+    first = group.sequences[0]
+    second = type(first)(1, 1, first.num_prompt_tokens, [*first.token_ids, 7])
+    first.token_ids += [3, 7, 8, 9]
+    proposer.propose(group.request, first, 9)
+    other.sequences[0].token_ids += [7]
+    assert proposer.propose(group.request, second, 9) == Draft((8, 9), (-1, 0))
+    assert proposer.propose(other.request, other.sequences[0], 9) == Draft((), ())
+
+
+# --- the engine
+
+# Seven drafts. Menus are small, since compiling takes longer than all else.
+DRAFTING = {"method": "lookahead", "num_speculative_tokens": 7, "lookahead_window": 2, "lookahead_ngram": 3}
+SMALL_POOL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80, "enable_prefix_caching": False}
+ENGINES: dict[str, dict[str, Any]] = {
+    "without": {"max_num_batched_tokens": 32},
+    "roomy": {"max_num_batched_tokens": 32, "speculative_config": DRAFTING},
+    "recomputing": {**SMALL_POOL, "block_size": 1, "num_blocks": 81, "speculative_config": DRAFTING},
+    "swapping": {
+        **SMALL_POOL,
+        **{"block_size": 4, "num_blocks": 21, "preemption_mode": "swap", "speculative_config": DRAFTING},
+    },
+}
+HELD = {name: sorted({*range(len(PROMPTS))} - ({12, 14} if "ing" in name else set())) for name in ENGINES}
+
+
+# Texts of few tokens, in which n-grams come again.
+FEW = [[5, 6, 7, 8] * 3, [70, 71], [66, 67, 68]]
+SELDOM_NEW = [
+    SamplingParams(temperature=heat, seed=3, max_tokens=40, ignore_eos=True, logprobs=2, allowed_token_ids=few, n=2)
+    for heat, few in ((0.0, [5, 6, 7, 8]), (1.5, [70, 71]), (0.7, [66, 67, 68]))
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA))
+
+
+@pytest.fixture(scope="module")
+def engines(directory: Path) -> Iterator[Callable[[str], LLM]]:
+    """By name, made when first asked for."""
+    made: dict[str, LLM] = {}
+
+    def engine(name: str) -> LLM:
+        if name not in made:
+            made[name] = make_llm(directory, **ENGINES[name])
+        return made[name]
+
+    yield engine
+    for llm in made.values():
+        llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def want(engines: Callable[[str], LLM]) -> list[Any]:
+    return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
+
+
+def right_drafts(llm: LLM) -> int:
+    accepted: int = llm.stats()["spec_decode_num_accepted_tokens_total"]
+    return accepted
+
+
+@pytest.mark.parametrize("engine", ["roomy", "recomputing", "swapping"])
+def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[Any]) -> None:
+    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who gives way."""
+    llm, held = engines(engine), HELD[engine]
+    before = llm.stats()
+    got = llm.generate([PROMPTS[index] for index in held], [REQUESTS[index] for index in held], use_tqdm=False)
+    after = llm.stats()
+    assert everything(got) == [want[index] for index in held]
+    name = "spec_decode_num_accepted_tokens_total"
+    assert after[name] - before[name] > 10
+    if engine != "roomy":
+        mode = "swap" if engine == "swapping" else "recompute"
+        assert after["num_preemptions_total"][mode] > before["num_preemptions_total"][mode]
+    invariants(llm)
+    proposer = llm._engine.speculation._proposer  # type: ignore[union-attr]
+    assert isinstance(proposer, LookaheadProposer) and not proposer._drafted and not proposer._pools
+
+
+def test_nothing_changes_where_much_is_right(engines: Callable[[str], LLM]) -> None:
+    plain = everything(engines("without").generate(FEW, SELDOM_NEW, use_tqdm=False))
+    llm = engines("roomy")
+    before = right_drafts(llm)
+    assert everything(llm.generate(FEW, SELDOM_NEW, use_tqdm=False)) == plain
+    assert right_drafts(llm) - before > 80
+    invariants(llm)
+
+
+@pytest.mark.parametrize("engine", ["recomputing", "swapping"])
+def test_a_window_outlives_that_its_sequence_gives_way(
+    engine: str, engines: Callable[[str], LLM], want: list[Any]
+) -> None:
+    llm, chosen = engines(engine), [0, 2]
+    before = right_drafts(llm)
+    for number in (4, 7):
+        reporters = [llm._engine.add(f"{number} {index}", None, PROMPTS[index], REQUESTS[index]) for index in chosen]
+        run_giving_way(llm._engine, number)
+        assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
+    assert right_drafts(llm) > before
+    invariants(llm)
+
+
+def test_stops_cut_inside_an_accepted_run(engines: Callable[[str], LLM]) -> None:
+    few = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True, allowed_token_ids=[66, 67], seed=1, n=2)
+    (output,) = engines("without").generate("ab", few, use_tqdm=False)
+    stops = sorted({output.outputs[0].text[place : place + 4] for place in range(5, 25)})
+    requests = [dataclasses.replace(few, stop=(stop,)) for stop in stops]
+    plain = everything(engines("without").generate(["ab"] * len(stops), requests, use_tqdm=False))
+    before = right_drafts(engines("roomy"))
+    assert everything(engines("roomy").generate(["ab"] * len(stops), requests, use_tqdm=False)) == plain
+    assert len(stops) > 5 and all(each[1][0].stop_reason for each in plain)
+    assert right_drafts(engines("roomy")) - before > len(stops)
+
+
+def test_it_is_worth_something_on_the_demo_model() -> None:
+    """Greedily on texts that repeat themselves, and hot, where prompt lookup finds nothing: windows and text share their noise."""
+    with LLM(
+        model="demo",
+        max_num_seqs=1,
+        max_model_len=128,
+        max_num_batched_tokens=64,
+        speculative_config={"method": "lookahead", "num_speculative_tokens": 31},
+        use_tqdm=False,
+    ) as llm:
+        for temperature, least in ((0.0, 1.5), (1.0, 1.15)):
+            before = llm.stats()
+            params = SamplingParams(temperature=temperature, seed=5, max_tokens=90, ignore_eos=True)
+            llm.generate(["def main(", "The first of the"], params, use_tqdm=False)
+            after = llm.stats()
+            rows, tokens = (after[name] - before[name] for name in ("decode_rows_total", "decode_tokens_total"))
+            print(f"temperature {temperature}: {tokens / rows:.2f} tokens per step")
+            assert tokens / rows > least
+
+
+def test_drafts_for_which_no_step_has_room_are_refused(directory: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="the smallest step has 2 rows, with 62 drafts each 126 tokens; max_num_batched_tokens is 64"
+    ):
+        make_llm(directory, speculative_config={"method": "lookahead"})
+
+
+def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    with pytest.raises(
+        UnsupportedError, match="method 'lookahead' is not supported for .*sliding windows; use a method"
+    ):
+        make_llm(random_checkpoint(tmp_path, mistral), speculative_config={"method": "lookahead"})
+
+
+# --- what is configured
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({}, (16, 4, 5)),
+        ({"num_speculative_tokens": 31}, (8, 4, 2)),
+        ({"num_speculative_tokens": 7}, (3, 3, 1)),
+        ({"num_speculative_tokens": 1}, (1, 2, 1)),
+        ({"lookahead_ngram": 5}, (12, 5, 4)),
+        ({"lookahead_window": 7, "lookahead_ngram": 5, "lookahead_guesses": 7}, (7, 5, 7)),
+        ({"lookahead_window": 7}, (7, 4, 14)),
+        ({"lookahead_guesses": 7}, (14, 4, 7)),
+    ],
+)
+def test_sizes_fill_the_drafts_that_there_are(given: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+    assert SpeculativeConfig(method="lookahead", **given).lookahead == sizes
+
+
+def test_any_number_of_drafts_gives_sizes_that_fit() -> None:
+    for number in range(1, 64):
+        config = SpeculativeConfig(method="lookahead", num_speculative_tokens=number)
+        assert not list(config.problems()) and config.lookahead.num_drafts <= number, number
+        for name, value in (("window", 1), ("guesses", 1), ("ngram", 2)):
+            part = SpeculativeConfig(method="lookahead", num_speculative_tokens=number, **{f"lookahead_{name}": value})
+            assert not list(part.problems()) and getattr(part.lookahead, name) == value, (number, name)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"lookahead_window": 15, "lookahead_ngram": 5, "lookahead_guesses": 15},
+            "lookahead_window 15, lookahead_ngram 5 and lookahead_guesses 15 take 119 drafts, above the 63 that a step holds",
+        ),
+        (
+            {"num_speculative_tokens": 3, "lookahead_ngram": 5},
+            "lookahead_window 1, lookahead_ngram 5 and lookahead_guesses 1 take 7 drafts, above num_speculative_tokens, 3",
+        ),
+        (
+            {"method": "ngram", "lookahead_window": 3},
+            "lookahead_window is 3, but method is 'ngram': it belongs to lookahead",
+        ),
+        ({"lookahead_ngram": 1}, "lookahead_ngram"),
+        ({"lookahead_window": 0}, "lookahead_window"),
+        ({"lookahead_guesses": 0}, "lookahead_guesses"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(speculative_config={"method": "lookahead", **given})  # type: ignore[arg-type]
+
+
+# --- how many
+
+
+LIMITS = StepLimits(
+    4, 256, 4, mixed=False, decoded=(2, 4), verified=((2, 16), (4, 16)), trees=True, streams=((2, 32), (4, 64))
+)
+PARENTS = (-1, 0, 1, -1, 3, 4)  # of a draft that has found less than it was asked for
+
+
+def told(right: int, dear: float = 1.0, **settings: int) -> Controller:
+    """A controller of drafts that come in fifteens, of which so many were right."""
+    controller = Controller(LIMITS, together=15, **settings)
+    for shape in ((2, 2), (4, 4), (2, 32), (4, 64)):
+        controller.costs.at_start(shape, [1.0 + dear * (shape[1] > shape[0])])
+    for sequence_id in (1, 2, 3):
+        for _ in range(100):
+            controller.acceptance.came(sequence_id, True, 0)
+            controller.verified(sequence_id, PARENTS, range(right))
+    return controller
+
+
+def test_all_drafts_or_none() -> None:
+    """By how many of them are right: no node of a window ever seems worth it, and without them there is nothing to draft."""
+    draft = Draft((5,) * 6, PARENTS)
+    worth = told(right=3)
+    assert worth.ask(3, [1, 2, 3]) == {1: 15, 2: 15, 3: 15}
+    assert worth.cut(3, {1: draft, 3: draft}) == {1: 15, 3: 15}
+    for controller in (told(right=0), told(right=3, dear=5.0)):
+        assert controller.ask(3, [1, 2, 3]) == {} and controller.cut(3, {1: draft}) == {}
+
+
+@pytest.mark.parametrize("steps_to_show", [1, 5])
+def test_a_look_lasts_as_long_as_a_window_takes_to_fill(steps_to_show: int) -> None:
+    controller = told(right=0, dear=0.01, steps_to_show=steps_to_show)
+    looks = []
+    for number in range(400):
+        if controller.ask(2, [1, 2]):
+            looks.append(number)
+            assert controller.cut(2, {1: Draft((5,) * 6, PARENTS)}) == {1: 15}
+            controller.verified(1, PARENTS, ())
+        controller.measured(2, 6 if looks[-1:] == [number] else 0, 2, 1.01 if looks[-1:] == [number] else 1.0, 0.0)
+    lengths = [1 + looks[place + 1] - looks[place] for place in range(len(looks) - 1)]
+    together = [len(list(run)) for is_near, run in itertools.groupby(lengths, lambda gap: gap == 2) if is_near]
+    assert len(looks) > 10 and min(gap for gap in lengths if gap != 2) > LOOK_EVERY
+    assert set(together[:-1]) == ({steps_to_show - 1} if steps_to_show > 1 else set())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
+def test_it_does_not_lose(rate: float) -> None:
+    """On a simulated device on which such a step costs four times as much: beside none, and beside always. A look at what is that dear has
+    to be saved up for, some 300 steps."""
+    device = ShapedDevice(fixed=1e-3, weights=7e-3, token=1e-3)
+
+    def loop(num_drafts: int) -> SpeculativeLoop:
+        return SpeculativeLoop(device, Guesses(lambda place, step: (rate,) * 15, seed=1), 1, num_drafts=num_drafts)
+
+    always, auto = loop(15), loop(15)
+    controller = Controller(auto.limits, together=15, steps_to_show=5)
+    for shape in ((2, 2), (2, 32)):
+        controller.costs.at_start(shape, [device.seconds(shape)])
+    auto.controller = controller
+    auto.speculation = Speculation(auto.speculation._proposer, auto.limits, controller, vocab_size=1 << 21)
+    auto.run(600)
+    got = auto.run(1500)
+    none = 1 / device.seconds((2, 2))
+    assert set(got.num_by_shape) <= {(2, 2), (2, 32)}
+    assert got.tokens_per_second >= 0.97 * none
+    assert got.tokens_per_second >= 0.95 * always.run(1500).tokens_per_second
+    assert (got.num_by_shape[2, 32] > 1000) == (rate == 0.9)
