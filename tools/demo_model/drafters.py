@@ -25,6 +25,7 @@ from tools.demo_model.distillation import Teacher, frequent_tokens
 from tools.demo_model.model import Params
 
 TEXT_TOKENS = 655_360
+TOKENS_PER_STEP = 2048
 HELD_OUT_ROWS = 32
 FREQUENT = 1024  # tokens among which heads choose: all but 4 in 1,000 of those that the model writes
 
@@ -39,9 +40,9 @@ class Recipe:
 
 
 RECIPES = {
-    "draft": Recipe(500, 5e-3, 511),
-    "medusa": Recipe(300, 2e-3, 511),
-    "eagle3": Recipe(300, 3e-3, 255),
+    "draft": Recipe(540, 5e-3, 511),
+    "medusa": Recipe(240, 2e-3, 511),
+    "eagle3": Recipe(240, 3e-3, 255),
 }
 
 
@@ -97,7 +98,7 @@ def run_recipe(
     checkpoint, longest = scratch / f"{name}.npz", RECIPES[name].longest
     stream, held_out = text[:-HELD_OUT_ROWS].ravel(), text[-HELD_OUT_ROWS:].astype(np.int32)
     if resume and checkpoint.exists():
-        plan, run = training.load_run(checkpoint, drafter.params)
+        plan, run = training.load_run(checkpoint, drafter.params, plan.steps if minutes is None else None)
     else:
         if minutes is not None:
             steps = training.steps_for_minutes(drafter.objective, drafter.params, plan, stream, longest, minutes)
@@ -140,7 +141,7 @@ def train_drafters(
     samples = acceptance.held_out_samples(teacher, tokenizer, seed + 1)
     for name in names:
         drafter, recipe = make_drafter(name, teacher, token_map, seed), RECIPES[name]
-        plan = training.Plan(steps or recipe.steps, seed, recipe.learning_rate)
+        plan = training.Plan(steps or recipe.steps, seed, recipe.learning_rate, tokens_per_step=TOKENS_PER_STEP)
         plan, run = run_recipe(name, drafter, text, scratch=scratch, plan=plan, minutes=minutes, resume=resume)
         params = exporting.round_to_bfloat16(run.params)
         measured = acceptance.measure(params, drafter.ranks, samples)
@@ -153,4 +154,4 @@ def train_drafters(
         facts = {"steps": run.step, "seed": plan.seed, "minutes": round(run.seconds / 60, 1), "parameters": size}
         exporting.write_json(target / drafter_card.FACTS, facts | measured)
         print(name, json.dumps(facts | measured["acceptance"]), flush=True)
-    drafter_card.write_card(directory, text.size, acceptance.ROWS, acceptance.LENGTH)
+    drafter_card.write_card(directory, text.size, TOKENS_PER_STEP, acceptance.ROWS, acceptance.LENGTH)

@@ -33,9 +33,8 @@ def _decode_layer(
     b, groups = x_BD.shape[0], spec.heads // spec.kv_heads
     y_BD = rms_norm(x_BD, p["input_norm"], spec.norm_epsilon)
     q, k, v = ((y_BD @ p[f"{part}_proj"]).reshape(b, 1, -1, spec.head_width) for part in "qkv")
-    k, v = (
-        jax.lax.dynamic_update_slice_in_dim(known, new, place, 1) for known, new in zip(cache, (rotate(k, *rope), v))
-    )
+    grow = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=1)
+    k, v = grow(cache[0], rotate(k, *rope)), grow(cache[1], v)
     q = rotate(q, *rope).reshape(b, spec.kv_heads, groups, -1) / math.sqrt(spec.head_width)
     scores = jnp.einsum("bkgh,bskh->bkgs", q, k)
     weights = jax.nn.softmax(jnp.where(jnp.arange(k.shape[1]) <= place, scores, -1e30), -1)
