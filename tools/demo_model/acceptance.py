@@ -4,6 +4,8 @@ A draft is right where it is the token that the model drew, as with coupled acce
 text itself, so one pass over the text says for every place how many drafts would have been right there, and the loop is a walk over places.
 """
 
+import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxpage.speculation.medusa import search
 from tools.demo_model import draft_model, eagle_head, medusa_heads, own_text, tales
 from tools.demo_model.distillation import Teacher
 from tools.demo_model.model import Params
@@ -146,7 +147,7 @@ def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, An
     compiled = jax.jit(ranks)
     found = [np.asarray(compiled(params, sample.tokens_BT)) for sample in samples]
     accuracies = _accuracies(found, samples)
-    tree, measured = search(accuracies, TREE_DRAFTS), {}
+    tree, measured = likeliest_tree(accuracies), {}
     for sample, ranks_BTJ in zip(samples, found, strict=True):
         positions, chain = replay(ranks_BTJ == 0, sample)
         in_tree_BTJ = np.zeros(ranks_BTJ.shape, bool)
@@ -159,6 +160,14 @@ def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, An
             "new": share_of_new_4_grams(sample),
         }
     return {"acceptance": measured, "accuracies": accuracies}
+
+
+def likeliest_tree(accuracies: list[list[float]]) -> list[tuple[int, ...]]:
+    """The paths of ranks with the highest products of accuracies. None is likelier than what it goes on from, so they are a tree."""
+    ranks = [range(len(row)) for row in accuracies]
+    paths = [path for depth in range(DRAFTS) for path in itertools.product(*ranks[: depth + 1])]
+    chances = {path: math.prod(row[rank] for rank, row in zip(path, accuracies, strict=False)) for path in paths}
+    return sorted(paths, key=lambda path: (-chances[path], len(path)))[:TREE_DRAFTS]
 
 
 def share_of_new_4_grams(sample: Sample) -> float:
