@@ -219,7 +219,7 @@ def test_trees_without_measurements() -> None:
     assert search(rows, 4) == ((0,), (0, 0), (1,), (0, 1))  # 0.6, 0.29, 0.24, 0.15
     assert best_only(3, 7) == ((0,), (0, 0), (0, 0, 0)) and best_only(3, 2) == ((0,), (0, 0))
     tree = search(rows, 20)
-    assert likeliest_first(tuple(sorted(tree))) == tree
+    assert likeliest_first(tuple(sorted(tree)), rows) == tree
 
 
 # --- the proposer

@@ -6,6 +6,7 @@ synthetic slice; see tools/demo_model/corpus.py for the list and the licences. T
     python tools/train_demo_model.py --minutes 45        # as many steps as fit, fixed at the start and recorded in the card
     python tools/train_demo_model.py --steps 1500        # that many: the same batches at the same learning rates each time
     python tools/train_demo_model.py --resume            # go on from the last checkpoint in --scratch
+    python tools/train_demo_model.py --drafters          # what drafts for the model in --output: see tools/demo_model/drafters.py
 """
 
 import argparse
@@ -22,8 +23,10 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that the script also runs where the repository is not installed
 
-from tools.demo_model import card, corpus, evaluation, exporting, tokenizer, training  # noqa: E402
+from tools.demo_model import card, corpus, drafters, evaluation, exporting, tokenizer, training  # noqa: E402
 from tools.demo_model.model import ModelSpec, init_params, next_token_loss  # noqa: E402
+
+DEFAULT_MINUTES = 45.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, default=45.0, help="wall time to aim at (default 45)")
-    length.add_argument("--steps", type=int, help="exact number of steps: the reproducible form")
+    length.add_argument("--minutes", type=float, help="wall time to aim at (default 45); of each drafter")
+    length.add_argument("--steps", type=int, help="exact number of steps: the reproducible form; of each drafter")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the corpus, the first weights and the batches (default 0)"
     )
@@ -56,6 +59,12 @@ def parse_arguments() -> argparse.Namespace:
         "--prepare-only", action="store_true", help="write the tokenizer and the manifest, do not train"
     )
     parser.add_argument("--export-only", action="store_true", help="write the model from the checkpoint in --scratch")
+    parser.add_argument(
+        "--drafters",
+        nargs="*",
+        choices=drafters.RECIPES,
+        help="train these for the model in --output, which stays as it is (default: all, each with as many steps as shipped)",
+    )
     return parser.parse_args()
 
 
@@ -96,7 +105,8 @@ def train_or_resume(spec: ModelSpec, data: Data, options: argparse.Namespace) ->
     else:
         plan = training.Plan(options.steps or 1, options.seed)
         if options.steps is None:
-            steps = training.steps_for_minutes(objective, params, plan, data.train, longest, options.minutes)
+            minutes = DEFAULT_MINUTES if options.minutes is None else options.minutes
+            steps = training.steps_for_minutes(objective, params, plan, data.train, longest, minutes)
             plan = dataclasses.replace(plan, steps=steps)
         run = training.start_run(params, plan)
     if not options.export_only:
@@ -107,8 +117,30 @@ def train_or_resume(spec: ModelSpec, data: Data, options: argparse.Namespace) ->
 
 
 def main() -> None:
-    """Prepare, train, export."""
+    """Carry out the command line."""
     options = parse_arguments()
+    if options.drafters is not None:
+        train_drafters(options)
+    else:
+        train_model(options)
+
+
+def train_drafters(options: argparse.Namespace) -> None:
+    """All, or those that are named."""
+    options.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+    drafters.train_drafters(
+        options.output,
+        options.scratch,
+        options.drafters or tuple(drafters.RECIPES),
+        steps=options.steps,
+        minutes=options.minutes,
+        seed=options.seed,
+        resume=options.resume,
+    )
+
+
+def train_model(options: argparse.Namespace) -> None:
+    """Prepare, train, export."""
     try:
         data = prepare(options.seed)
     except corpus.MissingSource as error:

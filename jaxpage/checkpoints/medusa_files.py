@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 MEDUSA_FILES = ("config.json", MEDUSA_FILE, "model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 TOKEN_MAP = "token_map"
+ACCURACIES = "jaxpage_accuracies"  # a field of config.json that is jaxpage's own: [head][rank]
+Accuracies = tuple[tuple[float, ...], ...]
 # Which tensor belongs to which head and layer, by format.
 _AUTHORS = re.compile(
     r"(?P<head>\d{1,4})\.(?P<layer>\d{1,4})\.linear\.(weight|bias)|(?P<table>\d{1,4})\.\d{1,4}\.weight"
@@ -44,6 +46,7 @@ class MedusaFiles:
     token_map: (
         npt.NDArray[np.int32] | None
     )  # of heads that know a part of the vocabulary: the id of each of their tokens
+    accuracies: Accuracies | None  # of each head: how often its best guess is right, its second, and so on
 
     def num_bytes(self, dtype: str) -> int:
         return self.plan.num_bytes(dtype) + (0 if self.token_map is None else self.token_map.nbytes)
@@ -73,12 +76,13 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
         if name in stored:
             token_map = read_token_map(stored.pop(name), vocab_size, problems)
     spec = _spec(config, stored, token_map, problems, model_width=model_width, vocab_size=vocab_size)
+    accuracies = _accuracies(config, spec, problems)
     plan = LoadPlan(directory, "safetensors", ())
     if spec is not None:
         plan = fit_stored(plan, stored, spec.weights(), (), problems)
     problems.raise_if_any()
     assert spec is not None
-    return MedusaFiles(spec, plan, token_map)
+    return MedusaFiles(spec, plan, token_map, accuracies)
 
 
 def load_medusa(
@@ -134,6 +138,26 @@ def _spec(
     if token_map is not None and _rows(spec, stored) != vocab_size:
         return replace(spec, table_rows=len(token_map))
     return spec
+
+
+def _accuracies(config: Mapping[str, Any], spec: MedusaSpec | None, problems: Problems) -> Accuracies | None:
+    """As somebody has measured them, if config.json says so."""
+    rows = config.get(ACCURACIES)
+    if rows is None or spec is None:
+        return None
+    right = isinstance(rows, list) and len(rows) == spec.num_heads and all(map(_are_shares, rows))
+    if not right:
+        problems.add(
+            f"config.json: {ACCURACIES} must be a list of shares that make at most 1 for each of {spec.num_heads} heads"
+        )
+        return None
+    return tuple(tuple(map(float, row)) for row in rows)
+
+
+def _are_shares(row: Any) -> bool:
+    """Of one whole, which rounding may have gone beyond by a little."""
+    numbers = isinstance(row, list) and all(type(share) in (int, float) for share in row)
+    return numbers and len(row) > 0 and min(row) >= 0 and sum(row) <= 1.001
 
 
 def _rows(spec: MedusaSpec, stored: Mapping[str, TensorInfo]) -> int | None:

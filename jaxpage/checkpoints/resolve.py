@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -10,7 +11,10 @@ from pathlib import Path
 
 from jaxpage.errors import ConfigError, ModelNotFoundError
 
+logger = logging.getLogger(__name__)
+
 DEMO = Path(__file__).parents[1] / "demo"
+PACKAGED = ("demo", "demo/draft", "demo/medusa", "demo/eagle3")  # the demo model, and what drafts for it
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 # What a model needs and nothing else: no pickles, no code, no copies of the weights in other formats.
@@ -24,22 +28,27 @@ HUB_FILES = (
 def resolve_model(
     model: str | os.PathLike[str], revision: str | None = None, *, hub_files: Iterable[str] = HUB_FILES
 ) -> Path:
-    """The directory of `model`: "demo" (packaged), a local directory, or a hub id such as "org/name", in this order.
+    """The directory of `model`: one of `PACKAGED`, a local directory, or a hub id such as "org/name", in this order.
 
+    There is a warning where a local directory has a packaged name too; "./demo" is that one.
     All files of a hub model come from one snapshot, the one that `revision` (branch, tag or commit) names when asked;
     what is in the hub's cache is used without a download. Raises ModelNotFoundError, with the nearest names, when there
     is no such model, and ConfigError for a revision of what is not on the hub. hub_files: globs of what is wanted from there.
     """
     name = os.fspath(model)
-    local = DEMO if name == "demo" else Path(name).expanduser()
+    local = DEMO / name[len("demo/") :] if name in PACKAGED else Path(name).expanduser()
+    if name in PACKAGED and os.path.isdir(name) and local.resolve() != Path(name).resolve():
+        logger.warning(
+            "model = %r is what jaxpage brings along; for the directory of that name say %r", name, f"./{name}"
+        )
     if name and os.path.isdir(local):  # "" would be the current directory
         if revision is not None:
             raise ConfigError(
                 f"revision = {revision!r} names a version on the hub, but model = {name!r} is a directory"
             )
         return local.resolve()
-    if name == "demo":
-        raise ModelNotFoundError(f"the packaged demo model is missing from this installation ({DEMO})")
+    if name in PACKAGED:
+        raise ModelNotFoundError(f"the packaged {name} model is missing from this installation ({local})")
     if name and os.path.lexists(local):
         raise ModelNotFoundError(f"model = {name!r} is not a directory: give the one that holds its config.json")
     if not HUB_ID.fullmatch(name):
@@ -70,12 +79,12 @@ def _from_hub(name: str, revision: str | None, files: Iterable[str]) -> Path:
 
 
 def _near(name: str) -> str:
-    """The names most like `name` among its siblings (and the demo), as the end of a sentence."""
+    """The names most like `name` among its siblings (and what is packaged), as the end of a sentence."""
     path = Path(name).expanduser()
     try:
         siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
     except (OSError, ValueError):  # no such parent, or a name that no file can have
         siblings = []
     near = [str(path.with_name(match)) for match in difflib.get_close_matches(path.name, siblings)] if path.name else []
-    near += difflib.get_close_matches(name, ["demo"])
+    near += difflib.get_close_matches(name, PACKAGED, n=1)
     return f". Did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -55,10 +55,11 @@ def open_heads(config: SpeculativeConfig | None, target: ModelSpec, most_drafts:
     directory = resolve_model(config.model, hub_files=MEDUSA_FILES)
     files = open_medusa(directory, model_width=target.model_width, vocab_size=target.vocab_size)
     num_heads, wanted = files.spec.num_heads, config.num_speculative_tokens
+    accuracies = files.accuracies or assumed_accuracies(num_heads)
     if config.medusa_choices is not None:
-        choices = likeliest_first(config.medusa_choices)
+        choices = likeliest_first(config.medusa_choices, accuracies)
     elif config.tree:
-        choices = search([row[: files.num_tokens] for row in assumed_accuracies(num_heads)], most_drafts)
+        choices = search([row[: files.num_tokens] for row in accuracies], most_drafts)
     else:
         choices = best_only(num_heads, most_drafts)
     deepest = max(map(len, choices))

@@ -15,7 +15,7 @@ from jaxpage.speculation.proposal import Draft
 Choices = tuple[tuple[int, ...], ...]  # of each draft: the ranks of the guesses that lead to it, its own last
 
 # Where nobody has measured heads: the chance that the first head's best guess is right, and what is left of that for each later head. An
-# assumption, of a shape that published heads have; `search` takes measured ones.
+# assumption, of a shape that published heads have.
 ASSUMED_FIRST = 0.6
 ASSUMED_DECLINE = 0.8
 RANKS = 10  # guesses of a head that a tree searched here may use
@@ -26,12 +26,8 @@ def assumed_accuracies(num_heads: int) -> tuple[tuple[float, ...], ...]:
 
     Every guess has the same chance where none before it was right.
     """
-    return tuple(tuple(_assumed(head, rank) for rank in range(RANKS)) for head in range(num_heads))
-
-
-def _assumed(head: int, rank: int) -> float:
-    chance = ASSUMED_FIRST * ASSUMED_DECLINE**head
-    return chance * (1 - chance) ** rank
+    chances = [ASSUMED_FIRST * ASSUMED_DECLINE**head for head in range(num_heads)]
+    return tuple(tuple(chance * (1 - chance) ** rank for rank in range(RANKS)) for chance in chances)
 
 
 def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
@@ -54,9 +50,14 @@ def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
     return tuple(choices[1:])
 
 
-def likeliest_first(choices: Choices) -> Choices:
-    """A given tree in the order in which `search` would have it, by assumed accuracies: its first n drafts are its best n."""
-    return tuple(sorted(choices, key=lambda path: -math.prod(_assumed(*place) for place in enumerate(path))))
+def likeliest_first(choices: Choices, accuracies: Ordered[Ordered[float]]) -> Choices:
+    """A given tree in the order in which `search` would have it: its first n drafts are its best n. Ranks without an accuracy come last."""
+
+    def chance(path: tuple[int, ...]) -> float:
+        rows = zip(path, accuracies, strict=False)
+        return math.prod(row[rank] if rank < len(row) else 0.0 for rank, row in rows)
+
+    return tuple(sorted(choices, key=lambda path: (-chance(path), path)))
 
 
 def best_only(num_heads: int, num_drafts: int) -> Choices:

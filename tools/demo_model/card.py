@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from tools.demo_model.evaluation import sample_text
 from tools.demo_model.model import ModelSpec, Params
-from tools.demo_model.training import SHORT_CROP, SHORT_FRACTION, TOKENS_PER_STEP, Plan, Run
+from tools.demo_model.training import SHORT_CROP, SHORT_FRACTION, Plan, Run
 
 SAMPLES = (("Once upon a time", 0.7, 1), ("Once upon a time", 0.7, 2), ('"My dear sister," said', 0.7, 3))
 GREEDY_TEMPERATURE = 1e-4
@@ -26,7 +26,7 @@ A Llama of {parameters:,} parameters (width {spec.width}, {spec.layers} layers, 
 key/value heads of width {spec.head_width}, feed-forward {spec.feed_forward}, vocabulary {spec.vocabulary}, tied \
 embeddings, {spec.max_positions} positions) in bfloat16. It exists so that `jaxpage generate` prints English on a machine \
 without a network, and so that tests and speculation measurements have weights that have learned something. \
-It is not useful for anything else.
+It is not useful for anything else. [DRAFTERS.md](DRAFTERS.md) is about the drafters beside it.
 
 ## What it read
 
@@ -42,7 +42,7 @@ the rest.
 
 `python tools/train_demo_model.py --steps {plan.steps} --seed {plan.seed}`
 
-{steps:,} steps{of_planned} of {tokens_per_step:,} tokens each ({tokens:.1f} M tokens, {epochs:.1f} times the training text) in \
+{steps:,} steps{of_planned} of {plan.tokens_per_step:,} tokens each ({tokens:.1f} M tokens, {epochs:.1f} times the training text) in \
 {minutes:.0f} minutes of wall time on {cores} CPU cores, in float32 with jax {jax_version}. Random crops \
 of {short_crop} tokens for the first {short_fraction:.0%} of the steps, of {spec.max_positions} after. Muon for the layers' \
 matrices and AdamW for the rest (optax), learning rate {plan.learning_rate}, weight decay {plan.weight_decay}, clip 1, \
@@ -128,7 +128,7 @@ def model_card(facts: Facts) -> str:
     used = {bool(e.get("synthetic")): 0 for e in facts.manifest["sources"]}
     for entry in facts.manifest["sources"]:
         used[bool(entry.get("synthetic"))] += entry["used_bytes"]
-    tokens = facts.run.step * TOKENS_PER_STEP
+    tokens = facts.run.step * facts.plan.tokens_per_step
     unfinished = facts.run.step < facts.plan.steps
     return TEMPLATE.format(
         spec=facts.spec,
@@ -138,7 +138,6 @@ def model_card(facts: Facts) -> str:
         synthetic_share=used[True] / sum(used.values()),
         steps=facts.run.step,
         of_planned=f" (stopped early, of {facts.plan.steps:,} planned)" if unfinished else "",
-        tokens_per_step=TOKENS_PER_STEP,
         tokens=tokens / 1e6,
         epochs=tokens / facts.manifest["tokens"]["train"],
         minutes=facts.run.seconds / 60,

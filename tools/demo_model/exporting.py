@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
-from safetensors.flax import save_file
+from safetensors.flax import load_file, save_file
 
-from tools.demo_model.model import ModelSpec, Params
+from tools.demo_model.model import ModelSpec, Params, init_params
 from tools.demo_model.tokenizer import END_OF_TEXT_ID
 
 DEFAULT_TEMPERATURE = 0.7  # of generation_config.json: at 1 so small a model invents words
@@ -78,6 +79,28 @@ def export_model(spec: ModelSpec, params: Params, directory: Path) -> None:
         "temperature": DEFAULT_TEMPERATURE,
     }
     write_json(directory / "generation_config.json", generation)
+
+
+def import_model(directory: Path) -> tuple[ModelSpec, Params]:
+    """What `export_model` wrote, in float32."""
+    config = json.loads((directory / "config.json").read_text())
+    spec = ModelSpec(
+        vocabulary=config["vocab_size"],
+        width=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        feed_forward=config["intermediate_size"],
+        max_positions=config["max_position_embeddings"],
+        rope_theta=config["rope_theta"],
+        norm_epsilon=config["rms_norm_eps"],
+    )
+    stored = load_file(directory / "model.safetensors")
+    params = {}
+    for name in init_params(spec, jax.random.key(0)):
+        value = stored[huggingface_name(name)].astype(jnp.float32)
+        params[name] = value.T if name.endswith("_proj") else value
+    return spec, params
 
 
 def write_json(path: Path, content: object) -> None:

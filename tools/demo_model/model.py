@@ -55,16 +55,16 @@ def init_params(spec: ModelSpec, key: jax.Array) -> Params:
     return params
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon) * weight
 
 
-def _rotate(x_BTNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
+def rotate(x_BTNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
     first, second = jnp.split(x_BTNH, 2, -1)
     return x_BTNH * cos_TH[:, None] + jnp.concatenate([-second, first], -1) * sin_TH[:, None]
 
 
-def _rope_tables(spec: ModelSpec, length: int) -> tuple[jax.Array, jax.Array]:
+def rope_tables(spec: ModelSpec, length: int) -> tuple[jax.Array, jax.Array]:
     frequency = spec.rope_theta ** (-jnp.arange(0, spec.head_width, 2) / spec.head_width)
     angle = jnp.arange(length)[:, None] * frequency
     angle_TH = jnp.concatenate([angle, angle], -1)
@@ -73,8 +73,8 @@ def _rope_tables(spec: ModelSpec, length: int) -> tuple[jax.Array, jax.Array]:
 
 def _attend(spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     b, t, _ = x_BTD.shape
-    q = _rotate((x_BTD @ p["q_proj"]).reshape(b, t, spec.heads, -1), *rope)
-    k = _rotate((x_BTD @ p["k_proj"]).reshape(b, t, spec.kv_heads, -1), *rope)
+    q = rotate((x_BTD @ p["q_proj"]).reshape(b, t, spec.heads, -1), *rope)
+    k = rotate((x_BTD @ p["k_proj"]).reshape(b, t, spec.kv_heads, -1), *rope)
     v = (x_BTD @ p["v_proj"]).reshape(b, t, spec.kv_heads, -1)
     q = q.reshape(b, t, spec.kv_heads, spec.heads // spec.kv_heads, -1) / math.sqrt(spec.head_width)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k)
@@ -83,17 +83,35 @@ def _attend(spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array,
     return mixed.reshape(b, t, -1) @ p["o_proj"]
 
 
+def decoder_layer(spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """What leaves a layer with the weights `p` for what enters it."""
+    x_BTD = x_BTD + _attend(spec, p, rms_norm(x_BTD, p["input_norm"], spec.norm_epsilon), rope)
+    return x_BTD + feed_forward(p, rms_norm(x_BTD, p["post_norm"], spec.norm_epsilon))
+
+
+def feed_forward(p: Params, x_BTD: jax.Array) -> jax.Array:
+    """SwiGLU."""
+    return (jax.nn.silu(x_BTD @ p["gate_proj"]) * (x_BTD @ p["up_proj"])) @ p["down_proj"]
+
+
+def layer_params(params: Params, layer: int) -> Params:
+    """The weights of one layer, by their own names."""
+    prefix = f"layers.{layer}."
+    return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
+
+
+def residual_streams(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> list[jax.Array]:
+    """What enters layer 0, 1 and so on, and behind these what leaves the last layer."""
+    streams = [params["embed"][tokens_BT]]
+    rope = rope_tables(spec, tokens_BT.shape[1])
+    for layer in range(spec.layers):
+        streams.append(decoder_layer(spec, layer_params(params, layer), streams[-1], rope))
+    return streams
+
+
 def hidden_states(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """The normed output of the last layer, before the tied embedding turns it into logits."""
-    x = params["embed"][tokens_BT]
-    rope = _rope_tables(spec, tokens_BT.shape[1])
-    for layer in range(spec.layers):
-        prefix = f"layers.{layer}."
-        p = {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
-        x = x + _attend(spec, p, _rms_norm(x, p["input_norm"], spec.norm_epsilon), rope)
-        y = _rms_norm(x, p["post_norm"], spec.norm_epsilon)
-        x = x + (jax.nn.silu(y @ p["gate_proj"]) * (y @ p["up_proj"])) @ p["down_proj"]
-    return _rms_norm(x, params["norm"], spec.norm_epsilon)
+    return rms_norm(residual_streams(spec, params, tokens_BT)[-1], params["norm"], spec.norm_epsilon)
 
 
 def token_losses(spec: ModelSpec, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:

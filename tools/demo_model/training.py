@@ -28,7 +28,6 @@ from tools.demo_model.model import Params
 
 Objective = Callable[[Params, jax.Array], jax.Array]
 
-TOKENS_PER_STEP = 4096
 SHORT_CROP, SHORT_FRACTION = 128, 0.8
 WARM_UP_STEPS, DECAY_FRACTION = 40, 0.4
 CALIBRATION_STEPS = 10
@@ -43,6 +42,7 @@ class Plan:
     seed: int
     learning_rate: float = 5e-3
     weight_decay: float = 0.1
+    tokens_per_step: int = 4096
 
     def crop(self, step: int, longest: int) -> int:
         """Tokens per row at a step."""
@@ -99,9 +99,9 @@ def make_step(objective: Objective, plan: Plan) -> Callable[..., tuple[Params, o
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def sample_windows(stream: np.ndarray, crop: int, seed: int, step: int) -> np.ndarray:
+def sample_windows(stream: np.ndarray, crop: int, plan: Plan, step: int) -> np.ndarray:
     """Random crops of crop + 1 tokens, across documents, from a generator keyed by (seed, step)."""
-    starts = np.random.default_rng((seed, step)).integers(0, len(stream) - crop - 1, TOKENS_PER_STEP // crop)
+    starts = np.random.default_rng((plan.seed, step)).integers(0, len(stream) - crop - 1, plan.tokens_per_step // crop)
     return stream[starts[:, None] + np.arange(crop + 1)].astype(np.int32)
 
 
@@ -115,7 +115,7 @@ def steps_for_minutes(
         for index in range(CALIBRATION_STEPS + 2):
             if index == 2:
                 began = time.perf_counter()
-            windows = sample_windows(stream, crop, plan.seed, index)
+            windows = sample_windows(stream, crop, plan, index)
             run.params, run.optimizer_state, loss = step(run.params, run.optimizer_state, windows)
             loss.block_until_ready()
         seconds_per_step.append((time.perf_counter() - began) / CALIBRATION_STEPS)
@@ -169,7 +169,7 @@ def train(
     seconds_before, losses = run.seconds, []
     bar = tqdm(total=plan.steps, initial=run.step, unit="step", mininterval=5)
     while run.step < plan.steps:
-        windows = sample_windows(stream, plan.crop(run.step, longest), plan.seed, run.step)
+        windows = sample_windows(stream, plan.crop(run.step, longest), plan, run.step)
         run.params, run.optimizer_state, loss = step(run.params, run.optimizer_state, windows)
         run.step += 1
         bar.update()

@@ -1,0 +1,392 @@
+"""What drafts for the packaged demo model: the code that trains it, on a toy, and the weights that jaxpage brings along."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.checkpoints.loading import load_weights
+from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
+from jaxpage.checkpoints.opening import open_model
+from jaxpage.checkpoints.resolve import DEMO, resolve_model
+from jaxpage.engine.draft_heads import open_heads
+from jaxpage.errors import CheckpointError
+from jaxpage.models import medusa
+from jaxpage.models.registry import load_family
+from jaxpage.speculation.medusa import assumed_accuracies, search
+from jaxpage.speculative_config import SpeculativeConfig
+from tests.support.engines import invariants
+from tests.support.medusa import CYCLE, random_heads, write_vllm
+from tools.demo_model import acceptance, draft_model, drafters, eagle_head, exporting, medusa_heads, own_text, training
+from tools.demo_model.distillation import Teacher, soft_cross_entropy
+from tools.demo_model.model import (
+    ModelSpec,
+    Params,
+    feed_forward,
+    init_params,
+    rms_norm,
+    rope_tables,
+    rotate,
+)
+
+TOY = ModelSpec(vocabulary=48, width=32, layers=4, heads=2, kv_heads=1, feed_forward=48, max_positions=64)
+CYCLE_SPEC = load_family(CYCLE).Spec.from_config(CYCLE)
+FREQUENT = np.sort(np.random.default_rng(3).permutation(48)[:40])
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Teacher:
+    """Of random weights, but with an opinion, so that there is something to learn."""
+    params = init_params(TOY, jax.random.key(1))
+    return Teacher(TOY, {name: value if name.endswith("norm") else 8 * value for name, value in params.items()})
+
+
+@pytest.fixture(scope="module")
+def text(teacher: Teacher) -> np.ndarray:
+    starts = np.random.default_rng(0).integers(0, 48, (96, 2)).astype(np.int32)
+    heat = np.full((96, 64), 0.7, np.float32)
+    return np.asarray(own_text.continue_rows(TOY, teacher.params, starts, np.full(96, 2), heat, jax.random.key(2)))
+
+
+class Trained(NamedTuple):
+    """A drafter after a few steps, and its losses before and after them, on text that it did not learn from."""
+
+    drafter: drafters.Drafter
+    params: Params
+    losses: tuple[float, float]
+
+
+@pytest.fixture(scope="module")
+def train(teacher: Teacher, text: np.ndarray) -> Callable[[str], Trained]:
+    @functools.cache
+    def trained(name: str) -> Trained:
+        drafter = drafters.make_drafter(name, teacher, FREQUENT, 0)
+        plan = training.Plan(40, 0, 1e-2)
+        run, step = training.start_run(drafter.params, plan), training.make_step(drafter.objective, plan)
+        loss, rng = jax.jit(drafter.objective), np.random.default_rng(0)
+        for _ in range(plan.steps):
+            rows = text[rng.integers(0, 64, 16)]
+            run.params, run.optimizer_state, _ = step(run.params, run.optimizer_state, rows)
+        losses = float(loss(drafter.params, text[64:80])), float(loss(run.params, text[64:80]))
+        return Trained(drafter, run.params, losses)
+
+    return trained
+
+
+@pytest.mark.parametrize("name", drafters.RECIPES)
+def test_the_loss_falls(train: Callable[[str], Trained], name: str) -> None:
+    before, after = train(name).losses
+    assert after < before - 0.1
+
+
+# --- the text
+
+
+def test_what_the_model_writes_is_what_it_would_draw(teacher: Teacher) -> None:
+    """Greedy rows against whole passes over them; the first draws of many rows against the distribution."""
+    starts = np.tile(np.array([[5, 7, 11]], np.int32), (2000, 1))
+    lengths = np.where(np.arange(2000) < 4, 1 + np.arange(2000), 3).astype(np.int32).clip(max=3)
+    heat = np.where(np.arange(2000) < 4, 0.0, 1.0)[:, None] * np.ones((1, 12))
+    rows = np.asarray(own_text.continue_rows(TOY, teacher.params, starts, lengths, heat, jax.random.key(0)))
+    logits = np.asarray(teacher(rows).logits_BTV)
+    for row in range(4):
+        np.testing.assert_array_equal(rows[row, : lengths[row]], starts[row, : lengths[row]])
+        np.testing.assert_array_equal(rows[row, lengths[row] :], logits[row, lengths[row] - 1 : -1].argmax(-1))
+    assert z_of(rows[4:, 3], np.asarray(jax.nn.softmax(logits[4, 2]))) < 4
+    assert z_of(rows[4:, 3], np.asarray(jax.nn.softmax(logits[4, 2] / 0.7))) > 10  # another temperature is noticed
+
+
+def z_of(drawn: np.ndarray, chances: np.ndarray) -> float:
+    """How far chi-square is from what it should be, in its standard deviations; rare tokens are counted together."""
+    expected, counts = len(drawn) * chances, np.bincount(drawn, minlength=len(chances))
+    rare = expected < 5
+    expected, counts = (np.append(x[~rare], x[rare].sum() + 1e-9) for x in (expected, counts))
+    freedom = len(expected) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
+
+
+# --- what the objectives are
+
+
+def test_a_part_of_a_distribution_counts_as_much_as_it_is() -> None:
+    rng = np.random.default_rng(0)
+    p, logits = rng.dirichlet(np.ones(6), 5), rng.standard_normal((5, 4))
+    q = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    wanted = -(p[:, :4] * np.log(q)).sum(-1)
+    np.testing.assert_allclose(soft_cross_entropy(jnp.asarray(p[:, :4]), jnp.asarray(logits)), wanted, rtol=1e-5)
+
+
+def drafting_step_by_step(teacher: Teacher, params: Params, tokens: np.ndarray, place: int, drafted: int) -> Any:
+    """Logits at `place` of EAGLE-3 as it drafts: with the target's hidden states up to `place` - `drafted`, then from itself."""
+    streams = teacher(tokens[None]).streams
+    features = jnp.concatenate([streams[tap][0] for tap in eagle_head.TAPS], -1) @ params["fc_proj"]
+    cos, sin = rope_tables(TOY, len(tokens))
+    keys, values, feature = [], [], None
+    for at in range(place + 1):
+        if at <= place - drafted:
+            feature = features[at]
+        embedding = rms_norm(teacher.params["embed"][tokens[at + 1]], params["input_norm"], TOY.norm_epsilon)
+        y = jnp.concatenate([embedding, rms_norm(feature, params["hidden_norm"], TOY.norm_epsilon)])
+        q, k, v = ((y @ params[f"{part}_proj"]).reshape(1, -1, TOY.head_width) for part in "qkv")
+        keys.append(rotate(k, cos[at : at + 1], sin[at : at + 1])[0, 0])
+        values.append(v[0, 0])
+        heads = rotate(q, cos[at : at + 1], sin[at : at + 1])[0]
+        weights = jax.nn.softmax(heads @ jnp.stack(keys).T / np.sqrt(TOY.head_width), -1)
+        x = feature + (weights @ jnp.stack(values)).reshape(-1) @ params["o_proj"]
+        x = x + feed_forward(params, rms_norm(x, params["post_norm"], TOY.norm_epsilon))
+        feature = x
+    return rms_norm(feature, params["norm"], TOY.norm_epsilon) @ params["lm_head"].T
+
+
+@pytest.mark.parametrize(("place", "drafted"), [(0, 0), (6, 0), (6, 1), (6, 3), (3, 3)])
+def test_training_time_test_is_what_drafting_does(teacher: Teacher, text: np.ndarray, place: int, drafted: int) -> None:
+    params = eagle_head.first_params(teacher, FREQUENT, 0)
+    params = {name: 8 * value if name.endswith("_proj") else value for name, value in params.items()}
+    tokens = text[0, :10]
+    passes = eagle_head.unrolled(teacher, params, teacher(tokens[None]), tokens[None], 4)
+    wanted = drafting_step_by_step(teacher, params, tokens, place, drafted)
+    np.testing.assert_allclose(passes[drafted][0, place], wanted, rtol=1e-3, atol=1e-4)
+    other = drafting_step_by_step(teacher, params, tokens, place, (drafted + 1) % (place + 1))
+    assert place == 0 or np.abs(passes[drafted][0, place] - other).max() > 0.01  # which pass it is matters
+
+
+# --- what is written is what others read
+
+
+def test_a_draft_model_is_an_ordinary_model(
+    train: Callable[[str], Trained], teacher: Teacher, text: np.ndarray, tmp_path: Path
+) -> None:
+    drafter, params, _ = train("draft")
+    drafter.export(params, tmp_path, {})
+    spec, again = exporting.import_model(tmp_path)
+    assert spec == draft_model.draft_spec(TOY)
+    jax.tree.map(np.testing.assert_array_equal, again, exporting.round_to_bfloat16(params))
+    files = open_model(tmp_path)
+    assert (files.spec.vocab_size, files.spec.model_width, files.spec.kv.num_layers) == (48, 16, 2)
+    load_weights(files.plan, "float32", jnp.asarray)
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(text[:2].tolist())).logits.numpy()
+    np.testing.assert_allclose(draft_model.logits(teacher, again, text[:2]), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_heads_are_read_as_they_were_trained(train: Callable[[str], Trained], teacher: Teacher, tmp_path: Path) -> None:
+    drafter, params, _ = train("medusa")
+    measured = {"accuracies": [[0.5, 0.25]] * 4}
+    drafter.export(params, tmp_path, measured)
+    files = open_medusa(tmp_path, model_width=32, vocab_size=48)
+    assert files.accuracies == ((0.5, 0.25),) * 4
+    heads = load_medusa(files, "float32", jnp.asarray)
+    np.testing.assert_array_equal(heads["token_map"], FREQUENT)
+    hidden = jax.random.normal(jax.random.key(0), (3, 32))
+    rounded = exporting.round_to_bfloat16(params)
+    for head in range(4):
+        ours = medusa_heads.head_logits(rounded, head, hidden)
+        np.testing.assert_allclose(medusa.head_logits(heads, head, hidden), ours, rtol=1e-4, atol=1e-4)
+    assert np.abs(np.diff([medusa.head_logits(heads, head, hidden) for head in range(4)], axis=0)).max() > 0.1
+
+
+def test_an_eagle_head_has_the_names_of_its_authors(
+    train: Callable[[str], Trained], teacher: Teacher, tmp_path: Path
+) -> None:
+    drafter, params, _ = train("eagle3")
+    drafter.export(params, tmp_path, {})
+    tensors = load_file(tmp_path / "model.safetensors")
+    shapes = {
+        "fc.weight": (32, 96),
+        "norm.weight": (32,),
+        "lm_head.weight": (40, 32),
+        "midlayer.hidden_norm.weight": (32,),
+        "midlayer.input_layernorm.weight": (32,),
+        "midlayer.post_attention_layernorm.weight": (32,),
+        "midlayer.self_attn.q_proj.weight": (32, 64),
+        "midlayer.self_attn.k_proj.weight": (16, 64),
+        "midlayer.self_attn.v_proj.weight": (16, 64),
+        "midlayer.self_attn.o_proj.weight": (32, 32),
+        "midlayer.mlp.gate_proj.weight": (eagle_head.FEED_FORWARD, 32),
+        "midlayer.mlp.up_proj.weight": (eagle_head.FEED_FORWARD, 32),
+        "midlayer.mlp.down_proj.weight": (32, eagle_head.FEED_FORWARD),
+        "d2t": (40,),
+        "t2d": (48,),
+    }
+    assert {key: tensor.shape for key, tensor in tensors.items()} == shapes
+    assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == bool
+    np.testing.assert_array_equal(np.arange(40) + tensors["d2t"], FREQUENT)
+    np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), FREQUENT)
+    np.testing.assert_array_equal(
+        tensors["fc.weight"].astype(np.float32), exporting.round_to_bfloat16(params)["fc_proj"].T
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    assert (config["vocab_size"], config["draft_vocab_size"]) == (48, 40)
+
+
+# --- the measurement
+
+
+def test_a_replay_walks_as_speculation_does() -> None:
+    right = np.zeros((1, 12, 2), bool)
+    right[0, 3] = True, True  # begins here: two drafts and a draw, then place 6
+    right[0, 4] = True, True  # never stood at
+    right[0, 6] = False, True  # the second is right, but behind a wrong one
+    right[0, 7] = True, False
+    sample = acceptance.Sample("", np.zeros((1, 12), int), np.array([3]), np.array([12]))
+    # steps at 3 (2 accepted), 6 (0), 7 (1), 9 (0); at 10 the text ends before both drafts
+    assert acceptance.replay(right, sample) == ([0.5, 0.25], 1.75)
+
+
+@pytest.mark.parametrize("name", drafters.RECIPES)
+def test_ranks_are_those_of_guesses_made_one_by_one(
+    name: str, train: Callable[[str], Trained], teacher: Teacher, text: np.ndarray
+) -> None:
+    """At every place, with nothing but what is known there."""
+    drafter, params, _ = train(name)
+    tokens = text[:1, :14]
+    ranks = np.asarray(drafter.ranks(params, jnp.asarray(tokens)))
+    assert ranks.shape == (1, 14, acceptance.DRAFTS)
+    for place in range(1, 14):
+        for draft in range(acceptance.DRAFTS):
+            about = place + 1 + draft
+            if about >= 14:
+                assert ranks[0, place, draft] > 48
+                continue
+            logits = {
+                "draft": lambda p, d: draft_model.logits(teacher, params, tokens[:, : p + 1 + d])[0, -1],
+                "medusa": lambda p, d: medusa_heads.head_logits(params, d, teacher(tokens[:, :p]).hidden_BTD[0, -1]),
+                "eagle3": lambda p, d: drafting_step_by_step(teacher, params, tokens[0, : p + 1 + d], p - 1 + d, d),
+            }[name](place, draft)
+            known = np.arange(48) if name == "draft" else FREQUENT
+            order = known[np.argsort(-np.asarray(logits), kind="stable")].tolist()
+            token = int(tokens[0, about])
+            if token in order:
+                assert ranks[0, place, draft] == order.index(token)
+            else:
+                assert ranks[0, place, draft] >= len(FREQUENT)
+
+
+# --- accuracies that were measured
+
+
+def heads_with(tmp_path: Path, accuracies: Any) -> SpeculativeConfig:
+    write_vllm(tmp_path, random_heads(2, rows=8), token_map=np.arange(8), jaxpage_accuracies=accuracies)
+    return SpeculativeConfig(method="medusa", model=str(tmp_path), tree=True)
+
+
+def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) -> None:
+    rows = [[0.1, 0.6], [0.2, 0.3]]
+    config = heads_with(tmp_path / "a", rows)
+    found = open_heads(config, CYCLE_SPEC, 4)
+    assert found is not None and found.choices == search(rows, 4) == ((1,), (1, 1), (1, 0), (0,))
+    given = config.model_copy(update={"medusa_choices": ((0,), (1,), (2,), (0, 0), (1, 0))})
+    ordered = open_heads(given, CYCLE_SPEC, 5)
+    assert ordered is not None and ordered.choices == ((1,), (1, 0), (0,), (0, 0), (2,))  # of rank 2 nothing is known
+    without = open_heads(heads_with(tmp_path / "b", None), CYCLE_SPEC, 4)
+    assert without is not None and without.choices == search(assumed_accuracies(2), 4) == ((0,), (0, 0), (1,), (0, 1))
+
+
+@pytest.mark.parametrize(
+    "accuracies", [[[0.5]], [[0.5], []], [[0.5], [0.6, 0.5]], [[0.5], [-0.1]], [[0.5], ["a"]], 1, []]
+)
+def test_accuracies_that_are_none_are_refused(tmp_path: Path, accuracies: Any) -> None:
+    with pytest.raises(CheckpointError, match="jaxpage_accuracies must be a list of shares"):
+        open_heads(heads_with(tmp_path / "a", accuracies), CYCLE_SPEC, 4)
+
+
+# --- what jaxpage brings along
+
+
+def test_they_are_there_and_small() -> None:
+    for name in ("draft", "medusa", "eagle3"):
+        assert resolve_model(f"demo/{name}") == DEMO / name
+    files = [path for name in drafters.RECIPES for path in (DEMO / name).rglob("*") if path.is_file()]
+    assert len(files) >= 9 and sum(path.stat().st_size for path in files) <= 5_500_000
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in files)
+    card = (DEMO / "DRAFTERS.md").read_text()
+    for word in ("python tools/train_demo_model.py --drafters", "Apache-2.0", "tokens per step", "`demo/eagle3`"):
+        assert word in card
+    for name, recipe in drafters.RECIPES.items():
+        facts = json.loads((DEMO / name / "training.json").read_text())
+        assert facts["steps"] == recipe.steps and facts["seed"] == 0  # so that the command of the card makes these
+        for sample, row in facts["acceptance"].items():
+            line = " | ".join(map(str, [name, sample, *row["positions"], row["tokens_per_step"]]))
+            assert f"| {line} |" in card
+
+
+def test_a_directory_with_a_packaged_name_is_not_overlooked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo" / "medusa").mkdir(parents=True)
+    assert resolve_model("demo/medusa") == DEMO / "medusa"
+    assert "for the directory of that name say './demo/medusa'" in caplog.text
+    assert resolve_model("./demo/medusa") == tmp_path / "demo" / "medusa"
+    caplog.clear()
+    resolve_model("demo/draft")  # there is no other
+    monkeypatch.chdir(DEMO.parent)
+    resolve_model("demo/medusa")  # the other is the same
+    assert caplog.text == ""
+
+
+def test_the_packaged_draft_model_loads() -> None:
+    files, target = open_model(DEMO / "draft"), open_model(DEMO)
+    assert files.spec.vocab_size == target.spec.vocab_size
+    assert files.spec.max_position_embeddings == target.spec.max_position_embeddings
+    assert files.plan.num_bytes("bfloat16") == load_bytes("draft")
+    load_weights(files.plan, "bfloat16", jnp.asarray)
+
+
+def test_the_packaged_eagle_head_belongs_to_the_model() -> None:
+    config = json.loads((DEMO / "eagle3" / "config.json").read_text())
+    tensors = load_file(DEMO / "eagle3" / "model.safetensors")
+    token_map = np.arange(config["draft_vocab_size"]) + tensors["d2t"]
+    np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), token_map)
+    np.testing.assert_array_equal(token_map, load_file(DEMO / "medusa" / "model.safetensors")["token_map"])
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(eagle_head.TAPS)
+
+
+def load_bytes(name: str) -> int:
+    tensors = load_file(DEMO / name / "model.safetensors")
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    with LLM(model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=160, use_tqdm=False) as llm:
+        yield llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+PROMPT = "Once upon a time there was a poor miller"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_least"), [({"num_speculative_tokens": 4}, 1.3), ({"num_speculative_tokens": 7, "tree": True}, 1.5)]
+)
+def test_packaged_heads_save_steps_and_change_nothing(
+    plain: list[int], settings: dict[str, Any], at_least: float
+) -> None:
+    heads = {"method": "medusa", "model": "demo/medusa", **settings}
+    with LLM(
+        model="demo",
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        max_model_len=160,
+        speculative_config=heads,
+        use_tqdm=False,
+    ) as llm:
+        assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == plain
+        assert llm.stats()["tokens_per_target_step"] > at_least
+        invariants(llm)

@@ -1,0 +1,78 @@
+"""Medusa-1 heads for a model that does not change (Cai et al. 2024, arXiv:2401.10774), all with one table over its frequent tokens."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from tools.demo_model.distillation import Teacher, discounted, soft_cross_entropy
+from tools.demo_model.exporting import write_json
+from tools.demo_model.model import Params
+from tools.demo_model.training import Objective
+
+HEADS, LAYERS = 4, 2
+
+
+def first_params(teacher: Teacher, token_map: np.ndarray) -> Params:
+    """Blocks that change nothing yet, in [in, out] layout, and the rows of the target's table."""
+    width = teacher.spec.width
+    params = {"table": teacher.params["embed"][token_map]}
+    for head in range(HEADS):
+        for layer in range(LAYERS):
+            params[f"blocks.{head}.layers.{layer}_proj"] = jnp.zeros((width, width))
+            params[f"blocks.{head}.layers.{layer}.bias"] = jnp.zeros(width)
+    return params
+
+
+def head_logits(params: Params, head: int, hidden_BTD: jax.Array) -> jax.Array:
+    """Of the token `head` + 2 places behind the one that stands there, over the frequent tokens."""
+    x_BTD = hidden_BTD
+    for layer in range(LAYERS):
+        name = f"blocks.{head}.layers.{layer}"
+        x_BTD = x_BTD + jax.nn.silu(x_BTD @ params[f"{name}_proj"] + params[f"{name}.bias"])
+    return x_BTD @ params["table"].T
+
+
+def objective(teacher: Teacher, token_map: np.ndarray) -> Objective:
+    """What the target says once the tokens between are known, of every head."""
+
+    def loss(params: Params, window_BT: jax.Array) -> jax.Array:
+        seen = teacher(window_BT)
+        p_BTV = jax.nn.softmax(seen.logits_BTV, -1)[..., token_map]
+        losses = []
+        for head in range(HEADS):
+            guesses = head_logits(params, head, seen.hidden_BTD[:, : -1 - head])
+            losses.append(soft_cross_entropy(p_BTV[:, 1 + head :], guesses).mean())
+        return discounted(losses)
+
+    return loss
+
+
+def export(
+    teacher: Teacher, token_map: np.ndarray, params: Params, directory: Path, accuracies: list[list[float]]
+) -> None:
+    """In vLLM's format, and in config.json, for the search of a tree, how often each head's guess of each rank was right."""
+    tensors = {"lm_heads.0.weight": params["table"]}
+    for head in range(HEADS):
+        for layer in range(LAYERS):
+            name = f"blocks.{head}.layers.{layer}"
+            tensors[f"{name}.weight"], tensors[f"{name}.bias"] = params[f"{name}_proj"].T, params[f"{name}.bias"]
+    stored = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
+    weights = directory / "model.safetensors"
+    save_file({**stored, "token_map": token_map}, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": teacher.spec.width,
+        "vocab_size": teacher.spec.vocabulary,
+        "truncated_vocab_size": len(token_map),
+        "num_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+        "dtype": "bfloat16",
+    }
+    write_json(directory / "config.json", config | {"jaxpage_accuracies": accuracies})
