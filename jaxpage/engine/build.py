@@ -36,8 +36,7 @@ from jaxpage.engine.capacity import (
     sliding_window,
     step_menu,
 )
-from jaxpage.engine.draft_heads import DraftHeads, open_heads
-from jaxpage.engine.drafters import open_drafter
+from jaxpage.engine.drafting import open_drafting
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.event_log import EventLog, check_new
 from jaxpage.engine.log_header import header
@@ -49,11 +48,6 @@ from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
-from jaxpage.speculation import make_proposer
-from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.following import Following
-from jaxpage.speculation.speculation import Speculation
-from jaxpage.speculative_config import SpeculativeConfig
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -79,19 +73,15 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
-    _check_windows(config, files)
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
     device = jax.devices()[0]
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
-    heads = open_heads(config.speculative_config, files.spec, max(draft_lengths(config), default=0))
-    drafter = open_drafter(config.speculative_config, files)
-    company = heads.files if heads else drafter
-    weights_bytes = files.plan.num_bytes(dtype) + (company.num_bytes(dtype) if company else 0)
+    drafting = open_drafting(config.speculative_config, draft_lengths(config), files)
+    weights_bytes = files.plan.num_bytes(dtype) + drafting.num_bytes(dtype)
     form = Form(dtype, config.kv_cache_dtype)
-    memory = plan_memory(config, files.spec, place, form, weights_bytes, drafter)
-    memory = plan_swapping(config, memory)
+    memory = plan_swapping(config, plan_memory(config, files.spec, place, form, weights_bytes, drafting))
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", backend.name)
@@ -101,27 +91,20 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     parameters: Any = load_weights(
         files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress
     )
-    if heads is not None:
-        parameters = heads.load(parameters, dtype, device, progress=progress)
-    if drafter is not None:
-        parameters = drafter.load(parameters, dtype, device, progress=progress)
+    parameters = drafting.load(parameters, dtype, device, progress=progress)
     table_width = -(-memory.max_model_len // config.block_size)
-    options = _step_options(files, dtype, table_width, config, backend, heads, by_row=place.is_cpu)
-    page_dtype = kv_pages.page_dtype(config.kv_cache_dtype, dtype)
-    pages = kv_pages.page_shapes(files.spec.kv, memory.num_blocks, config.block_size, page_dtype)
-    if drafter is not None:
-        ahead = drafter.options(dtype, menu, len(pages), memory.num_blocks, config.acceptance.name)
-        options = options._replace(drafter=ahead)
-        num_blocks = memory.num_blocks + ahead.shape.num_scratch_blocks(config.block_size)
-        pages += kv_pages.page_shapes(drafter.kv, num_blocks, config.block_size, page_dtype)
+    options = _step_options(files, dtype, table_width, config, backend, by_row=place.is_cpu)
+    pool = (memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
+    pages = kv_pages.page_shapes(files.spec.kv, *pool)
+    options = drafting.in_steps(options, dtype, menu, pages)
+    pages += drafting.pages(menu, *pool)
     try:
         executables = Executables(menu, parameters, pages, options, progress=progress)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
-    kvs = (files.spec.kv, drafter.kv) if drafter else (files.spec.kv,)
-    scheduler = _scheduler(config, place, menu, memory, sliding_window(kvs, memory.max_model_len))
-    controller = _controller(config.speculative_config, scheduler.limits)
-    following = Following(scheduler.limits, controller) if drafter else None
+    window = sliding_window((files.spec.kv, *drafting.kvs), memory.max_model_len)
+    scheduler = _scheduler(config, place, menu, memory, window)
+    speculation = drafting.speculation(scheduler.limits, files.spec.vocab_size)
     engine = Engine(
         scheduler=scheduler,
         builder=BatchBuilder(
@@ -142,18 +125,10 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=None
-        if config.speculative_config is None
-        else Speculation(
-            heads.proposer() if heads else make_proposer(config.speculative_config),
-            scheduler.limits,
-            controller,
-            vocab_size=files.spec.vocab_size,
-            following=following,
-        ),
+        speculation=speculation,
     )
-    if controller is not None:
-        measure_shapes(engine.builder, engine.runner, controller, following)
+    if speculation is not None:
+        measure_shapes(engine.builder, engine.runner, speculation)
     memory = replace(memory, workspace_bytes=executables.workspace_bytes())
     if config.event_log is not None:
         engine.events = EventLog(config.event_log, header(config, engine, memory))
@@ -168,7 +143,6 @@ def _step_options(
     table_width: int,
     config: EngineConfig,
     backend: Backend,
-    heads: DraftHeads | None,
     *,
     by_row: bool,
 ) -> StepOptions:
@@ -180,7 +154,6 @@ def _step_options(
         table_width,
         backend,
         sample_by_row=by_row,
-        num_guesses=heads.num_guesses if heads else 0,
         acceptance=config.acceptance,
     )
 
@@ -197,18 +170,6 @@ def compile_cache_directory() -> Path:
 def _check_load_format(config: EngineConfig, files: ModelFiles) -> None:
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
-
-
-def _check_windows(config: EngineConfig, files: ModelFiles) -> None:
-    """Attention takes a tree or a sliding window, not both."""
-    drafting = config.speculative_config
-    if drafting is None or not drafting.branches or all(each is None for each in files.spec.kv.sliding_windows):
-        return
-    branches_always = drafting.method == "lookahead"
-    what, instead = ("method 'lookahead'", "a method of chains") if branches_always else ("tree=True", "tree=False")
-    raise UnsupportedError(
-        f"speculative_config: {what} is not supported for {files.directory}: its layers have sliding windows; use {instead}"
-    )
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
@@ -237,14 +198,6 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
             "eos_token_id %s can never be drawn: the model's ids end at %d", beyond, files.spec.vocab_size - 1
         )
     return token_ids - beyond
-
-
-def _controller(config: SpeculativeConfig | None, limits: StepLimits) -> Controller | None:
-    if config is None or config.num_speculative_tokens != "auto":
-        return None
-    if config.method != "lookahead":
-        return Controller(limits)
-    return Controller(limits, together=config.lookahead.num_drafts, steps_to_show=config.lookahead.ngram)
 
 
 def _scheduler(

@@ -21,7 +21,7 @@ from jaxpage.device.sizing import (
 )
 from jaxpage.device.step_inputs import adjustment_shapes
 from jaxpage.device.steps import SCORED_AT_ONCE
-from jaxpage.engine.drafters import OpenDrafter
+from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.memory.sliding import most_blocks
 from jaxpage.models.base import KVSpec, ModelSpec
@@ -129,13 +129,13 @@ def plan_memory(
     place: Place,
     form: Form,
     weights_bytes: int,
-    drafter: OpenDrafter | None = None,
+    drafting: Drafting | None = None,
 ) -> MemoryPlan:
     """What one device holds. Of `form`'s devices each has its part of the weights and its heads of every block.
 
     Args:
         weights_bytes: of the whole model, in `form.dtype`, and of what drafts for it.
-        drafter: with keys and values of its own, in every block and in scratch blocks.
+        drafting: whose layers take a part of every block, and scratch blocks.
 
     Raises:
         ConfigError: `max_model_len` is beyond the model's positions, or the heads cannot be divided among the devices.
@@ -145,12 +145,12 @@ def plan_memory(
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
     kv = replace(spec.kv, num_kv_heads=kv_heads_per_device(spec, form.tensor_parallel_size))
-    kvs, menu = (kv,) if drafter is None else (kv, drafter.kv), step_menu(config, place)
+    kvs, menu = (kv, *(drafting.kvs if drafting else ())), step_menu(config, place)
     page_dtype = kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
     block_bytes = [kv_pages.bytes_per_block(each, config.block_size, page_dtype) for each in kvs]
     workspace_bytes = _workspace_estimate(spec, config.max_model_len or longest, menu)
-    if drafter is not None:
-        workspace_bytes += block_bytes[1] * drafter.shape(menu).num_scratch_blocks(config.block_size)
+    if drafting is not None:
+        workspace_bytes += sum(block_bytes[1:]) * drafting.num_scratch_blocks(menu, config.block_size)
     plan = MemoryPlan(
         device=place.name,
         available_bytes=place.available_bytes,

@@ -30,6 +30,9 @@ class DraftHeads:
         """W: of each head, that any draft uses."""
         return 1 + max(rank for path in self.choices for rank in path)
 
+    def num_bytes(self, dtype: str) -> int:
+        return self.files.num_bytes(dtype)
+
     def proposer(self) -> MedusaProposer:
         return MedusaProposer(self.choices)
 

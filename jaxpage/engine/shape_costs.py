@@ -10,8 +10,7 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.runner import Runner
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
-from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.following import Following
+from jaxpage.speculation.speculation import Speculation
 
 CONTEXT = 128  # tokens before those that are computed: all of them the null block's, whose contents do not matter
 REPEATS = 3  # after a first run, of which nobody knows what it pays for
@@ -19,18 +18,20 @@ LEVELS = 3  # tokens ahead, when it is measured what each of them takes
 _PARAMS = SamplingParams(temperature=0.0)
 
 
-def measure_shapes(
-    builder: BatchBuilder, runner: Runner, controller: Controller, following: Following | None = None
-) -> None:
-    """Full steps of every shape without drafts and with them, from the plan to the draws; and what a drafter on the device adds to them."""
+def measure_shapes(builder: BatchBuilder, runner: Runner, speculation: Speculation) -> None:
+    """Full steps of every shape without drafts and with them, from the plan to the draws; and what a drafter on the device adds to them.
+    Nothing, where nobody chooses between shapes."""
+    controller = speculation.controller
+    if controller is None:
+        return
     for bucket in builder.menu.decode + builder.menu.verify:
         shape, plan = (bucket.num_rows, bucket.num_tokens), full_step(bucket, builder.table_width, builder.block_size)
         measure = functools.partial(_seconds, builder, runner, plan)
         seconds = measure(None)
         controller.costs.at_start(shape, seconds)
-        if following is not None:
+        if controller.ahead is not None:
             follows, ahead = (min(measure(levels)) - min(seconds) for levels in (0, LEVELS))
-            following.costs.add(shape, follows, ahead, LEVELS)
+            controller.ahead.add(shape, follows, ahead, LEVELS)
 
 
 def _seconds(builder: BatchBuilder, runner: Runner, plan: StepPlan, levels: int | None) -> list[float]:

@@ -37,7 +37,7 @@ class Speculation:
         self._vocab_size = vocab_size
         self._failed = False
         self._limits = limits
-        self._controller = controller
+        self.controller = controller
         self._following = following
 
     def propose(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
@@ -60,9 +60,9 @@ class Speculation:
             draft = self._draft(*decoding[sequence_id], num_drafts)
             if draft is not None and draft.token_ids:
                 drafts[sequence_id] = draft
-        if self._controller is None:
+        if self.controller is None:
             return drafts
-        counts = self._controller.cut(num_rows, drafts)
+        counts = self.controller.cut(num_rows, drafts)
         return {sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()}
 
     def _can_draft(self, sequence_id: int) -> bool:
@@ -72,9 +72,9 @@ class Speculation:
         """How many drafts to ask for, by sequence id."""
         if self._failed:
             return {}
-        if self._controller is not None:
+        if self.controller is not None:
             ready = None if self._following is None else self._following.ready
-            return dict(self._controller.ask(num_rows, list(sequence_ids), ready))
+            return dict(self.controller.ask(num_rows, list(sequence_ids), ready))
         most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows) // max(1, num_rows))
         return dict.fromkeys(sequence_ids, most) if most else {}
 
@@ -121,7 +121,7 @@ class Speculation:
 
     def verified(self, plan: StepPlan, edits: Iterable[Edit], seconds: float, proposing: float) -> None:
         """A step happened, with drafts or without. Seconds of `propose`, and of all else that the step took."""
-        if self._controller is None or len(plan.samples) != plan.num_tokens or plan.swap_in or plan.swap_out:
+        if self.controller is None or len(plan.samples) != plan.num_tokens or plan.swap_in or plan.swap_out:
             return  # nothing to learn, or a step that computed prompts or moved blocks: its seconds say nothing
         num_drafts = num_appended = 0
         if plan.verifies:
@@ -137,12 +137,12 @@ class Speculation:
                 if row.parents:
                     num_drafts += len(row.parents)
                     path = _right(row, appended.get(row.sequence_id, []))
-                    self._controller.verified(row.sequence_id, [parent - 1 for parent in row.parents], path)
+                    self.controller.verified(row.sequence_id, [parent - 1 for parent in row.parents], path)
         num_rows = len(plan.rows)
         if self._following is not None:  # what it takes goes by what was wanted of it, and not by the shape
-            ahead = self._following.seconds(self._limits.shape(num_rows, num_drafts)) * self._controller.costs.pace
+            ahead = self._following.seconds(self._limits.shape(num_rows, num_drafts)) * self.controller.costs.pace
             seconds, proposing = max(seconds - ahead, 0.1 * seconds), proposing + ahead
-        self._controller.measured(num_rows, num_drafts, num_appended or num_rows, seconds, proposing)
+        self.controller.measured(num_rows, num_drafts, num_appended or num_rows, seconds, proposing)
 
     def forget(self, group: SequenceGroup) -> None:
         """The request has ended."""
@@ -151,8 +151,8 @@ class Speculation:
                 self._proposer.forget(group)
             except Exception:
                 self._give_up()
-        if self._controller is not None:
-            self._controller.forget(group.sequence_ids)
+        if self.controller is not None:
+            self.controller.forget(group.sequence_ids)
         if self._following is not None:
             self._following.forget(group.sequence_ids)
 
