@@ -136,7 +136,7 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
     ("name", "value"),
     [
         ("attention_backend", "cpu"),
-        ("speculative_config", {"method": "eagle"}),
+        ("speculative_config", {"method": "ngram", "tree": True}),
         ("tensor_parallel_size", 2),
     ],
 )

@@ -109,9 +109,10 @@ class Reference:
             for score, path in frontier:
                 logprobs = self._logprobs(known, path)
                 grown += [(score + logprobs[t], (*path, int(t))) for t in np.argsort(-logprobs)[:branches]]
-            frontier = sorted(grown, reverse=True)[:branches]
+            grown.sort(key=lambda draft: -draft[0])
+            frontier = grown[:branches]
             found += grown
-        return [path for _, path in sorted(found, reverse=True)[:num_drafts]]
+        return [path for _, path in sorted(found, key=lambda draft: -draft[0])[:num_drafts]]
 
 
 def of_a_model(directory: Path) -> Reference:
@@ -171,7 +172,7 @@ def outputs(llm: LLM, params: SamplingParams) -> list[Any]:
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=40, n=2, seed=5, logprobs=2, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=40, n=2, seed=5, logprobs=2, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -237,5 +238,8 @@ def test_a_model_that_drafts_for_itself_is_right(
         for params, wanted in plain:
             assert outputs(llm, params) == wanted
         stats = llm.stats()
-    rate = stats["spec_decode_num_accepted_tokens_total"] / stats["spec_decode_num_draft_tokens_total"]
-    assert rate > 0.3 if tree else rate == 1.0
+    right = stats["spec_decode_num_accepted_tokens_total"]
+    if tree:
+        assert right > 2 * stats["spec_decode_num_drafts_total"]
+    else:
+        assert right == stats["spec_decode_num_draft_tokens_total"]

@@ -46,7 +46,7 @@ from jaxpage.engine.shape_costs import measure_shapes
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
-from jaxpage.models.base import abstract_model
+from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
 from jaxpage.tables import aligned
 
@@ -79,8 +79,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     drafting = open_drafting(config.speculative_config, draft_lengths(config), files)
-    weights_bytes = files.plan.num_bytes(dtype) + drafting.num_bytes(dtype)
-    form = Form(dtype, config.kv_cache_dtype)
+    weights_bytes, form = files.plan.num_bytes(dtype) + drafting.num_bytes(dtype), Form(dtype, config.kv_cache_dtype)
     memory = plan_swapping(config, plan_memory(config, files.spec, place, form, weights_bytes, drafting))
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
@@ -102,8 +101,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         executables = Executables(menu, parameters, pages, options, progress=progress)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
-    window = sliding_window((files.spec.kv, *drafting.kvs), memory.max_model_len)
-    scheduler = _scheduler(config, place, menu, memory, window)
+    scheduler = _scheduler(config, place, menu, memory, (files.spec.kv, *drafting.kvs))
     speculation = drafting.speculation(scheduler.limits, files.spec.vocab_size)
     engine = Engine(
         scheduler=scheduler,
@@ -201,7 +199,7 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
 
 
 def _scheduler(
-    config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, window: int | None
+    config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kvs: tuple[KVSpec, ...]
 ) -> Scheduler:
     limits = StepLimits(
         max_rows=config.max_num_seqs,
@@ -218,7 +216,7 @@ def _scheduler(
         config.block_size,
         PrefixIndex(config.block_size) if config.enable_prefix_caching else None,
         host_pool=BlockPool(memory.num_host_blocks + 1) if memory.num_host_blocks else None,
-        sliding_window=window,
+        sliding_window=sliding_window(kvs, memory.max_model_len),
     )
     return Scheduler(
         limits,
