@@ -71,6 +71,12 @@ def counted(llm: LLM, text: list[int], params: Any) -> tuple[dict[str, Any], Any
     added[labelled] = {
         position: number - before[labelled].get(position, 0) for position, number in after[labelled].items()
     }
+    lengths = "spec_decode_num_drafts_by_length_total"
+    added[lengths] = {
+        length: number - before[lengths].get(length, 0)
+        for length, number in after[lengths].items()
+        if number > before[lengths].get(length, 0)
+    }
     return added, output
 
 
@@ -83,11 +89,14 @@ def test_a_request_by_hand(llm: LLM, text: list[int]) -> None:
         "spec_decode_num_accepted_tokens_total": 2 + 4 + 1,
         "spec_decode_wasted_slots_total": 1,
         "spec_decode_num_accepted_tokens_per_pos_total": {0: 3, 1: 2, 2: 1, 3: 1},
+        "spec_decode_num_drafts_by_length_total": {1: 1, 3: 1, 4: 1},
         "decode_rows_total": 4,
         "decode_tokens_total": 11,
     }
     metrics = output.metrics
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 8, 7)
+    stats = llm.stats()
+    assert stats["spec_decode_draft_seconds_total"] > 0 and stats["spec_decode_verify_seconds_total"] > 0
 
 
 def test_what_a_stop_cuts_off_is_not_accepted(llm: LLM, text: list[int]) -> None:
@@ -133,6 +142,9 @@ def test_names_of_an_engine_that_has_done_nothing() -> None:
     assert SpeculationCounts().snapshot() == {
         **dict.fromkeys(NAMES, 0),
         "spec_decode_num_accepted_tokens_per_pos_total": {},
+        "spec_decode_num_drafts_by_length_total": {},
+        "spec_decode_draft_seconds_total": 0.0,
+        "spec_decode_verify_seconds_total": 0.0,
         "decode_rows_total": 0,
         "decode_tokens_total": 0,
         "tokens_per_target_step": 0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -101,7 +102,11 @@ def model_step(
     if drafting is not None and output_TD is not None and bucket.num_rows <= drafting.options.shape.most_rows:
         guesses, pages = draft_ahead(drafting, pages, output_TD, token_ids_R, last_R)
     elif options.num_guesses:
-        guesses = medusa.guess(parameters.heads, hidden_TD[inputs.drawn_token_R[last_R]], options.num_guesses)
+        hidden_BD = hidden_TD[inputs.drawn_token_R[last_R]]
+        guess = functools.partial(medusa.guess, parameters.heads, hidden_BD, options.num_guesses)
+        nothing = jax.eval_shape(guess)
+        wanted = inputs.flags[Flags.LEVELS] > 0
+        guesses = jax.lax.cond(wanted, guess, lambda: jnp.zeros(nothing.shape, nothing.dtype))
     return StepOutput(drawn, scored, paths, guesses), pages
 
 

@@ -23,6 +23,7 @@ from jaxpage.errors import CheckpointError
 from jaxpage.models.base import KVSpec, abstract
 from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.drafter import WithDrafter
+from jaxpage.scheduling import StepLimits
 from jaxpage.speculative_config import SpeculativeConfig
 
 # Trees as EAGLE-2 grows them: 60 drafts of 10 branches and depth 6 for the largest models; fewer branches where there are fewer drafts.
@@ -53,6 +54,12 @@ class OpenDrafter:
         if not any(bucket.trees for bucket in menu.verify):
             return TreeShape(most_drafts, 1, most_rows)
         return TreeShape(min(most_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)), most_rows)
+
+    @staticmethod
+    def most_levels(limits: StepLimits) -> int:
+        """Tokens ahead that it drafts at most."""
+        most_drafts = limits.most_drafts(1)
+        return min(most_drafts, DEEPEST_TREE) if limits.trees else most_drafts
 
     def options(
         self, dtype: str, menu: BucketMenu, first_layer: int, num_blocks: int, acceptance: str

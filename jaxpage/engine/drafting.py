@@ -70,13 +70,17 @@ class Drafting:
     def speculation(self, limits: StepLimits, vocab_size: int) -> Speculation | None:
         if self.config is None:
             return None
-        controller = _controller(self.config, limits)
+        controller, following = _controller(self.config, limits), None
+        if self.heads:
+            following = Following(limits, controller, remembers=False)
+        if self.drafter:
+            following = Following(limits, controller, most_levels=self.drafter.most_levels(limits))
         return Speculation(
             self.heads.proposer() if self.heads else make_proposer(self.config),
             limits,
             controller,
             vocab_size=vocab_size,
-            following=Following(limits, controller) if self.drafter else None,
+            following=following,
         )
 
 

@@ -209,7 +209,9 @@ class Engine:
         groups = self.scheduler.commit(plan, edits)
         self.metrics.committed(plan, edits, groups, self._groups)
         if self.speculation is not None:
-            self.speculation.verified(plan, edits, time.monotonic() - proposed, proposed - began)
+            drafting, rest = proposed - began, time.monotonic() - proposed
+            self.speculation.verified(plan, edits, rest, drafting)
+            self.metrics.speculation.took(plan, drafting, rest)
         self._forget_finished(groups)
         return groups
 

@@ -31,7 +31,7 @@ def measure_shapes(builder: BatchBuilder, runner: Runner, speculation: Speculati
         controller.costs.at_start(shape, seconds)
         if controller.ahead is not None:
             follows, ahead = (min(measure(levels)) - min(seconds) for levels in (0, LEVELS))
-            controller.ahead.add(shape, follows, ahead, LEVELS)
+            controller.ahead.at_start(shape, follows, ahead, LEVELS)
 
 
 def _seconds(builder: BatchBuilder, runner: Runner, plan: StepPlan, levels: int | None) -> list[float]:

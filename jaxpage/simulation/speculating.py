@@ -139,7 +139,7 @@ class SpeculativeLoop:
         if self._following is not None:
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
-                self._following.costs.add(shape, device.ahead(shape, 0), device.ahead(shape, 1), 1)
+                self._following.costs.at_start(shape, device.ahead(shape, 0), device.ahead(shape, 1), 1)
         self.speculation = Speculation(
             guesses, self.limits, self.controller, vocab_size=WRONG + 1, following=self._following
         )

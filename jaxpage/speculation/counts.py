@@ -28,7 +28,7 @@ def verified_drafts(plan: StepPlan, edits: Iterable[Edit]) -> list[Verified]:
 
 @dataclass
 class SpeculationCounts:
-    """vLLM's counters (`spec_decode_...`), and two that count steps without drafts as well.
+    """vLLM's counters (`spec_decode_...`), a few more, and two that count steps without drafts as well.
 
     Its mean acceptance length, 1 + accepted / drafts, leaves out steps for which nothing was drafted; `tokens_per_target_step` has them.
     """
@@ -37,6 +37,11 @@ class SpeculationCounts:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_per_position: dict[int, int] = field(default_factory=dict)  # 0: the draft behind the last known token
+    num_by_length: Counter[int] = field(
+        default_factory=Counter
+    )  # drafts of a sequence in a step, by how many tokens they are
+    drafting_seconds: float = 0.0  # in which drafts were asked for; what drafts on the device is a part of its steps
+    verifying_seconds: float = 0.0  # of steps with drafts, from the plan to the tokens
     num_decode_rows: int = 0  # of steps: a sequence with one token left to compute
     num_decode_tokens: int = 0  # that they gave
 
@@ -49,12 +54,18 @@ class SpeculationCounts:
         verified = [each for each in verified_drafts(plan, edits) if each.sequence_id in group_of]
         self.num_drafts += len(verified)
         self.num_draft_tokens += sum([each.num_tokens for each in verified])
+        self.num_by_length.update(each.num_tokens for each in verified)
         self.num_accepted_tokens += sum([each.num_accepted for each in verified])
         shapes = {row.parents for row in plan.rows if row.parents and row.sequence_id in group_of}
         for position in range(max([max(depths_of(parents)) for parents in shapes], default=0)):
             accepted = sum([each.num_accepted > position for each in verified])
             self.num_accepted_per_position[position] = self.num_accepted_per_position.get(position, 0) + accepted
         return verified
+
+    def took(self, plan: StepPlan, drafting: float, seconds: float) -> None:
+        """Seconds in which drafts for the step were asked for, and of the rest of it."""
+        self.drafting_seconds += drafting
+        self.verifying_seconds += seconds if plan.verifies else 0.0
 
     def _add_decoding(self, plan: StepPlan, edits: list[Edit], group_of: Mapping[int, SequenceGroup]) -> None:
         """Of rows that compute the last token of an output. Beams are left out: how many tokens they draw says nothing of steps."""
@@ -76,6 +87,9 @@ class SpeculationCounts:
             "spec_decode_num_draft_tokens_total": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens_total": self.num_accepted_tokens,
             "spec_decode_num_accepted_tokens_per_pos_total": dict(sorted(self.num_accepted_per_position.items())),
+            "spec_decode_num_drafts_by_length_total": dict(sorted(self.num_by_length.items())),
+            "spec_decode_draft_seconds_total": self.drafting_seconds,
+            "spec_decode_verify_seconds_total": self.verifying_seconds,
             "spec_decode_wasted_slots_total": self.num_draft_tokens - self.num_accepted_tokens,
             "decode_rows_total": rows,
             "decode_tokens_total": self.num_decode_tokens,

@@ -70,20 +70,24 @@ class Costs:
 
 @dataclass
 class AheadCosts:
-    """Seconds that a drafter takes in steps of each shape, measured at the start."""
+    """Seconds that a drafter on the device takes in steps of each shape, measured at the start."""
 
-    following: dict[Shape, float] = field(default_factory=dict)
-    level: dict[Shape, float] = field(default_factory=dict)  # of each token ahead
+    most_levels: int  # tokens ahead that it drafts, however many drafts it makes
+    each_level: bool  # takes as long as any other; else it drafts all of them at once or none
+    _following: dict[Shape, float] = field(default_factory=dict)
+    _ahead: dict[Shape, float] = field(default_factory=dict)  # all levels, or each
 
-    def add(self, shape: Shape, following: float, ahead: float, levels: int) -> None:
-        """A step of this shape took so much longer with a drafter that follows, and with one that drafts so many tokens ahead."""
-        self.following[shape] = max(0.0, following)
-        self.level[shape] = max(0.0, ahead - following) / levels
+    def at_start(self, shape: Shape, following: float, ahead: float, levels: int) -> None:
+        """A step of this shape took so much longer with a drafter that follows, and with one that drafts so many tokens ahead as well."""
+        self._following[shape] = max(0.0, following)
+        self._ahead[shape] = max(0.0, ahead - following) / (levels if self.each_level else 1)
 
     def of(self, shape: Shape, levels: int | None) -> float:
+        """None: it does not follow."""
         if levels is None:
             return 0.0
-        return self.following.get(shape, 0.0) + levels * self.level.get(shape, 0.0)
+        count = min(levels, self.most_levels if self.each_level else 1)
+        return self._following.get(shape, 0.0) + count * self._ahead.get(shape, 0.0)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from jaxpage.scheduling.plan import StepPlan
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.estimates import AheadCosts, Shape
+from jaxpage.speculative_config import MOST_DRAFTS
 
 KEEPS = 24  # steps for which it goes on following after drafts were last wanted or looked at: they may be wanted again
 PATIENCE = 80  # steps for which it follows at most until they are looked at
@@ -20,12 +21,25 @@ class Following:
     Without a controller it always follows, and drafts as far ahead as the shapes allow.
     """
 
-    def __init__(self, limits: StepLimits, controller: Controller | None) -> None:
-        self.costs = AheadCosts()
+    def __init__(
+        self,
+        limits: StepLimits,
+        controller: Controller | None,
+        *,
+        most_levels: int = MOST_DRAFTS,
+        remembers: bool = True,
+    ) -> None:
+        """
+        Args:
+            most_levels: tokens ahead that it can draft.
+            remembers: it has keys and values of its own, and must follow; else it is heads of the model, which guess when they are asked.
+        """
+        self.costs = AheadCosts(most_levels, each_level=remembers)
         if controller is not None:
             controller.ahead = self.costs
         self._limits = limits
         self._controller = controller
+        self._remembers = remembers
         self._levels: int | None = None  # of the last step
         self._blind: set[int] = set()  # sequences with tokens that the drafter has not computed
         self._ready: frozenset[int] = frozenset()
@@ -44,6 +58,8 @@ class Following:
         controller = self._controller
         if controller is None:
             return most
+        if not self._remembers:
+            return min(controller.levels_ahead, most)
         if self._rest:
             self._rest -= self._rest > 1 or any(row.start == 0 for row in plan.rows)  # it begins with a new request
             if self._rest:
@@ -71,6 +87,11 @@ class Following:
         self._ready = (
             frozenset(child for child, _ in forks if child not in self._blind) if self._levels else frozenset()
         )
+
+    @property
+    def has_drafted(self) -> bool:
+        """In the last step."""
+        return bool(self._levels)
 
     @property
     def ready(self) -> frozenset[int]:

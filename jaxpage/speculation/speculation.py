@@ -107,7 +107,8 @@ class Speculation:
         if self._failed:
             return
         try:
-            if result.guesses is not None and isinstance(self._proposer, Observer):
+            has_drafted = self._following is not None and self._following.has_drafted
+            if has_drafted and result.guesses is not None and isinstance(self._proposer, Observer):
                 last = range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
                 for index, guesses_JW in zip(last, result.guesses, strict=True):
                     sample = plan.samples[index]
