@@ -214,7 +214,13 @@ def _add_bench_speculation(kinds: _Commands[_Parser]) -> None:
     add = parser.add_argument
     batches = [1, 2, 4, 8, 16, 32, 64]
     add("--batches", type=int, nargs="+", default=batches, metavar="N", help="sequences at once; default: 1 2 4 ... 64")
-    add("--methods", nargs="+", default=["ngram"], metavar="NAME", help="how drafts are made; default: ngram")
+    add(
+        "--methods",
+        nargs="+",
+        default=["ngram"],
+        metavar="NAME[=MODEL][+tree]",
+        help="how drafts are made, with whose weights, and whether they branch; default: ngram",
+    )
     add(
         "--num-speculative-tokens",
         type=int,

@@ -35,7 +35,7 @@ class Cell:
     batch: int
     method: str
     num_speculative_tokens: str  # a number, "auto", or nothing without drafts
-    tokens_per_step: float  # of a sequence; steps that compute prompts count too
+    tokens_per_step: float  # of a sequence, behind its first token
     tokens_per_second: float
     ratio: float  # tokens per second to those without drafts in the same repeat
     identical: bool  # whether the tokens are those without drafts, in every repeat
@@ -75,26 +75,30 @@ def measure(
     """One batch with every engine in turn, and every other time the other way round, so that what drifts is in none's favour and against
     it. The first turn is not counted."""
     seconds: dict[tuple[str, str], list[float]] = {way: [] for way in engines}
-    steps: dict[tuple[str, str], list[int]] = {way: [] for way in engines}
+    steps: dict[tuple[str, str], list[float]] = {way: [] for way in engines}
     outputs: dict[tuple[str, str], list[list[int]]] = {}
     identical = dict.fromkeys(engines, True)
     for repeat in range(1 + repeats):
         for way in list(engines) if repeat % 2 else reversed(list(engines)):
             llm = engines[way]
-            before, start = llm.stats()["engine_steps_total"], time.perf_counter()
+            before, start = llm.stats(), time.perf_counter()
             results = llm.generate([*prompts], [*params], use_tqdm=False)
             seconds[way].append(time.perf_counter() - start)
-            steps[way].append(llm.stats()["engine_steps_total"] - before)
+            num_tokens, num_rows = (
+                llm.stats()[name] - before[name] for name in ("decode_tokens_total", "decode_rows_total")
+            )
+            steps[way].append(num_tokens / num_rows if num_rows else 1.0)
             outputs[way] = [list(result.outputs[0].token_ids) for result in results]
         for way in engines:
             identical[way] &= outputs[way] == outputs[NONE, ""]
-    num_tokens = sum(param.max_tokens or 0 for param in params)
+    wanted = sum(param.max_tokens or 0 for param in params)
     return [
         Cell(
             len(prompts),
-            *way,
-            tokens_per_step=median(num_tokens / len(prompts) / count for count in steps[way][1:]),
-            tokens_per_second=median(num_tokens / one for one in seconds[way][1:]),
+            way[0].partition("=")[0] + ("+tree" if way[0].endswith("+tree") else ""),
+            way[1],
+            tokens_per_step=median(steps[way][1:]),
+            tokens_per_second=median(wanted / one for one in seconds[way][1:]),
             ratio=median(none / one for none, one in zip(seconds[NONE, ""][1:], seconds[way][1:], strict=True)),
             identical=identical[way],
         )
@@ -142,17 +146,20 @@ def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
 
 def _config(config: EngineConfig, way: tuple[str, str]) -> EngineConfig:
     """Raises UsageError for a method that there is not, or that needs what was not given."""
-    method, number = way
+    asked, number = way
+    method, _, model = asked.removesuffix("+tree").partition("=")
     drafts: Any = None
     if method != NONE:
         drafts = {"method": method, "num_speculative_tokens": number if number == "auto" else int(number)}
+        drafts |= {"tree": True} if asked.endswith("+tree") else {}
+        drafts |= {"model": model} if model else {}
         if config.speculative_config is not None:
             given = config.speculative_config.model_dump(exclude_unset=True)
             drafts = {**(given if given["method"] == method else {}), **drafts}
     try:
         return config.replace(speculative_config=drafts)
     except (ValueError, UnsupportedError) as error:
-        raise UsageError(f"--methods {method}: {error}") from None
+        raise UsageError(f"--methods {asked}: {error}") from None
 
 
 def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Prompts:
