@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.request import SequenceGroup
-from jaxpage.scheduling import StepLimits
+from jaxpage.scheduling import Row, StepLimits, StepPlan
+from jaxpage.scheduling.plan import StepResult
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import Draft
@@ -289,6 +290,39 @@ def test_a_pool_keeps_the_latest() -> None:
     assert not list(pool.behind(8)) and len(list(pool.behind(7))) == 2 and list(pool.behind(9)) == [(0, 0)]
 
 
+LIMITS = StepLimits(
+    4, 256, 4, mixed=False, decoded=(2, 4), verified=((2, 16), (4, 16)), trees=True, streams=((2, 32), (4, 64))
+)
+
+
+class Hearing(LookaheadProposer):
+    def __init__(self) -> None:
+        super().__init__(Lookahead(2, 3, 1))
+        self.heard: list[Any] = []
+
+    def drawn(self, *what: Any) -> None:
+        self.heard.append(what)
+        if len(self.heard) > 2:
+            raise RuntimeError("it fails")
+
+
+def test_draws_are_told_by_row_and_by_draft(caplog: pytest.LogCaptureFixture) -> None:
+    proposer = Hearing()
+    speculation = Speculation(proposer, LIMITS, None, vocab_size=VOCAB)
+    rows = Row(3, 4, (7,), (1,)), Row(5, 9, (1, 2, 3), (2,), parents=(0, 0)), Row(6, 1, (4, 5), (3,), parents=(0,))
+    numbers = np.array([9, 11, 12, NOT_FINITE, 14, 15], np.int32)
+    nothing = np.empty((6, 0))
+    result = StepResult(numbers, nothing, nothing, nothing, nothing)
+    speculation.observe(StepPlan(1, rows, ()), result)
+    told = [(5, 10, Draft((2, 3), (-1, -1)), [11, 12, NOT_FINITE]), (6, 2, Draft((5,), (-1,)), [14, 15])]
+    assert proposer.heard == told
+    speculation.observe(StepPlan(2, rows[:1], ()), result)
+    assert proposer.heard == told, "of a step without drafts there is nothing to tell"
+    for _ in range(2):
+        speculation.observe(StepPlan(3, rows, ()), result)
+    assert len(proposer.heard) == 3 and "the proposer failed" in caplog.text
+
+
 def test_long_prompts_are_taken_in_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "AT_ONCE", 10)
     group = make_group("a", 0, [*range(50), 3], max_tokens=99)
@@ -510,9 +544,6 @@ def test_sizes_that_make_no_sense_are_refused(given: dict[str, Any], message: st
 # --- how many
 
 
-LIMITS = StepLimits(
-    4, 256, 4, mixed=False, decoded=(2, 4), verified=((2, 16), (4, 16)), trees=True, streams=((2, 32), (4, 64))
-)
 PARENTS = (-1, 0, 1, -1, 3, 4)  # of a draft that has found less than it was asked for
 
 

@@ -11,7 +11,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpage.scheduling.policy import StepLimits
-from jaxpage.speculation.estimates import MOST_SURPRISING, Acceptance, AheadCosts, Costs, Shape
+from jaxpage.speculation.estimates import (
+    FIRST_GUESS,
+    FIRST_GUESS_TOGETHER,
+    MOST_SURPRISING,
+    Acceptance,
+    AheadCosts,
+    Costs,
+    Shape,
+)
 from jaxpage.speculation.proposal import Draft
 from jaxpage.speculative_config import MOST_DRAFTS
 
@@ -45,7 +53,7 @@ class Controller:
             steps_to_show: how many steps one behind the other drafts take to show what they are worth.
         """
         self.costs = Costs()
-        self.acceptance = Acceptance()
+        self.acceptance = Acceptance(FIRST_GUESS if together == 1 else FIRST_GUESS_TOGETHER)
         self._limits = limits
         self._together = together
         self._steps_to_show = steps_to_show
@@ -98,7 +106,7 @@ class Controller:
         nodes = self._nodes_to_ask(num_rows, sequence_ids)
         goodput = {shape: self._promise(num_rows, self._reached(nodes, num_rows, shape), shape) for shape in shapes[1:]}
         best = max(goodput, key=goodput.__getitem__)
-        self._decide(goodput[best] * plain / num_rows)
+        self._decide(goodput[best] * plain / num_rows if nodes[0].rank >= LEAST_CHANCE else 0.0)
         self._reviewed = None if self._drafts else (shapes[0][0], self._step)
         self._best = goodput[best] if self._drafts else num_rows / plain
         chosen = best if self._drafts else shapes[0]
@@ -142,6 +150,8 @@ class Controller:
             nodes.sort(key=lambda node: (node.depth, -node.rank))
             return self._fill(nodes, self._room(self._look, num_rows))
         nodes = _in_order(nodes)
+        if self._together > 1:
+            return self._fill(nodes, len(nodes))  # nothing is known of them that was not when they were asked for
         gains = [0.0]
         for node in nodes:
             gains.append(gains[-1] + node.chance)
@@ -204,7 +214,8 @@ class Controller:
             other = min(others, key=self.costs.last)
         else:
             other = max(others, key=goodput.__getitem__)
-        if self._loss(other, num_rows, self._best) > self._credit:
+        to_come = 1 if self._drafts else self._steps_to_show - self.num_looks % self._steps_to_show
+        if to_come * self._loss(other, num_rows, self._best) > self._credit:
             return None
         self._looked = self._step
         return other

@@ -14,7 +14,8 @@ MOST_SURPRISING = (
 )
 
 PRIOR_DRAFTS = 20  # a sequence is taken for the average until it has had so many drafts
-FIRST_GUESSES = (1.0, 0.5)  # of the average: that there are drafts at all, and that one is right
+FIRST_GUESS = 0.5  # of the average: that a draft is right
+FIRST_GUESS_TOGETHER = 1.0  # how many of several are: as of a chain of such drafts
 GUESS_DRAFTS = 4.0  # what a guess weighs
 MEMORY = 64  # steps after which what was seen has lost two thirds of its weight
 LEAST_WEIGHT = 32.0  # that the average keeps however long ago it was
@@ -120,10 +121,12 @@ class _Counts:
 class Acceptance:
     """How often drafts are right, by their place behind right ones: of all sequences, and of each, which is shrunk to that of all."""
 
-    _overall: _Counts = field(
-        default_factory=lambda: _Counts([GUESS_DRAFTS * guess for guess in FIRST_GUESSES], [GUESS_DRAFTS] * 2)
-    )
+    first_guess: float = FIRST_GUESS
+    _overall: _Counts = field(init=False)
     _own: dict[int, _Counts] = field(default_factory=dict)  # by sequence id
+
+    def __post_init__(self) -> None:
+        self._overall = _Counts([GUESS_DRAFTS * guess for guess in (1.0, self.first_guess)], [GUESS_DRAFTS] * 2)
 
     def average(self) -> list[float]:
         """By place, as far as any draft came. What is seldom reached is as the place before it."""

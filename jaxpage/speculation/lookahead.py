@@ -18,9 +18,7 @@ from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.speculation.proposal import Draft
 from jaxpage.speculative_config import Lookahead
 
-AT_ONCE = (
-    512  # tokens that are taken in when a sequence is asked: less than a millisecond. Long prompts take several steps
-)
+AT_ONCE = 512  # tokens that are taken in when a sequence is asked: a millisecond. Long prompts take several steps
 MOST_KEYS = 1 << 14  # of a pool: some 20 MB if all are used
 
 Places = dict[tuple[int, int], int]  # in a draft, by the place before (-1: none) and the token
