@@ -29,7 +29,7 @@ from tests.test_event_log import logged, records_of, replayed
 from tests.test_speculation_log import results_of
 
 TOKENS = np.array([17, 40, 41, 66, 90, 133, 200, 251])  # all that requests below may draw
-PROMPT, NUM_TOKENS = [3, 1, 4, 1, 5], 3
+PROMPT, NUM_TOKENS, NUM_REQUESTS = [3, 1, 4, 1, 5], 3, 400
 MOST = 5
 TREE, CHAIN = (-1, -1, 0, 0, 1), (-1, 0, 1)
 SETTINGS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128, "block_size": 4, "num_blocks": 129}
@@ -130,15 +130,17 @@ def texts_of(llm: LLM, params: list[SamplingParams]) -> list[Any]:
     return llm.generate([PROMPT] * len(params), params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("kind", ["chain", "tree", "tree, chosen"])
+@pytest.mark.parametrize(
+    ("kind", "sampler"),
+    [("chain", "hot"), ("tree", "hot"), ("tree", "cold, top-k, penalty"), ("tree, chosen", "cold, top-k, penalty")],
+)
 def test_texts_follow_the_distribution(kind: str, sampler: str, llm: LLM, log_probabilities: list[np.ndarray]) -> None:
     draft_with(llm._engine, Drawing(CHAIN if kind == "chain" else TREE, drawn=kind != "tree, chosen"))
     before = llm.stats()["spec_decode_num_accepted_tokens_total"]
-    counts = counted(texts_of(llm, asked(640, n=4, **SAMPLERS[sampler])))
-    assert counts.sum() == 640 * 4
+    counts = counted(texts_of(llm, asked(NUM_REQUESTS, n=4, **SAMPLERS[sampler])))
+    assert counts.sum() == NUM_REQUESTS * 4
     assert abs(z_score(counts, expected(log_probabilities, **SAMPLERS[sampler]))) < 4
-    assert llm.stats()["spec_decode_num_accepted_tokens_total"] - before > 150
+    assert llm.stats()["spec_decode_num_accepted_tokens_total"] - before > 60
 
 
 def test_a_proposer_that_lies_shows(llm: LLM, log_probabilities: list[np.ndarray]) -> None:
@@ -146,19 +148,21 @@ def test_a_proposer_that_lies_shows(llm: LLM, log_probabilities: list[np.ndarray
     liar = Drawing(CHAIN)
     liar.says = np.roll(liar.q, 1, axis=1)
     draft_with(llm._engine, liar)
-    assert z_score(counted(texts_of(llm, asked(640, n=4))), expected(log_probabilities)) > 10
+    assert z_score(counted(texts_of(llm, asked(NUM_REQUESTS, n=4))), expected(log_probabilities)) > 10
     silent = Drawing(CHAIN)
     real = silent.propose
     silent.propose = lambda *given: real(*given)._replace(q=None)  # type: ignore[method-assign,union-attr]
     draft_with(llm._engine, silent)
-    assert abs(z_score(counted(texts_of(llm, asked(640, n=4))), expected(log_probabilities))) < 4
+    assert abs(z_score(counted(texts_of(llm, asked(NUM_REQUESTS, n=4))), expected(log_probabilities))) < 4
 
 
 def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np.ndarray]) -> None:
     """Every third step the newest request gives way, with the samples that it was forked into; the prompt is found in the cache."""
     draft_with(llm._engine, Drawing(TREE))
     engine, before = llm._engine, llm.stats()
-    reporters = [engine.add(f"{index}", None, PROMPT, params) for index, params in enumerate(asked(1000, 5000, n=2))]
+    reporters = [
+        engine.add(f"{index}", None, PROMPT, params) for index, params in enumerate(asked(NUM_REQUESTS, 5000, n=3))
+    ]
     for number in itertools.count():
         if not engine.has_unfinished:
             break

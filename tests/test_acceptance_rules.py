@@ -250,8 +250,11 @@ def expected(name: str) -> np.ndarray:
     return joint
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "sampler"),
+    [(shape, sampler) for shape in ("chain", "chain, chosen", "tree", "tree, chosen") for sampler in SAMPLERS]
+    + [("chain by the noise of draws", "temperature 1"), ("tree with the same drafts twice", "temperature 1")],
+)
 def test_rejection_changes_no_distribution(shape: str, sampler: str) -> None:
     counts, num_accepted_B = generated(rejecting(shape), SAMPLERS[sampler])
     assert counts.sum() == NUM_GENERATIONS and num_accepted_B.max() > 0
@@ -367,6 +370,21 @@ def test_where_nothing_can_be_drawn_a_path_ends(rule: AcceptanceRule, by_row: bo
         assert paths_BQ[row, :3].tolist() == [3 * row, 3 * row + 1, -1]
         refusal = NOTHING_ALLOWED if row in (2, 5) else NOT_FINITE
         assert token_ids_R[3 * row : 3 * row + 2].tolist() == [4, refusal]
+
+
+@pytest.mark.parametrize("rule", [REJECTION, TYPICAL], ids=["rejection", "typical"])
+def test_where_nothing_is_drafted_nothing_is_different(rule: AcceptanceRule) -> None:
+    """A row in a step with drafts of others draws what it draws in one without."""
+    token_ids, parents, starts = random_rows(5)
+    fields = {"temperature_R": np.ones(ROWS * MOST, np.float32), "flags": np.eye(6, dtype=np.int32)[Flags.RANDOM]}
+    inputs = inputs_of(token_ids, parents, starts, **fields)
+    logits_RV = np.random.default_rng(5).normal(0, 1, (ROWS * MOST, VOCAB)).astype(np.float32)
+    drawn_R, _ = decided(logits_RV, inputs, AcceptanceRule(), False)
+    token_ids_R, paths_BQ = decided(logits_RV, inputs, rule, False)
+    ends = np.asarray(paths_BQ).max(axis=1)[:-2]  # the last two rows are padding
+    bare = ends[~np.isin(ends, parents)]
+    assert len(bare) > 2
+    np.testing.assert_array_equal(token_ids_R[bare], drawn_R[bare])
 
 
 def test_texts_are_the_same_by_row_and_together() -> None:

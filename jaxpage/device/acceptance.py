@@ -40,22 +40,18 @@ def decide(
         return drawn_R, accept(drawn_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
     log_p_RV = distributions(logits_RV, inputs, adjustments, by_row=by_row)
     if rule.name == "rejection":
-        paths_BQ, p_BV = rejection(log_p_RV, inputs, bucket.max_query_len, by_row=by_row)
-        log_p_BV, stream = jnp.log(p_BV), Stream.RESIDUAL
+        paths_BQ, drawn_B = rejection(log_p_RV, inputs, bucket.max_query_len, by_row=by_row)
     else:
         is_right_T = typical(log_p_RV, inputs, bucket.max_query_len, rule, by_row=by_row)
         paths_BQ = follow(is_right_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
-        log_p_BV, stream = log_p_RV[last_of(paths_BQ)], None
-    drawn_B = each_row(
-        lambda log_p_V, place: with_noise(log_p_V, _key(inputs, place, stream)),
-        (log_p_BV, last_of(paths_BQ)),
-        by_row=by_row,
-    )
+        drawn_B = each_row(
+            lambda place: with_noise(log_p_RV[place], _key(inputs, place)), (last_of(paths_BQ),), by_row=by_row
+        )
     token_ids_R = _behind_each(drawn_B, paths_BQ, inputs.token_ids_T)
     return jnp.where(are_finite(logits_RV), token_ids_R, NOT_FINITE), paths_BQ
 
 
-def _key(inputs: StepInputs, place: jax.Array, stream: int | None) -> jax.Array:
+def _key(inputs: StepInputs, place: jax.Array, stream: int | None = None) -> jax.Array:
     """Noise of what follows a token of the stream: a step that verifies draws behind each."""
     return noise_key(inputs.seed_R2[place], inputs.sample_index_R[place], inputs.drawn_position_R[place], stream)
 
@@ -82,14 +78,14 @@ class _Walk(NamedTuple):
 
 def rejection(
     log_p_RV: Float[Array, "R V"], inputs: StepInputs, max_query_len: int, *, by_row: bool
-) -> tuple[Int[Array, "B Q"], Float[Array, "B V"]]:
-    """Paths of drafts that are not rejected, and what is drawn from behind the last of each.
+) -> tuple[Int[Array, "B Q"], Int[Array, "B"]]:
+    """Paths of drafts that are not rejected, and what is drawn behind the last of each.
 
     Leviathan, Kalman, Matias 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318): a draft that was drawn from q stays with
     probability min(1, p / q); where it does not, what is left of p is max(p - q, 0). Several drafts behind one token are tried in their
     order, each against what the ones before have left, as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); they were drawn without
     replacement, so q loses them too. The text then has the distribution that it has without drafts; it is a function of the request's
-    seed and of the drafts.
+    seed and of the drafts, and where there are none it is what it would be.
     """
     walk = functools.partial(_walk, log_p_RV=log_p_RV, inputs=inputs, max_query_len=max_query_len)
     paths: tuple[jax.Array, jax.Array] = each_row(
@@ -111,7 +107,10 @@ def _walk(
     path_Q = jnp.full(max_query_len, -1, jnp.int32).at[0].set(jnp.where(stop > start, start, -1))
     walk = _Walk(path_Q, jnp.int32(0), *_begin(log_p_RV[first]))
     walk = jax.lax.fori_loop(start + 1, stop, visit, walk)
-    return walk.path_Q, walk.p_V
+    last = walk.path_Q[walk.depth]
+    # Where nothing was drafted nothing is different.
+    key = jax.lax.cond(walk.num_tried > 0, lambda: _key(inputs, last, Stream.RESIDUAL), lambda: _key(inputs, last))
+    return walk.path_Q, with_noise(jnp.log(walk.p_V), key)
 
 
 def _begin(log_p_V: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -63,7 +63,7 @@ class Stream:
 
     DRAFT = 0xFFFFFFFF  # for whoever draws drafts
     ACCEPT = 0xFFFFFFFE  # whether a draft is rejected; also by its place among those behind the same token
-    RESIDUAL = 0xFFFFFFFD  # what is drawn where all were
+    RESIDUAL = 0xFFFFFFFD  # what is drawn where all of them were
 
 
 def noise_key(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, stream: int | None = None) -> jax.Array:
