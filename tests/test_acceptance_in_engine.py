@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.device import sampler as sampling
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.speculation import Candidates, Draft
 from tests.support.distributions import probabilities, z_score
 from tests.support.engines import LLAMA, give_way, invariants, make_llm
-from tests.support.random_checkpoints import random_checkpoint
+from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 from tests.support.scripted import Guesses, draft_with, without_drafts
 from tests.support.tokenizers import write_tokenizer
 from tests.test_event_log import logged, records_of, replayed
@@ -141,6 +142,52 @@ def test_texts_follow_the_distribution(kind: str, sampler: str, llm: LLM, log_pr
     assert counts.sum() == NUM_REQUESTS * 4
     assert abs(z_score(counts, expected(log_probabilities, **SAMPLERS[sampler]))) < 4
     assert llm.stats()["spec_decode_num_accepted_tokens_total"] - before > 60
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mostly of the opinion that one of the eight tokens comes next."""
+    tensors = random_tensors(LLAMA, seed=5)
+    tensors["lm_head.weight"] *= np.where(np.isin(np.arange(257), TOKENS), 2.0, 0.0)[:, None].astype(np.float32)
+    directory = random_checkpoint(tmp_path_factory.mktemp("draft"), LLAMA, seed=5)
+    write_tensors(directory, tensors)
+    return directory
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_drafts_that_a_model_draws_change_no_distribution(
+    sampler: str, drawing: LLM, log_probabilities: list[np.ndarray]
+) -> None:
+    before = drawing.stats()["spec_decode_num_accepted_tokens_total"]
+    counts = counted(texts_of(drawing, asked(640, n=4, **SAMPLERS[sampler])))
+    assert abs(z_score(counts, expected(log_probabilities, **SAMPLERS[sampler]))) < 4
+    assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 150
+
+
+def test_a_model_that_draws_with_the_noise_of_the_rule_shows(
+    directory: Path, draft_model: Path, log_probabilities: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The residual's, which then is no longer chance."""
+    monkeypatch.setattr(sampling.Stream, "DRAFT", sampling.Stream.RESIDUAL)
+    with start_drawing(directory, draft_model) as llm:
+        counts = counted(texts_of(llm, asked(640, n=4, temperature=1.0)))
+    assert z_score(counts, expected(log_probabilities, temperature=1.0)) > 10
+
+
+def start_drawing(directory: Path, draft_model: Path) -> LLM:
+    config = {
+        "method": "draft_model",
+        "model": str(draft_model),
+        "num_speculative_tokens": 2,
+        "acceptance": "rejection",
+    }
+    return make_llm(directory, speculative_config=config, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def drawing(directory: Path, draft_model: Path) -> Iterator[LLM]:
+    with start_drawing(directory, draft_model) as llm:
+        yield llm
 
 
 def test_a_proposer_that_lies_shows(llm: LLM, log_probabilities: list[np.ndarray]) -> None:
