@@ -11,6 +11,8 @@ from tools.demo_model.model import ModelSpec, Params, residual_streams, rms_norm
 
 LATER_WEIGHT = 0.8  # of a guess one place further on, in the loss: it is of use only where the one before it is right
 
+UNSURE = 0.4  # by which a head's first table is smaller than the target's: what it knows is another token, and being sure of it costs steps
+
 
 class Seen(NamedTuple):
     """A model's view of windows of tokens."""

@@ -41,8 +41,8 @@ class Recipe:
 
 RECIPES = {
     "draft": Recipe(540, 5e-3, 511),
-    "medusa": Recipe(240, 2e-3, 511),
-    "eagle3": Recipe(240, 3e-3, 255),
+    "medusa": Recipe(240, 2e-2, 511),
+    "eagle3": Recipe(240, 2e-2, 255),
 }
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from tools.demo_model.distillation import Seen, Teacher, discounted, soft_cross_entropy
+from tools.demo_model.distillation import UNSURE, Seen, Teacher, discounted, soft_cross_entropy
 from tools.demo_model.exporting import LAYER_MODULES, llama_config, write_json
 from tools.demo_model.model import ModelSpec, Params, feed_forward, rms_norm, rope_tables, rotate
 from tools.demo_model.training import Objective
@@ -27,7 +27,7 @@ UNROLLED = 3  # places on from the target's hidden states, in training
 
 
 def first_params(teacher: Teacher, token_map: np.ndarray, seed: int) -> Params:
-    """Random layers; the feature begins as the last of the hidden states, and the table as the target's rows."""
+    """Random layers; the feature begins as the last of the hidden states, and the table as the target's rows, made smaller."""
     spec, width = teacher.spec, teacher.spec.width
     inner, kv = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
     shapes = {
@@ -46,7 +46,7 @@ def first_params(teacher: Teacher, token_map: np.ndarray, seed: int) -> Params:
     }
     params["fc_proj"] = params["fc_proj"].at[-width:].add(jnp.eye(width))
     norms = {name: jnp.ones(width) for name in ("input_norm", "hidden_norm", "post_norm")}
-    return {**params, **norms, "norm": teacher.params["norm"], "lm_head": teacher.params["embed"][token_map]}
+    return {**params, **norms, "norm": teacher.params["norm"], "lm_head": UNSURE * teacher.params["embed"][token_map]}
 
 
 def _mix(spec: ModelSpec, q_BTNH: jax.Array, past: list[tuple[jax.Array, jax.Array]]) -> jax.Array:

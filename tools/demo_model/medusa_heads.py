@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from tools.demo_model.distillation import Teacher, discounted, soft_cross_entropy
+from tools.demo_model.distillation import UNSURE, Teacher, discounted, soft_cross_entropy
 from tools.demo_model.exporting import write_json
 from tools.demo_model.model import Params
 from tools.demo_model.training import Objective
@@ -16,9 +16,9 @@ HEADS, LAYERS = 4, 2
 
 
 def first_params(teacher: Teacher, token_map: np.ndarray) -> Params:
-    """Blocks that change nothing yet, in [in, out] layout, and the rows of the target's table."""
+    """Blocks that change nothing yet, in [in, out] layout, and the rows of the target's table, made smaller."""
     width = teacher.spec.width
-    params = {"table": teacher.params["embed"][token_map]}
+    params = {"table": UNSURE * teacher.params["embed"][token_map]}
     for head in range(HEADS):
         for layer in range(LAYERS):
             params[f"blocks.{head}.layers.{layer}_proj"] = jnp.zeros((width, width))
