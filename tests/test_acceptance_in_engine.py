@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.device import sampler as sampling
+from jaxpage.device import drafting
 from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.speculation import Candidates, Draft
 from tests.support.distributions import probabilities, z_score
@@ -164,11 +164,18 @@ def test_drafts_that_a_model_draws_change_no_distribution(
     assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 150
 
 
-def test_a_model_that_draws_with_the_noise_of_the_rule_shows(
+def test_a_model_that_draws_from_something_else_shows(
     directory: Path, draft_model: Path, log_probabilities: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The residual's, which then is no longer chance."""
-    monkeypatch.setattr(sampling.Stream, "DRAFT", sampling.Stream.RESIDUAL)
+    """Than it says."""
+    real = drafting.draw_draft
+
+    def lie(*given: Any, **options: Any) -> Any:
+        token_ids, drawn_from = real(*given, **options)
+        return token_ids, drawn_from._replace(q_RW=drawn_from.q_RW.at[:, :8].set(drawn_from.q_RW[:, 7::-1]))
+
+    monkeypatch.setattr(drafting, "draw_draft", lie)
+    monkeypatch.setattr(Candidates, "check", lambda *_: None)
     with start_drawing(directory, draft_model) as llm:
         counts = counted(texts_of(llm, asked(640, n=4, temperature=1.0)))
     assert z_score(counts, expected(log_probabilities, temperature=1.0)) > 10
