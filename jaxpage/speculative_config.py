@@ -191,8 +191,8 @@ class SpeculativeConfig(BaseModel):
         """What this version does not do."""
         if self.method == "lookahead" and self.acceptance != "coupled":
             yield (
-                f"acceptance {self.acceptance!r} is not supported for method 'lookahead', which learns from a draw behind every draft; "
-                "use coupled"
+                f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from a coupled draw behind "
+                "every draft; use coupled"
             )
         if self.tree and self.method == "ngram":
             yield "tree=True is not supported: method 'ngram' drafts chains; use False"

@@ -136,7 +136,7 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
     ("name", "value"),
     [
         ("attention_backend", "cpu"),
-        ("speculative_config", {"method": "ngram", "tree": True}),
+        ("speculative_config", {"method": "lookahead", "acceptance": "typical"}),
         ("tensor_parallel_size", 2),
     ],
 )
@@ -202,7 +202,7 @@ def test_speculation_that_this_version_does_not_do_is_refused() -> None:
     ):
         EngineConfig(speculative_config={"method": "ngram", "tree": True})
     with pytest.raises(
-        UnsupportedError, match="^speculative_config: acceptance 'rejection' is not supported for method 'lookahead'"
+        UnsupportedError, match="^speculative_config: acceptance 'rejection' is not supported: this version of method 'lookahead'"
     ):
         EngineConfig(speculative_config={"method": "lookahead", "acceptance": "rejection"})
     with pytest.raises(

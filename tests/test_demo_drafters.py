@@ -354,7 +354,7 @@ def test_the_packaged_eagle_head_belongs_to_the_model() -> None:
     token_map = np.arange(config["draft_vocab_size"]) + tensors["d2t"]
     np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), token_map)
     np.testing.assert_array_equal(token_map, load_file(DEMO / "medusa" / "model.safetensors")["token_map"])
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(eagle_head.TAPS)
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(eagle_head.TAPS)
 
 
 def load_bytes(name: str) -> int:

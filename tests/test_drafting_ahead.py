@@ -240,6 +240,6 @@ def test_a_model_that_drafts_for_itself_is_right(
         stats = llm.stats()
     right = stats["spec_decode_num_accepted_tokens_total"]
     if tree:
-        assert right > 2 * stats["spec_decode_num_drafts_total"]
+        assert right > 1.5 * stats["spec_decode_num_drafts_total"]
     else:
         assert right == stats["spec_decode_num_draft_tokens_total"]
