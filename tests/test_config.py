@@ -202,7 +202,8 @@ def test_speculation_that_this_version_does_not_do_is_refused() -> None:
     ):
         EngineConfig(speculative_config={"method": "ngram", "tree": True})
     with pytest.raises(
-        UnsupportedError, match="^speculative_config: acceptance 'rejection' is not supported: this version of method 'lookahead'"
+        UnsupportedError,
+        match="^speculative_config: acceptance 'rejection' is not supported: this version of method 'lookahead'",
     ):
         EngineConfig(speculative_config={"method": "lookahead", "acceptance": "rejection"})
     with pytest.raises(

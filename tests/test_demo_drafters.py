@@ -373,18 +373,24 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 
 
 @pytest.mark.parametrize(
-    ("settings", "at_least"), [({"num_speculative_tokens": 4}, 1.3), ({"num_speculative_tokens": 7, "tree": True}, 1.5)]
+    ("method", "name", "settings", "at_least"),
+    [
+        ("medusa", "medusa", {"num_speculative_tokens": 4}, 1.3),
+        ("medusa", "medusa", {"num_speculative_tokens": 7, "tree": True}, 1.5),
+        ("draft_model", "draft", {"num_speculative_tokens": 4}, 2.5),
+        ("eagle3", "eagle3", {"num_speculative_tokens": 4}, 2.5),
+    ],
 )
-def test_packaged_heads_save_steps_and_change_nothing(
-    plain: list[int], settings: dict[str, Any], at_least: float
+def test_packaged_drafters_save_steps_and_change_nothing(
+    plain: list[int], method: str, name: str, settings: dict[str, Any], at_least: float
 ) -> None:
-    heads = {"method": "medusa", "model": "demo/medusa", **settings}
+    drafter = {"method": method, "model": f"demo/{name}", **settings}
     with LLM(
         model="demo",
         max_num_seqs=2,
         max_num_batched_tokens=32,
         max_model_len=160,
-        speculative_config=heads,
+        speculative_config=drafter,
         use_tqdm=False,
     ) as llm:
         assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == plain
