@@ -48,7 +48,7 @@ class Drawing:
         scores = np.random.default_rng(7).normal(0, 1.0, (257, len(tokens)))
         self.q = (np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)).astype(np.float32)
         self.says = self.q
-        self.parents, self.tokens, self.drawn = parents, tokens, drawn
+        self.parents, self.tokens, self.draws = parents, tokens, drawn
         self.num_asked = 0
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
@@ -61,10 +61,10 @@ class Drawing:
             before = known[-1] if parent < 0 else drafts[parent]
             siblings = [drafts[other] for other in range(place) if self.parents[other] == parent]
             q = np.where(np.isin(self.tokens, siblings), 0.0, self.q[before].astype(np.float64))
-            token_id = rng.choice(self.tokens, p=q / q.sum()) if self.drawn else self.tokens[q.argmax()]
+            token_id = rng.choice(self.tokens, p=q / q.sum()) if self.draws else self.tokens[q.argmax()]
             drafts.append(int(token_id))
         draft = Draft(tuple(drafts), self.parents[: len(drafts)])
-        if not self.drawn:
+        if not self.draws:
             return draft
         before = [known[-1] if parent < 0 else drafts[parent] for parent in draft.parents]
         ids = np.tile(self.tokens.astype(np.int32), (len(drafts), 1))
