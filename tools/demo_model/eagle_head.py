@@ -17,7 +17,11 @@ from tools.demo_model.exporting import LAYER_MODULES, llama_config, write_json
 from tools.demo_model.model import ModelSpec, Params, feed_forward, rms_norm, rope_tables, rotate
 from tools.demo_model.training import Objective
 
-TAPS = (1, 2, 3)  # the hidden states that enter these layers of the target: 0.07 nats better than (1, 2, 4) in a short trial
+TAPS = (
+    1,
+    2,
+    3,
+)  # the hidden states that enter these layers of the target: 0.07 nats better than (1, 2, 4) in a short trial
 FEED_FORWARD = 352
 UNROLLED = 3  # places on from the target's hidden states, in training
 
