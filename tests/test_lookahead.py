@@ -588,7 +588,7 @@ def test_a_look_lasts_as_long_as_a_window_takes_to_fill(steps_to_show: int) -> N
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
 def test_it_does_not_lose(rate: float) -> None:
     """On a simulated device on which such a step costs four times as much: beside none, and beside always. A look at what is that dear has
-    to be saved up for, some 300 steps."""
+    to be saved up for, some hundred steps."""
     device = ShapedDevice(fixed=1e-3, weights=7e-3, token=1e-3)
 
     def loop(num_drafts: int) -> SpeculativeLoop:
@@ -600,10 +600,10 @@ def test_it_does_not_lose(rate: float) -> None:
         controller.costs.at_start(shape, [device.seconds(shape)])
     auto.controller = controller
     auto.speculation = Speculation(auto.speculation._proposer, auto.limits, controller, vocab_size=1 << 21)
-    auto.run(600)
-    got = auto.run(1500)
+    auto.run(900)
+    got = auto.run(1000)
     none = 1 / device.seconds((2, 2))
     assert set(got.num_by_shape) <= {(2, 2), (2, 32)}
     assert got.tokens_per_second >= 0.97 * none
-    assert got.tokens_per_second >= 0.95 * always.run(1500).tokens_per_second
-    assert (got.num_by_shape[2, 32] > 1000) == (rate == 0.9)
+    assert got.tokens_per_second >= 0.95 * always.run(1000).tokens_per_second
+    assert (got.num_by_shape[2, 32] > 700) == (rate == 0.9)

@@ -215,8 +215,9 @@ class Controller:
         else:
             other = max(others, key=goodput.__getitem__)
         to_come = 1 if self._drafts else self._steps_to_show - self.num_looks % self._steps_to_show
-        if to_come * self._loss(other, num_rows, self._best) > self._credit:
-            return None
+        loss, most = self._loss(other, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
+        if max(loss, min(to_come * loss, most)) > self._credit:
+            return None  # also if the looks that belong together would cost more, as far as that can be saved up for
         self._looked = self._step
         return other
 
