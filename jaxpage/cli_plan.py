@@ -1,4 +1,4 @@
-"""`jaxpage plan`: what fits in how much memory, and what another dtype or layout would change. Needs config.json and no weights."""
+"""`jaxpage plan`: what fits in how much memory, and what another dtype or layout would change. Without weights, unless some draft."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpage.checkpoints import describe_model, resolve_model_config, stated_dtype
+from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
 from jaxpage.config import EngineConfig
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.engine.capacity import (
     Form,
     Place,
     choose_dtype,
+    draft_lengths,
     kv_heads_per_device,
     place_of,
     plan_memory,
     refused_settings,
 )
+from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, num_parameters
+from jaxpage.speculative_config import WITH_WEIGHTS
 from jaxpage.tables import aligned
 
 SHORTEST = 256  # of the lengths that users are counted at; each is twice the one before
@@ -42,13 +45,15 @@ class Subject:
     spec: ModelSpec
     num_parameters: int
     place: Place
+    drafting: Drafting | None = None
 
     def option(self, form: Form) -> Option:
         """Raises ConfigError for a form that no model can have."""
         refused = refused_settings(self.config, form)
         weights_bytes = self.num_parameters * jnp.dtype(form.dtype).itemsize
+        weights_bytes += self.drafting.num_bytes(form.dtype) if self.drafting else 0
         try:
-            plan = plan_memory(self.config, self.spec, self.place, form, weights_bytes)
+            plan = plan_memory(self.config, self.spec, self.place, form, weights_bytes, self.drafting)
         except (CapacityError, ConfigError) as error:
             return Option(form, refused, None, 0, error)
         num_devices = form.tensor_parallel_size
@@ -84,7 +89,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
     model = describe_model(resolve_model_config(config.model, config.revision))
     place = _place(arguments.memory, config.gpu_memory_utilization)
     size = num_parameters(model.family, model.spec)
-    subject = Subject(config, model.config["architectures"][0], model.spec, size, place)
+    subject = Subject(config, model.config["architectures"][0], model.spec, size, place, _drafting(config))
     form = Form(choose_dtype(config, place, stated_dtype(model.config)), config.kv_cache_dtype)
     chosen = subject.option(replace(form, **given))
     if isinstance(chosen.error, ConfigError):
@@ -97,6 +102,14 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
         print(json.dumps(_as_dict(subject, chosen, options, length), allow_nan=False))
     if chosen.error:
         raise chosen.error
+
+
+def _drafting(config: EngineConfig) -> Drafting | None:
+    """What has weights of its own, and with it the model, must be there: their headers say how large it is."""
+    asked = config.speculative_config
+    if asked is None or asked.method not in WITH_WEIGHTS:
+        return None
+    return open_drafting(asked, draft_lengths(config), open_model(resolve_model(config.model, config.revision)))
 
 
 def _place(memory: int | None, utilization: float) -> Place:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +37,7 @@ def run(following: Following, plan: StepPlan) -> int | None:
 
 
 def test_without_a_controller_it_always_drafts_as_far_as_there_is_room() -> None:
-    following = Following(LIMITS, None)
+    following = Following(LIMITS, None, block_size=4)
     for _ in range(2 * PATIENCE):
         assert run(following, plan_of((1, 5))) == 7
     assert following.ready == {1}
@@ -43,7 +45,7 @@ def test_without_a_controller_it_always_drafts_as_far_as_there_is_room() -> None
 
 def test_it_rests_when_nobody_wants_drafts_and_begins_again_with_a_new_request() -> None:
     controller = wishes(levels=0)
-    following = Following(LIMITS, controller)
+    following = Following(LIMITS, controller, block_size=4)
     steps = [run(following, plan_of((1, 5))) for _ in range(PATIENCE + 1)]
     assert steps == [0] * PATIENCE + [None] and following.has_lost(1)
     rest = RESTS * (PATIENCE + 1)
@@ -54,7 +56,7 @@ def test_it_rests_when_nobody_wants_drafts_and_begins_again_with_a_new_request()
 
 def test_a_look_that_found_nothing_ends_its_patience() -> None:
     controller = wishes()
-    following = Following(LIMITS, controller)
+    following = Following(LIMITS, controller, block_size=4)
     for _ in range(10):
         assert run(following, plan_of((1, 5))) == 3
     controller.num_looks = 1
@@ -63,36 +65,70 @@ def test_a_look_that_found_nothing_ends_its_patience() -> None:
 
 def test_while_drafts_are_wanted_it_never_rests() -> None:
     controller = wishes(drafts=True)
-    following = Following(LIMITS, controller)
+    following = Following(LIMITS, controller, block_size=4)
     assert {run(following, plan_of((1, 5))) for _ in range(3 * PATIENCE)} == {3}
     controller.drafts = False
     assert [run(following, plan_of((1, 5))) for _ in range(KEEPS)] == [3] * (KEEPS - 1) + [None]
 
 
-steps = st.lists(
-    st.tuples(st.booleans(), st.sampled_from([(1, 0), (1, 9), (2, 0), (2, 9)]), st.booleans()), max_size=30
+def test_it_begins_again_with_a_request_that_finds_its_beginning_computed() -> None:
+    following = Following(LIMITS, wishes(levels=0), block_size=4)
+    for _ in range((RESTS + 1) * (PATIENCE + 1)):
+        run(following, plan_of((1, 5)))
+    assert run(following, plan_of((1, 5))) is None
+    assert run(following, plan_of((2, 4))) == 0
+
+
+def test_steps_without_draws_draft_nothing() -> None:
+    following = Following(LIMITS, None, block_size=4)
+    assert run(following, dataclasses.replace(plan_of((1, 0)), samples=())) == 0 and not following.ready
+
+
+def test_a_shape_that_does_not_draft_makes_nobody_ready() -> None:
+    following = Following(LIMITS, None, block_size=4)
+    assert following.levels(plan_of((1, 5))) == 7
+    following.ran(plan_of((1, 5)), drafted=False)
+    assert not following.ready and not following.has_drafted
+
+
+SIZE = 2  # slots of a block
+events = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2), st.booleans()), max_size=40
 )
 
 
-@given(steps)
+@given(events)
 def test_it_drafts_for_those_alone_whose_every_token_it_has_computed(
-    history: list[tuple[bool, tuple[int, int], bool]],
+    history: list[tuple[bool, int, int, int, bool]],
 ) -> None:
-    """Against a record of what was computed: a sequence that begins anew is whole again; a fork is what its parent is."""
-    following = Following(LIMITS, None)
-    lost: set[int] = set()
-    for number, (follows, (sequence_id, start), forks) in enumerate(history):
+    """Against a record of every slot. Sequences grow, or new ones adopt the first blocks of others, as from the prefix cache; some begin
+    anew, and some are forked."""
+    following = Following(LIMITS, None, block_size=SIZE)
+    computed: dict[int, dict[int, bool]] = {}  # by block and slot
+    tables: dict[int, list[int]] = {}
+    lengths: dict[int, int] = {}
+    new_ids = itertools.count()
+    new_blocks = itertools.count(1)
+    for follows, who, num_tokens, adopted, forks in history:
+        sequence_id = sorted(tables)[who] if who < len(tables) else next(new_ids)
+        if sequence_id not in tables:
+            source = min(tables, default=None)
+            full = 0 if source is None else min(adopted, lengths[source] // SIZE)
+            tables[sequence_id], lengths[sequence_id] = tables[source][:full] if source is not None else [], full * SIZE
+        elif adopted == 2 and forks:  # it starts over
+            tables[sequence_id], lengths[sequence_id] = [], 0
+        start = lengths[sequence_id]
+        table = tables[sequence_id]
+        for position in range(start, start + num_tokens):
+            if position // SIZE == len(table):
+                table.append(next(new_blocks))
+                computed[table[-1]] = {}
+            computed[table[position // SIZE]][position % SIZE] = follows
+        lengths[sequence_id] = start + num_tokens
+        row = Row(sequence_id, start, (1,) * num_tokens, tuple(table))
+        sample = Sample(0, num_tokens - 1, sequence_id, SamplingParams(), 0, 0, 1)
         following._levels = 3 if follows else None
-        child = 100 + number
-        following.ran(plan_of((sequence_id, start), forks={child: 0} if forks else None))
-        if not follows:
-            lost.add(sequence_id)
-        elif start == 0:
-            lost.discard(sequence_id)
-        if forks and sequence_id in lost:
-            lost.add(child)
-        assert {one for one in (1, 2, child) if following.has_lost(one)} == lost & {1, 2, child}
-        drawn = {sequence_id, child} if forks else {sequence_id}
-        assert following.ready == (drawn - lost if follows else set())
-    following.forget(lost)
-    assert not any(map(following.has_lost, lost))
+        following.ran(StepPlan(0, (row,), (sample,)))
+        whole = all(all(slots.values()) for slots in (computed[block] for block in table))
+        assert following.has_lost(sequence_id) == (not whole)
+        assert following.ready == ({sequence_id} if follows and whole else set())

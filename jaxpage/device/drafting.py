@@ -82,7 +82,7 @@ class _Tree(NamedTuple):
     candidates_BJGY: jax.Array
 
 
-class Drafting(NamedTuple):
+class StepDrafter(NamedTuple):
     """A drafter in a step of its target."""
 
     drafter: Drafter
@@ -94,7 +94,7 @@ class Drafting(NamedTuple):
 
 
 def extend(
-    drafting: Drafting, pages: KVPages, states: Sequence[jax.Array], token_ids_R: Int[Array, "R"]
+    drafting: StepDrafter, pages: KVPages, states: Sequence[jax.Array], token_ids_R: Int[Array, "R"]
 ) -> tuple[Float[Array, "T D"], KVPages]:
     """The drafter's layers over the step's own stream, behind the target's; zeros, and nothing is done, where the step does not ask.
 
@@ -145,7 +145,7 @@ def _ends(
 
 
 def draft_ahead(
-    drafting: Drafting,
+    drafting: StepDrafter,
     pages: KVPages,
     output_TD: Float[Array, "T D"],
     token_ids_R: Int[Array, "R"],
@@ -201,7 +201,7 @@ def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: DrafterOpti
     )
 
 
-def _grow(drafting: Drafting, ends: Ends, tree: _Tree, level: Any) -> _Tree:
+def _grow(drafting: StepDrafter, ends: Ends, tree: _Tree, level: Any) -> _Tree:
     """The candidates behind the branches, and the best of them as the new branches."""
     num_rows, width = tree.token_id_BX.shape
     draws = ends.draws._replace(position_R=ends.draws.position_R + 1 + level)
@@ -222,7 +222,7 @@ def _grow(drafting: Drafting, ends: Ends, tree: _Tree, level: Any) -> _Tree:
     )
 
 
-def _best(drafting: Drafting, logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+def _best(drafting: StepDrafter, logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Of each branch the X tokens that it may go on with, their log probabilities, and what they were drawn from, if they were."""
     width, choice, by_row = drafting.options.shape.num_branches, drafting.options.choice, drafting.by_row
     if choice == "drawn":
@@ -234,7 +234,7 @@ def _best(drafting: Drafting, logits: jax.Array, draws: Draws) -> tuple[jax.Arra
     return token_ids, scores, []
 
 
-def _follow(drafting: Drafting, ends: Ends, tree: _Tree, index: Any) -> _Tree:
+def _follow(drafting: StepDrafter, ends: Ends, tree: _Tree, index: Any) -> _Tree:
     """One pass over the last token of each branch, the `index`-th of those that stand in scratch."""
     drafter, options, inputs, _, backend, _ = drafting
     num_rows, width = tree.token_id_BX.shape

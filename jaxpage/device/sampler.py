@@ -38,7 +38,7 @@ class Draws(NamedTuple):
     position_R: jax.Array  # the place that the drawn token takes
 
 
-class Candidates(NamedTuple):
+class DrawnFrom(NamedTuple):
     """What drafts were drawn from: probabilities of so many tokens, and 0 of all others."""
 
     ids_RW: jax.Array
@@ -119,11 +119,11 @@ def perturbed(
     return jax.lax.cond(is_random, lambda: each_row(perturb, (logits_RV, *draws), by_row=by_row), lambda: logits_RV)
 
 
-def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) -> tuple[Int[Array, "R"], Candidates]:
+def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) -> tuple[Int[Array, "R"], DrawnFrom]:
     """Tokens for acceptance by rejection, from noise of their own, and the distributions that they were really drawn from: the likeliest
     `MOST_CANDIDATES` tokens of what `draw` draws from. Of a greedy row the likeliest alone."""
 
-    def draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array) -> tuple[jax.Array, Candidates]:
+    def draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array) -> tuple[jax.Array, DrawnFrom]:
         *cutoffs, seed_2, sample_index, position = rest
         log_q_V = _distribution(logits_V, temperature, *cutoffs, by_row=by_row)
         log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MOST_CANDIDATES, log_q_V.shape[0]))
@@ -131,9 +131,9 @@ def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) ->
         place = jnp.maximum(with_noise(log_q_W[0], key), 0)
         lacking = (0, MOST_CANDIDATES - ids_W.shape[1])
         padded_W = jnp.pad(ids_W[0].astype(jnp.int32), lacking, constant_values=-1)
-        return ids_W[0, place], Candidates(padded_W, jnp.pad(jax.nn.softmax(log_q_W[0]), lacking))
+        return ids_W[0, place], DrawnFrom(padded_W, jnp.pad(jax.nn.softmax(log_q_W[0]), lacking))
 
-    drawn: tuple[jax.Array, Candidates] = each_row(draw_row, (logits_RV, *draws), by_row=by_row)
+    drawn: tuple[jax.Array, DrawnFrom] = each_row(draw_row, (logits_RV, *draws), by_row=by_row)
     return drawn
 
 

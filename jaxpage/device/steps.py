@@ -15,7 +15,7 @@ from jaxpage.device.acceptance import decide
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.drafting import DrafterOptions, Drafting, draft_ahead, extend
+from jaxpage.device.drafting import DrafterOptions, StepDrafter, draft_ahead, extend
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
@@ -110,11 +110,11 @@ def model_step(
     return StepOutput(drawn, scored, paths, guesses), pages
 
 
-def _drafting(parameters: Any, inputs: StepInputs, bucket: Bucket, options: StepOptions) -> Drafting | None:
+def _drafting(parameters: Any, inputs: StepInputs, bucket: Bucket, options: StepOptions) -> StepDrafter | None:
     if options.drafter is None:
         return None
     drafter = join(options.drafter.graph, parameters)
-    return Drafting(drafter, options.drafter, inputs, bucket, options.attention_backend, options.sample_by_row)
+    return StepDrafter(drafter, options.drafter, inputs, bucket, options.attention_backend, options.sample_by_row)
 
 
 def _score(

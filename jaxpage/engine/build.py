@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -102,7 +103,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
     scheduler = _scheduler(config, place, menu, memory, (files.spec.kv, *drafting.kvs))
-    speculation = drafting.speculation(scheduler.limits, files.spec.vocab_size)
+    speculation = drafting.speculation(scheduler.limits, menu, files.spec.vocab_size, config.block_size)
     engine = Engine(
         scheduler=scheduler,
         builder=BatchBuilder(
@@ -127,7 +128,10 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     )
     if speculation is not None:
         measure_shapes(engine.builder, engine.runner, speculation)
-    memory = replace(memory, workspace_bytes=executables.workspace_bytes())
+    scratch_bytes = (
+        sum(math.prod(page.shape) * page.dtype.itemsize for page in jax.tree.leaves(pages)) - memory.pool_bytes
+    )
+    memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if config.event_log is not None:
         engine.events = EventLog(config.event_log, header(config, engine, memory))
     if progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from jaxpage.errors import CheckpointError
 from jaxpage.models.base import KVSpec, abstract
 from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.drafter import WithDrafter
-from jaxpage.scheduling import StepLimits
 from jaxpage.speculative_config import SpeculativeConfig
+
+logger = logging.getLogger(__name__)
 
 # Trees as EAGLE-2 grows them: 60 drafts of 10 branches and depth 6 for the largest models; fewer branches where there are fewer drafts.
 DEEPEST_TREE = 6
@@ -54,12 +56,6 @@ class OpenDrafter:
         if not any(bucket.trees for bucket in menu.verify):
             return TreeShape(most_drafts, 1, most_rows)
         return TreeShape(min(most_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)), most_rows)
-
-    @staticmethod
-    def most_levels(limits: StepLimits) -> int:
-        """Tokens ahead that it drafts at most."""
-        most_drafts = limits.most_drafts(1)
-        return min(most_drafts, DEEPEST_TREE) if limits.trees else most_drafts
 
     def options(
         self, dtype: str, menu: BucketMenu, first_layer: int, num_blocks: int, acceptance: str
@@ -106,6 +102,11 @@ def open_drafter(config: SpeculativeConfig | None, target: ModelFiles) -> OpenDr
 
 def _draft_model(model: str, target: ModelFiles) -> OpenDrafter:
     files = open_model(resolve_model(model))
+    positions, needed = files.spec.max_position_embeddings, target.spec.max_position_embeddings
+    if positions < needed:
+        logger.warning(
+            "the draft model's positions end at %d, the model's at %d: behind that it guesses badly", positions, needed
+        )
     if files.spec.vocab_size != target.spec.vocab_size:
         _check_padding(files, target)
 

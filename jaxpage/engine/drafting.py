@@ -67,14 +67,15 @@ class Drafting:
         num_blocks += self.num_scratch_blocks(menu, block_size)
         return tuple(layer for kv in self.kvs for layer in kv_pages.page_shapes(kv, num_blocks, block_size, dtype))
 
-    def speculation(self, limits: StepLimits, vocab_size: int) -> Speculation | None:
+    def speculation(self, limits: StepLimits, menu: BucketMenu, vocab_size: int, block_size: int) -> Speculation | None:
         if self.config is None:
             return None
         controller, following = _controller(self.config, limits), None
         if self.heads:
-            following = Following(limits, controller, remembers=False)
+            following = Following(limits, controller, block_size=block_size, remembers=False)
         if self.drafter:
-            following = Following(limits, controller, most_levels=self.drafter.most_levels(limits))
+            most_levels = self.drafter.shape(menu).num_levels
+            following = Following(limits, controller, block_size=block_size, most_levels=most_levels)
         return Speculation(
             self.heads.proposer() if self.heads else make_proposer(self.config),
             limits,

@@ -116,6 +116,6 @@ class StepResult:
         None  # [B, Q] of rows with drafts: the draws that count, in order; -1 behind the last
     )
     guesses: npt.NDArray[np.int32] | None = (
-        None  # [B, J, W] of the model's heads, behind the last draw that counts: per row with `paths`, else per sample
+        None  # [B, J, W] of heads, [B, J, G, Y] of a drafter, behind the last draw that counts: per row with `paths`, else per sample
     )
     scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored

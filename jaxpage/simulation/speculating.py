@@ -135,7 +135,7 @@ class SpeculativeLoop:
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
                 self.controller.costs.at_start(shape, [device.seconds(shape)])
-        self._following = Following(self.limits, self.controller) if device.follow else None
+        self._following = Following(self.limits, self.controller, block_size=16) if device.follow else None
         if self._following is not None:
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens

@@ -74,6 +74,7 @@ class Controller:
         self._paid = False  # whether the last look was better than not to look
         self._best = 0.0  # tokens per second of the best that is known, at the last decision
         self._asked: Mapping[int, int] = {}
+        self._parents: tuple[int, ...] = ()  # of the last draft: the next is taken to have its form
         self._most_asked = MOST_DRAFTS  # of one sequence, when any were asked for
 
     def ask(
@@ -91,6 +92,8 @@ class Controller:
         self._look, self._asked = None, {}
         shapes = self._shapes(num_rows)
         if len(shapes) == 1 or not sequence_ids:
+            self._decide(0.0)
+            self._planned = None
             return {}
         plain = self.costs.of(shapes[0])
         goes_on = self._paid or (not self._drafts and self.num_looks % self._steps_to_show)
@@ -110,7 +113,7 @@ class Controller:
         self._reviewed = None if self._drafts else (shapes[0][0], self._step)
         self._best = goodput[best] if self._drafts else num_rows / plain
         chosen = best if self._drafts else shapes[0]
-        if self._planned in shapes and ready:
+        if self._planned in shapes and ready and not set(sequence_ids).isdisjoint(ready):
             self._look, self._planned = self._planned, None
         elif may_look:
             self._look = self._elsewhere(goodput | {shapes[0]: num_rows / plain}, chosen, num_rows)
@@ -124,6 +127,10 @@ class Controller:
         self._most_asked = max(asked.values(), default=self._most_asked)
         self._asked = asked if ready is None else {key: count for key, count in asked.items() if key in ready}
         return self._asked
+
+    def pass_over(self) -> None:
+        """A step for which nobody can ask."""
+        self._look, self._asked = None, {}
 
     @property
     def drafts(self) -> bool:
@@ -143,6 +150,7 @@ class Controller:
         average = self.acceptance.average()
         nodes: list[_Node] = []
         for sequence_id, draft in drafts.items():
+            self._parents = draft.parents
             parents = draft.parents if self._together == 1 else (-1,)
             rates = self.acceptance.rates(sequence_id, average, 1 + len(parents), self._step)
             nodes += _nodes(sequence_id, parents, rates[1:], 1.0)
@@ -233,9 +241,10 @@ class Controller:
         return self._asking.get(shape[0], 0.0) * num_nodes * self._together
 
     def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
-        """Chains as long as they may be, in the order in which they are worth it."""
+        """As many as may be, in the order in which they are worth it: of the form of the last draft, and behind that a chain."""
         most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows)) // self._together
-        average, parents = self.acceptance.average(), range(-1, most - 1)
+        known = self._parents if self._together == 1 else ()
+        average, parents = self.acceptance.average(), (*known[:most], *range(len(known) - 1, most - 1))
         nodes: list[_Node] = []
         for sequence_id in sequence_ids:
             found, *rates = self.acceptance.rates(sequence_id, average, 1 + most, self._step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxpage.scheduling.plan import StepPlan
+from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.estimates import AheadCosts, Shape
@@ -26,11 +26,13 @@ class Following:
         limits: StepLimits,
         controller: Controller | None,
         *,
+        block_size: int,
         most_levels: int = MOST_DRAFTS,
         remembers: bool = True,
     ) -> None:
         """
         Args:
+            block_size: slots.
             most_levels: tokens ahead that it can draft.
             remembers: it has keys and values of its own, and must follow; else it is heads of the model, which guess when they are asked.
         """
@@ -41,7 +43,11 @@ class Following:
         self._controller = controller
         self._remembers = remembers
         self._levels: int | None = None  # of the last step
-        self._blind: set[int] = set()  # sequences with tokens that the drafter has not computed
+        self._block_size = block_size
+        self._seen: set[int] = set()  # sequences that have not ended
+        self._blind: set[int] = set()  # those with tokens that the drafter has not computed
+        self._blank: set[int] = set()  # blocks with such tokens, which others may find in the prefix cache
+        self._has_drafted = False
         self._ready: frozenset[int] = frozenset()
         self._idle = 0  # steps since drafts were wanted, or since it began to follow
         self._patience = PATIENCE  # as many as that may be
@@ -56,12 +62,14 @@ class Following:
     def _choose(self, plan: StepPlan) -> int | None:
         most = self._limits.most_drafts(len(plan.rows))
         controller = self._controller
+        if not plan.samples:
+            most = 0
         if controller is None:
             return most
         if not self._remembers:
             return min(controller.levels_ahead, most)
         if self._rest:
-            self._rest -= self._rest > 1 or any(row.start == 0 for row in plan.rows)  # it begins with a new request
+            self._rest -= self._rest > 1 or any(row.sequence_id not in self._seen for row in plan.rows)  # a new request
             if self._rest:
                 return None
             self._idle, self._patience, self._num_looks = 0, PATIENCE, controller.num_looks
@@ -75,23 +83,38 @@ class Following:
             return None
         return min(controller.levels_ahead, most)
 
-    def ran(self, plan: StepPlan) -> None:
-        """The step for which `levels` was asked has happened."""
+    def ran(self, plan: StepPlan, drafted: bool = True) -> None:
+        """The step for which `levels` was asked has happened. drafted: its shape is one that drafts."""
         for row in plan.rows:
-            if self._levels is None:
-                self._blind.add(row.sequence_id)
-            elif row.start == 0:
-                self._blind.discard(row.sequence_id)
-        forks = [(s.sequence_id, plan.rows[s.row].sequence_id) for s in plan.samples]
+            self._note(row)
+            if row.sequence_id in self._blind and (plan.swap_in or plan.copies):
+                self._blank.update(row.block_table)
+        forks = [(sample.sequence_id, plan.rows[sample.row].sequence_id) for sample in plan.samples]
+        self._seen.update(child for child, _ in forks)
         self._blind |= {child for child, parent in forks if parent in self._blind}
-        self._ready = (
-            frozenset(child for child, _ in forks if child not in self._blind) if self._levels else frozenset()
-        )
+        self._has_drafted = bool(self._levels) and drafted
+        self._ready = frozenset(child for child, _ in forks if child not in self._blind and self._has_drafted)
+
+    def _note(self, row: Row) -> None:
+        """What is known of a sequence and of the blocks in which the row's tokens stand."""
+        first, rest = divmod(row.start, self._block_size)
+        written = row.block_table[first:]
+        is_new = row.sequence_id not in self._seen
+        self._seen.add(row.sequence_id)
+        if self._levels is None:
+            self._blind.add(row.sequence_id)
+            self._blank.update(written)
+            return
+        if row.start == 0:
+            self._blind.discard(row.sequence_id)
+        elif is_new and not self._blank.isdisjoint(row.block_table[: first + (rest > 0)]):
+            self._blind.add(row.sequence_id)
+        self._blank.difference_update(written[rest > 0 :])
 
     @property
     def has_drafted(self) -> bool:
         """In the last step."""
-        return bool(self._levels)
+        return self._has_drafted
 
     @property
     def ready(self) -> frozenset[int]:
@@ -106,4 +129,6 @@ class Following:
         return self.costs.of(shape, self._levels)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        self._blind.difference_update(sequence_ids)
+        gone = set(sequence_ids)
+        self._blind -= gone
+        self._seen -= gone

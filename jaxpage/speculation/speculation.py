@@ -48,8 +48,10 @@ class Speculation:
         for group in groups:
             for sequence in group.unfinished:
                 num_rows += 1
-                if sequence.num_pending_tokens > 1:
-                    return {}  # the step computes a prompt, and has no room for drafts
+                if sequence.num_pending_tokens > 1:  # the step computes a prompt, and has no room for drafts
+                    if self.controller is not None:
+                        self.controller.pass_over()
+                    return {}
                 if not (group.request.beam or group.children_due) and self._can_draft(sequence.sequence_id):
                     decoding[sequence.sequence_id] = group.request, sequence
         asked = self._ask(num_rows, decoding)
@@ -84,13 +86,17 @@ class Speculation:
             return None
         try:
             draft = self._proposer.propose(request, sequence, num_drafts)
-            if draft is None:
-                return None
-            draft = draft.sound(self._vocab_size, num_drafts)
-            return draft if self._limits.trees else draft.first_branch()
         except Exception:
             self._give_up()
             return None
+        if draft is None:
+            return None
+        try:
+            draft = draft.sound(self._vocab_size, num_drafts)
+        except ValueError:  # of one sequence: nobody else notices
+            logger.exception("nothing is drafted for sequence %d", sequence.sequence_id)
+            return None
+        return draft if self._limits.trees else draft.first_branch()
 
     def _give_up(self) -> None:
         logger.exception("the proposer failed: from now on nothing is drafted")
@@ -103,16 +109,16 @@ class Speculation:
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """A step ran: the proposer hears what was drawn behind its drafts, and what heads of the model or a drafter guess behind that."""
         if self._following is not None:
-            self._following.ran(plan)
+            self._following.ran(plan, result.guesses is not None)
         if self._failed:
             return
         try:
             has_drafted = self._following is not None and self._following.has_drafted
             if has_drafted and result.guesses is not None and isinstance(self._proposer, Observer):
                 last = range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
-                for index, guesses_JW in zip(last, result.guesses, strict=True):
+                for index, guesses in zip(last, result.guesses, strict=True):
                     sample = plan.samples[index]
-                    self._proposer.observe(sample.sequence_id, sample.position + 1, guesses_JW)
+                    self._proposer.observe(sample.sequence_id, sample.position + 1, guesses)
             if plan.verifies and isinstance(self._proposer, DrawObserver):
                 for row, draws in _drawn(plan, result):
                     draft = Draft(row.token_ids[1:], tuple(parent - 1 for parent in row.parents))
