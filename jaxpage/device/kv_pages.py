@@ -37,8 +37,12 @@ def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
 
 def bytes_per_block(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:
     """Scales included."""
-    arrays = jax.tree.leaves(page_shapes(kv, 1, block_size, dtype))
-    return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    return num_bytes(page_shapes(kv, 1, block_size, dtype))
+
+
+def num_bytes(pages: KVPages) -> int:
+    """Of pages or their shapes."""
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(pages))
 
 
 def page_shapes(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike) -> KVPages:

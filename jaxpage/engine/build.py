@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -70,8 +69,6 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
         use_compile_cache(compile_cache_directory())
     if config.event_log is not None:
         check_new(config.event_log)
-    if config.acceptance.name == "typical":
-        logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
     files = open_model(resolve_model(config.model, config.revision))
     _check_load_format(config, files)
     tokenizer = _tokenizer(config, files)
@@ -128,9 +125,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     )
     if speculation is not None:
         measure_shapes(engine.builder, engine.runner, speculation)
-    scratch_bytes = (
-        sum(math.prod(page.shape) * page.dtype.itemsize for page in jax.tree.leaves(pages)) - memory.pool_bytes
-    )
+    scratch_bytes = kv_pages.num_bytes(pages) - memory.pool_bytes
     memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if config.event_log is not None:
         engine.events = EventLog(config.event_log, header(config, engine, memory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.following import Following
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import SpeculativeConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ def open_drafting(config: SpeculativeConfig | None, lengths: Iterable[int], targ
     Raises:
         ModelNotFoundError, CheckpointError, ConfigError, UnsupportedError: it is not there, or does not fit.
     """
+    if config is not None and config.acceptance == "typical":
+        logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
     drafting = Drafting(config, open_heads(config, target.spec, max(lengths, default=0)), open_drafter(config, target))
     if config is not None and config.branches:
         _check_windows(config, target, (target.spec.kv, *drafting.kvs))

@@ -63,6 +63,7 @@ class Controller:
         self._step = 0
         self._drafts = False
         self._since = DWELL  # steps since that changed
+        self._unasked = 0  # steps in which nobody could be drafted for
         self._reviewed: tuple[int, int] | None = (
             None  # rows of the shape, and the step, of the last decision without drafts
         )
@@ -92,9 +93,12 @@ class Controller:
         self._look, self._asked = None, {}
         shapes = self._shapes(num_rows)
         if len(shapes) == 1 or not sequence_ids:
-            self._decide(0.0)
-            self._planned = None
+            self._unasked += 1
+            if self._unasked >= DWELL:  # not between two requests
+                self._decide(0.0)
+                self._planned = None
             return {}
+        self._unasked = 0
         plain = self.costs.of(shapes[0])
         goes_on = self._paid or (not self._drafts and self.num_looks % self._steps_to_show)
         may_look = self._step - self._looked >= (1 if goes_on else LOOK_EVERY)
