@@ -224,7 +224,7 @@ def test_whatever_is_left_of_a_draft_the_window_goes_on(data: st.DataObject, siz
             text += [data.draw(st.integers(0, 9)) for _ in range(data.draw(st.integers(1, 9)))]  # without drafts
         draft = proposer.propose(group.request, sequence, data.draw(st.integers(0, sizes.num_drafts)))
         assert draft is not None and draft == draft.sound(VOCAB, sizes.num_drafts)
-        assert len(set(zip(*draft, strict=True))) == len(draft.token_ids), "equal children"
+        assert len(set(zip(draft.token_ids, draft.parents, strict=True))) == len(draft.token_ids), "equal children"
         draft = thinned(draft, [data.draw(st.integers(0, 9)) > 0 for _ in draft.token_ids])
         drawn = draws_of(model, text, draft)
         tokens = gained(draft, drawn)
@@ -247,7 +247,7 @@ def test_whatever_is_left_of_a_draft_the_window_goes_on(data: st.DataObject, siz
 def thinned(draft: Draft, stays: list[bool]) -> Draft:
     places = {-1: -1}
     tokens, parents = [], []
-    for place, (token_id, parent) in enumerate(zip(*draft, strict=True)):
+    for place, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
         if stays[place] and parent in places:
             places[place] = len(tokens)
             tokens.append(token_id)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities, truncate
-from jaxpage.device.step_inputs import adjustment_shapes, packed_size, unpack, views
+from jaxpage.device.step_inputs import NUM_FLAGS, Flags, adjustment_shapes, packed_size, unpack, views
 from tests.support.distributions import kept, probabilities, z_score
 
 NUM_ROWS, VOCAB = 512, 8
@@ -88,6 +88,13 @@ def inputs_for(**fields):
     return packed
 
 
+def flags_of(**flags):
+    values = np.zeros(NUM_FLAGS, np.int32)
+    for name, value in flags.items():
+        values[getattr(Flags, name)] = value
+    return values
+
+
 SHAPES = adjustment_shapes(NUM_ROWS, vocab_size=VOCAB, context=12)
 NEUTRAL = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), SHAPES)
 
@@ -158,10 +165,10 @@ def test_greedy_takes_the_first_of_the_largest_and_respects_suppression():
     logits = np.zeros((NUM_ROWS, VOCAB), np.float32)
     logits[:, [2, 5]] = 1.0
     for random in (0, 1):
-        packed = inputs_for(flags=[random, 0, 0, 0, 0, 0])
+        packed = inputs_for(flags=flags_of(RANDOM=random))
         assert set(np.asarray(run_draw(logits, packed)).tolist()) == {2}
         masked = NEUTRAL._replace(mask_RU=np.full_like(NEUTRAL.mask_RU, ~np.uint32(1 << 2)))
-        packed = inputs_for(flags=[random, 0, 1, 0, 0, 0])
+        packed = inputs_for(flags=flags_of(RANDOM=random, MASKED=1))
         assert set(np.asarray(run_draw(logits, packed, masked)).tolist()) == {5}
 
 
