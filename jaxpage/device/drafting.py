@@ -167,19 +167,23 @@ def draft_ahead(
         the bits of its score; -inf of what is no candidate. Of drafts that were drawn also the ids [W] and the bits of the probabilities
         [W] of what each was drawn from. Only the levels that `Flags.LEVELS` asks for are made.
     """
-    _, options, inputs, _, backend, _ = drafting
+    options, levels = drafting.options, drafting.inputs.flags[Flags.LEVELS]
     others, pages = pages[: options.first_layer], pages[options.first_layer :]
     takes_features = drafting.drafter.taps is not None
-    ends = _ends(inputs, output_TD if takes_features else None, token_ids_R, last_B)
-    tree = _root(ends, output_TD, _fork_last_blocks(pages, ends, options, backend), options)
-    levels = jnp.minimum(inputs.flags[Flags.LEVELS], options.shape.num_levels)
+    ends = _ends(drafting.inputs, output_TD if takes_features else None, token_ids_R, last_B)
 
     def follow_and_grow(level: jax.Array, tree: _Tree) -> _Tree:
         return _grow(drafting, ends, _follow(drafting, ends, tree, level - takes_features), level)
 
-    if takes_features:  # they have made something of the token that was drawn
-        tree = _grow(drafting, ends, tree, 0)
-    tree = jax.lax.fori_loop(int(takes_features), levels, follow_and_grow, tree)
+    def draft(_: jax.Array, tree: _Tree) -> _Tree:
+        tree = tree._replace(pages=_fork_last_blocks(tree.pages, ends, options, drafting.backend))
+        if takes_features:  # they have made something of the token that was drawn
+            tree = _grow(drafting, ends, tree, 0)
+        stop = jnp.minimum(levels, options.shape.num_levels)
+        return jax.lax.fori_loop(int(takes_features), stop, follow_and_grow, tree)
+
+    # As in `extend`: where nothing is wanted, nothing is done.
+    tree = jax.lax.fori_loop(0, (levels > 0).astype(jnp.int32), draft, _root(ends, output_TD, pages, options))
     return tree.candidates_BJGY, others + tree.pages
 
 

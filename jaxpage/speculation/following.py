@@ -66,8 +66,8 @@ class Following:
             most = 0
         if controller is None:
             return most
-        if plan.num_tokens > len(plan.samples):
-            most = 0  # a prompt is computed: where others wait behind it, its drafts would be made in vain
+        if len({sample.row for sample in plan.samples}) < len(plan.rows):
+            most = 0  # a prompt is not done: the next step goes on with it, and has no room for drafts
         if not self._remembers:
             return min(controller.levels_ahead, most)
         if self._rest:

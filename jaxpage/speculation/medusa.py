@@ -7,10 +7,9 @@ import math
 from collections.abc import Sequence as Ordered
 
 import numpy as np
-import numpy.typing as npt
 
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.speculation.proposal import Draft
+from jaxpage.request import Request, Sequence
+from jaxpage.speculation.proposal import Draft, KeptGuesses
 
 Choices = tuple[tuple[int, ...], ...]  # of each draft: the ranks of the guesses that lead to it, its own last
 
@@ -65,28 +64,20 @@ def best_only(num_heads: int, num_drafts: int) -> Choices:
     return tuple((0,) * depth for depth in range(1, min(num_heads, num_drafts) + 1))
 
 
-class MedusaProposer:
-    """Keeps, of each sequence, the guesses of its last step. They hold as long as no token is known beyond the one drawn in that step, so a
-    sequence that was swapped out keeps them, one that is recomputed gets new ones, and a fork has those of the draw that it began with."""
+class MedusaProposer(KeptGuesses):
+    """It hears [J, W], and drafts the same tree of them each time."""
 
     def __init__(self, choices: Choices) -> None:
         """choices: every path stands behind the one that it goes on from."""
+        super().__init__()
         places = {path: place for place, path in enumerate(choices)} | {(): -1}
         self._parents = tuple(places[path[:-1]] for path in choices)
         self._heads = np.array([len(path) - 1 for path in choices])
         self._ranks = np.array([path[-1] for path in choices])
-        self._guesses: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}  # by sequence id: known tokens, [J, W]
-
-    def observe(self, sequence_id: int, num_known_tokens: int, guesses_JW: npt.NDArray[np.int32]) -> None:
-        self._guesses[sequence_id] = num_known_tokens, guesses_JW
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
-        num_known_tokens, guesses_JW = self._guesses.get(sequence.sequence_id, (0, None))
-        if guesses_JW is None or num_known_tokens != len(sequence.token_ids):
+        guesses_JW = self.guesses_behind(sequence)
+        if guesses_JW is None:
             return None
         token_ids = guesses_JW[self._heads[:num_drafts], self._ranks[:num_drafts]]
         return Draft(tuple(token_ids.tolist()), self._parents[:num_drafts])
-
-    def forget(self, group: SequenceGroup) -> None:
-        for sequence_id in group.sequence_ids:
-            self._guesses.pop(sequence_id, None)

@@ -137,16 +137,41 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """A proposer that hears what the heads of the model guess."""
+    """A proposer that hears what the heads of the model guess, or what a drafter on the device drafted."""
 
-    def observe(self, sequence_id: int, num_known_tokens: int, guesses_JW: npt.NDArray[np.int32]) -> None:
-        """What each head takes for the likeliest, best first. Head j guesses the token that is known when j + 1 more are.
-
+    def observe(self, sequence_id: int, num_known_tokens: int, guesses: npt.NDArray[np.int32]) -> None:
+        """
         Args:
+            guesses: [J, W] of heads: what each takes for the likeliest, best first; head j guesses the token that is known when j + 1 more
+                are. [J, G, Y] of a drafter: see `AheadProposer`.
             num_known_tokens: of the sequence when the token that was drawn beside the guesses is one of them. It may never be: what
                 was drawn may end the sequence before.
         """
         ...
+
+
+class KeptGuesses:
+    """What an `Observer` does with what it hears: it keeps the guesses of each sequence's last step. They hold as long as no token is known
+    beyond the one drawn in that step, so a sequence that was swapped out keeps them, one that is recomputed gets new ones, and a fork has
+    those of the draw that it began with.
+    """
+
+    def __init__(self) -> None:
+        self._guesses: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}  # by sequence id; with the known tokens
+
+    def observe(self, sequence_id: int, num_known_tokens: int, guesses: npt.NDArray[np.int32]) -> None:
+        """See `Observer`."""
+        self._guesses[sequence_id] = num_known_tokens, guesses
+
+    def guesses_behind(self, sequence: Sequence) -> npt.NDArray[np.int32] | None:
+        """Those that still hold."""
+        num_known_tokens, guesses = self._guesses.get(sequence.sequence_id, (0, None))
+        return guesses if num_known_tokens == len(sequence.token_ids) else None
+
+    def forget(self, group: SequenceGroup) -> None:
+        """See `Proposer`."""
+        for sequence_id in group.sequence_ids:
+            self._guesses.pop(sequence_id, None)
 
 
 @runtime_checkable

@@ -86,11 +86,12 @@ class Speculation:
             return None
         try:
             draft = self._proposer.propose(request, sequence, num_drafts)
+            return None if draft is None else self._sound(sequence, draft, num_drafts)
         except Exception:
             self._give_up()
             return None
-        if draft is None:
-            return None
+
+    def _sound(self, sequence: Sequence, draft: Draft, num_drafts: int) -> Draft | None:
         try:
             draft = draft.sound(self._vocab_size, num_drafts)
         except ValueError:  # of one sequence: nobody else notices
@@ -136,9 +137,8 @@ class Speculation:
             for edit in edits:
                 if isinstance(edit, Append):
                     num_appended += 1
-                    if (
-                        edit.drafted
-                    ):  # what was drawn behind them may be one of the wrong drafts, if the rule is not coupled
+                    # What was drawn behind them may be one of the wrong drafts, if the rule is not coupled.
+                    if edit.drafted:
                         appended.setdefault(edit.sequence_id, []).append(edit.token_id)
             for row in plan.rows:
                 if row.parents:
