@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling import StepLimits
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
-from jaxpage.speculation.following import KEEPS, PATIENCE, RESTS, Following
+from jaxpage.speculation.estimates import Costs
+from jaxpage.speculation.following import KEEPS, PATIENCE, SHARE, Following
 
 LIMITS = StepLimits(4, 64, 4, mixed=True, verified=((4, 8),))
 
@@ -27,7 +28,9 @@ def plan_of(*rows: tuple[int, int], forks: dict[int, int] | None = None) -> Step
 
 
 def wishes(*, drafts: bool = False, levels: int = 3) -> Any:
-    return SimpleNamespace(drafts=drafts, levels_ahead=levels, num_looks=0, ahead=None)
+    costs = Costs()
+    costs.at_start(LIMITS.shape(1, 0), [1.0])
+    return SimpleNamespace(drafts=drafts, levels_ahead=levels, num_looks=0, ahead=None, costs=costs)
 
 
 def run(following: Following, plan: StepPlan) -> int | None:
@@ -46,9 +49,10 @@ def test_without_a_controller_it_always_drafts_as_far_as_there_is_room() -> None
 def test_it_rests_when_nobody_wants_drafts_and_begins_again_with_a_new_request() -> None:
     controller = wishes(levels=0)
     following = Following(LIMITS, controller, block_size=4)
+    following.costs.at_start(LIMITS.shape(1, 0), following=0.3, ahead=0.3, levels=1)
     steps = [run(following, plan_of((1, 5))) for _ in range(PATIENCE + 1)]
     assert steps == [0] * PATIENCE + [None] and following.has_lost(1)
-    rest = RESTS * (PATIENCE + 1)
+    rest = round(0.3 / SHARE) * (PATIENCE + 1)
     assert [run(following, plan_of((1, 5))) for _ in range(rest + 50)] == [None] * (rest + 50)
     assert run(following, plan_of((1, 5), (2, 0))) == 0
     assert following.has_lost(1) and not following.has_lost(2)
@@ -73,7 +77,7 @@ def test_while_drafts_are_wanted_it_never_rests() -> None:
 
 def test_it_begins_again_with_a_request_that_finds_its_beginning_computed() -> None:
     following = Following(LIMITS, wishes(levels=0), block_size=4)
-    for _ in range((RESTS + 1) * (PATIENCE + 1)):
+    for _ in range(PATIENCE + 1):
         run(following, plan_of((1, 5)))
     assert run(following, plan_of((1, 5))) is None
     assert run(following, plan_of((2, 4))) == 0

@@ -25,6 +25,7 @@ from jaxpage.speculative_config import MOST_DRAFTS
 
 SHARE = 0.01  # of the time that may be lost by looking elsewhere
 CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
+FIRST_CREDIT_STEPS = 2.0  # that there are at the start: without a look at it, a drafter on the device soon rests
 LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
 BEGINS, ENDS = 1.02, 0.98  # how much better drafting promises to be than not to draft, when it begins and when it ends
@@ -100,6 +101,8 @@ class Controller:
             return {}
         self._unasked = 0
         plain = self.costs.of(shapes[0])
+        if not self._best:  # nothing was decided yet
+            self._credit = FIRST_CREDIT_STEPS * plain
         goes_on = self._paid or (not self._drafts and self.num_looks % self._steps_to_show)
         may_look = self._step - self._looked >= (1 if goes_on else LOOK_EVERY)
         if (

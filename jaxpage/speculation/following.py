@@ -12,7 +12,7 @@ from jaxpage.speculative_config import MOST_DRAFTS
 
 KEEPS = 24  # steps for which it goes on following after drafts were last wanted or looked at: they may be wanted again
 PATIENCE = 80  # steps for which it follows at most until they are looked at
-RESTS = 12  # times as long as it has followed for nothing, it then rests
+SHARE = 0.01  # of the time that may go into following for nothing: after it, it rests for as long as that takes
 
 
 class Following:
@@ -81,9 +81,16 @@ class Following:
             self._patience = min(self._patience, self._idle + KEEPS)
         self._idle += 1
         if self._idle > self._patience:
-            self._rest = RESTS * self._idle
+            self._rest = self._to_rest(len(plan.rows))
             return None
         return min(controller.levels_ahead, most)
+
+    def _to_rest(self, num_rows: int) -> int:
+        """Steps, if it has followed for nothing. It rests for one at least: it ends a rest only where a new request comes."""
+        assert self._controller is not None
+        shape, costs = self._limits.shape(num_rows, 0), self._controller.costs
+        share = costs.pace * self.costs.of(shape, 0) / costs.of(shape)
+        return max(1, round(self._idle * share / SHARE))
 
     def ran(self, plan: StepPlan, drafted: bool = True) -> None:
         """The step for which `levels` was asked has happened. drafted: its shape is one that drafts."""
