@@ -48,11 +48,26 @@ class CompiledStep(NamedTuple):
 class Executables:
     """One executable per bucket, one that copies blocks and, if the menu swaps, two that move blocks from and to the host.
 
+    Where heads or a drafter may rest there is a second one for each bucket that decodes, in which they have no part.
+
     A shape that is not in the table is an error, never a compilation.
     """
 
-    def __init__(self, menu: BucketMenu, parameters: Any, pages: KVPages, options: StepOptions, *, progress: bool):
-        """parameters and pages give shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do."""
+    def __init__(
+        self,
+        menu: BucketMenu,
+        parameters: Any,
+        pages: KVPages,
+        options: StepOptions,
+        *,
+        may_rest: bool = False,
+        progress: bool,
+    ):
+        """
+        Args:
+            parameters, pages: shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do.
+            may_rest: what drafts does not in every step.
+        """
         self.options = options
         self._compilations = _watch_compilations()
         self._num_before = self._compilations.count
@@ -60,6 +75,10 @@ class Executables:
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
+        if may_rest:
+            resting = options._replace(rests=True)
+            for bucket in menu.decode:
+                jobs[f"resting {bucket}"] = functools.partial(_compile_step, parameters, pages, bucket, resting)
         self._neutral = {num_draws: _neutral(num_draws, options) for num_draws in {b.num_draws for b in menu.buckets}}
         jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies, options.attention_backend)
         if menu.num_swapped:
@@ -73,8 +92,12 @@ class Executables:
         """What JAX compiled in this process since these executables began to be: it must not grow in service."""
         return self._compilations.count - self._num_before
 
-    def step(self, bucket: Bucket) -> CompiledStep:
-        return CompiledStep(self._table[bucket], self._neutral[bucket.num_draws])
+    def step(self, bucket: Bucket, *, rests: bool = False) -> CompiledStep:
+        """rests: nothing is asked of heads or of a drafter."""
+        key = f"resting {bucket}"
+        return CompiledStep(
+            self._table[key if rests and key in self._table else bucket], self._neutral[bucket.num_draws]
+        )
 
     @property
     def copy(self) -> Callable[[KVPages, Any], KVPages]:

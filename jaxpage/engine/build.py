@@ -96,7 +96,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     options = drafting.in_steps(options, dtype, menu, pages)
     pages += drafting.pages(menu, *pool)
     try:
-        executables = Executables(menu, parameters, pages, options, progress=progress)
+        executables = Executables(menu, parameters, pages, options, may_rest=drafting.may_rest, progress=progress)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
     scheduler = _scheduler(config, place, menu, memory, (files.spec.kv, *drafting.kvs))

@@ -42,6 +42,12 @@ class Drafting:
         """Of layers that stand behind the model's in every block."""
         return (self.drafter.kv,) if self.drafter else ()
 
+    @property
+    def may_rest(self) -> bool:
+        """Whether what drafts on the device may have no part in a step."""
+        is_auto = self.config is not None and self.config.num_speculative_tokens == "auto"
+        return is_auto and bool(self.heads or self.drafter)
+
     def num_bytes(self, dtype: str) -> int:
         """Of weights."""
         return sum(part.num_bytes(dtype) for part in (self.heads, self.drafter) if part)

@@ -36,7 +36,7 @@ class Runner:
         self.swap_in(batch.swap_in)
         for pairs in batch.copies:
             self._pages = self.executables.copy(self._pages, pairs)
-        step = self.executables.step(batch.bucket)
+        step = self.executables.step(batch.bucket, rests=batch.rests)
         output, self._pages = step(self._parameters, self._pages, batch.packed, batch.adjustments)
         result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
         if batch.num_scored:

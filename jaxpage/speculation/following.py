@@ -55,9 +55,9 @@ class Following:
         self._rest = 0  # steps for which it is yet to rest
 
     def levels(self, plan: StepPlan) -> int | None:
-        """How many tokens ahead of the step's draws it drafts; None: it does not follow."""
+        """How many tokens ahead of the step's draws it drafts; None: it has no part in the step."""
         self._levels = self._choose(plan)
-        return self._levels
+        return self._levels if self._remembers or self._levels else None
 
     def _choose(self, plan: StepPlan) -> int | None:
         most = self._limits.most_drafts(len(plan.rows))
