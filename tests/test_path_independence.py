@@ -15,6 +15,8 @@ from jaxpage.engine.text import NoText
 from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 40
 KINDS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3),

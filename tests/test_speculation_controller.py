@@ -18,6 +18,8 @@ from jaxpage.speculation import controller as controlling
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.estimates import Acceptance, Costs
 
+pytestmark = pytest.mark.slow
+
 # A model of 14 GB on an A100: 7 ms to read the weights, as long as arithmetic takes for 156 tokens. And a CPU, where that is so for two.
 A100 = ShapedDevice(fixed=1.5e-3, weights=7e-3, token=7e-3 / 156)
 CPU = ShapedDevice(fixed=1.0e-3, weights=0.8e-3, token=0.35e-3, draft=5e-6)
