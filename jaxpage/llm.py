@@ -12,9 +12,8 @@ from tqdm import tqdm
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
 from jaxpage.engine.build import build_engine
-from jaxpage.engine.calls import Calls, Order, PinnedPrefix, RequestStream
+from jaxpage.engine.calls import Calls, Order, PinnedPrefix, RequestStream, check_streamable
 from jaxpage.engine.reporting import Reporter
-from jaxpage.errors import UnsupportedError
 from jaxpage.interrupts import held_interrupts
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
@@ -101,15 +100,7 @@ class LLM:
         orders = self._prepare(prompt, params)
         if len(orders) != 1:
             raise ValueError(f"stream takes one prompt, not {len(orders)}; use generate for several")
-        asked = orders[0].params
-        if isinstance(asked, BeamSearchParams):
-            raise UnsupportedError(
-                f"streaming cannot show beam_width={asked.beam_width}: which hypotheses are the best is known at the end; use generate"
-            )
-        if asked.ranks:
-            raise UnsupportedError(
-                f"stream cannot show best_of={asked.best_of}: which are the best n={asked.n} is known at the end; use generate"
-            )
+        check_streamable(orders[0].params)
         return RequestStream(self._calls, orders[0])
 
     def chat(
