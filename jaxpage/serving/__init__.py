@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: the wire format, the engine on a thread of its own, the HTTP application, and the inspector."""
+"""The OpenAI-compatible server: its wire format, the engine loop behind it, and the inspector page."""
