@@ -28,6 +28,22 @@ class Order(NamedTuple):
     grammar: Grammar | None = None  # compiled, where the parameters ask for one
 
 
+def checked(
+    engine: Engine, prompt: Prompt, params: SamplingParams | BeamSearchParams, *, add_special_tokens: bool = True
+) -> Order:
+    """The prompt encoded and everything checked, but for a grammar, which `Engine.compiled` has to try. On any thread.
+
+    Raises TypeError, ValueError or UnsupportedError, naming the parameter and its value.
+    """
+    token_ids = prompt.token_ids
+    if token_ids is None:
+        if engine.tokenizer is None:
+            raise ValueError("The model has no tokenizer; give prompts as token ids")
+        token_ids = tuple(engine.tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"])
+    engine.check(token_ids, params)
+    return Order(prompt, token_ids, params)
+
+
 def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
     """Raises UnsupportedError where there is nothing to show before the end."""
     if isinstance(params, BeamSearchParams):
