@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from jaxpage.config import EngineConfig
+from jaxpage.config_sources import Resolved, read_file, resolve_settings
 from jaxpage.errors import ConfigError
 from jaxpage.settings import Problem, Settings
 
@@ -71,6 +73,30 @@ class ServerConfig(Settings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+
+def resolve_both(
+    path: str | os.PathLike[str] | None,
+    engine: Mapping[str, Any],
+    server: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    overrides_origin: str = "argument",
+) -> tuple[Resolved[EngineConfig], Resolved[ServerConfig]]:
+    """Both configurations from one file, the environment, and what was given by hand for each. Raises as `resolve_config` does."""
+    file = read_file(path)
+    below = file.pop("server").value if "server" in file else {}
+    for settings, own, other, there in (
+        (file, EngineConfig, ServerConfig, "the server's: write it below 'server:'"),
+        (below, ServerConfig, EngineConfig, "the engine's: write it at the top level"),
+    ):
+        for name in settings:
+            if name in other.model_fields and name not in own.model_fields:
+                raise ConfigError(f"{settings[name].place}: {name}: this setting is {there}")
+    return (
+        resolve_settings(EngineConfig, file, engine, environment, overrides_origin),
+        resolve_settings(ServerConfig, below, server, environment, overrides_origin),
+    )
 
 
 def read_api_keys(config: ServerConfig, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
