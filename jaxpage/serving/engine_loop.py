@@ -34,10 +34,7 @@ _Result = TypeVar("_Result")
 
 
 class EngineLoop:
-    """Steps the engine while there is work, and between two steps does what others ask of it, in order.
-
-    Nobody else touches the engine after `start`, but for `check` and `compiled`, which change nothing.
-    """
+    """Steps the engine while there is work, and between two steps does what others ask of it, in order."""
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class EngineLoop:
         """
         self._num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
         self.ended: Future[None] = Future()  # of the thread; with the error that it died of
-        self._engine = built.engine
+        self.engine = built.engine  # after `start` only for `check` and `compiled`, which change nothing
         self._calls = Calls(built.engine)
         self._timeout = request_timeout_seconds
         self._stalled_after = stalled_after_seconds
@@ -212,30 +209,30 @@ class EngineLoop:
 
     def _turn(self) -> None:
         """What others ask, a step, and the news of it."""
-        if not self._engine.has_unfinished:
+        if not self.engine.has_unfinished:
             self._turn_began = None
             self._obey(*self._inbox.get())
         self._turn_began = time.monotonic()
         for _ in range(self._inbox.qsize()):
             self._obey(*self._inbox.get())
         self._end_what_is_late()
-        if self._engine.has_unfinished and not self._is_stopping:
+        if self.engine.has_unfinished and not self._is_stopping:
             self._step()
         self._send_news()
 
     def _obey(self, function: Callable[[Engine], Any], future: Future[Any] | None) -> None:
         """What our own orders raise is fatal; what others' functions raise is theirs."""
         if future is None:
-            function(self._engine)
+            function(self.engine)
         elif future.set_running_or_notify_cancel():
             try:
-                future.set_result(function(self._engine))
+                future.set_result(function(self.engine))
             except Exception as error:
                 future.set_exception(error)
 
     def _step(self) -> None:
         try:
-            groups = self._engine.step()
+            groups = self.engine.step()
         except Exception as error:
             self._recover(error)
             return
@@ -248,11 +245,11 @@ class EngineLoop:
         """After a step that could neither be taken nor be failed: all requests end, and the engine is empty and whole, or dies."""
         logger.error("a step broke off; all requests end with an error", exc_info=error)
         self._end_all(EngineFailed("The engine failed while it generated"))
-        self._engine.abort_all()
-        self._engine.recover()
-        stats = self._engine.stats()
+        self.engine.abort_all()
+        self.engine.recover()
+        stats = self.engine.stats()
         if (
-            self._engine.has_unfinished
+            self.engine.has_unfinished
             or stats["num_blocks_free"] + stats["num_blocks_pinned"] != stats["num_blocks_total"]
         ):
             raise RuntimeError("blocks are lost behind a step that broke off") from error
@@ -291,13 +288,11 @@ class EngineLoop:
 
     def _end_what_is_late(self) -> None:
         now = time.monotonic()
-        for one in list(self._live.values()):  # the oldest first, and all have the same time
-            if one.deadline > now:
-                return
+        for one in [one for one in self._live.values() if one.deadline < now]:
             if one.reporter is not None and not one.reporter.finished:
                 self._end(one, DeadlineExceeded(f"The request did not finish within {self._timeout:g} s"))
 
-    def _end(self, one: Submitted, why: Exception | None = None) -> None:
+    def _end(self, one: Submitted, why: JaxpageError | None = None) -> None:
         """Its place and its blocks are free. What has ended before, or was never added, has none."""
         if one.is_over:
             return
@@ -323,7 +318,7 @@ class EngineLoop:
             if drained.set_running_or_notify_cancel():
                 drained.set_result(None)
 
-    def _end_all(self, why: Exception) -> None:
+    def _end_all(self, why: JaxpageError) -> None:
         for one in list(self._live.values()):
             self._end(one, again(why))
 

@@ -31,7 +31,7 @@ class DeadlineExceeded(JaxpageError, TimeoutError):
     """The request did not finish within `request_timeout_seconds`; it was ended."""
 
 
-_Error = TypeVar("_Error", bound=Exception)
+_Error = TypeVar("_Error", bound=JaxpageError)
 
 
 def again(error: _Error) -> _Error:
@@ -61,7 +61,7 @@ class Submitted:
         self.home = asyncio.get_running_loop()
         self._loop = loop
         self._waiting: asyncio.Future[RequestOutput] | None = None  # this and the error: on the event loop
-        self._error: Exception | None = None
+        self._error: JaxpageError | None = None
         self.deadline = math.inf  # from here on: on the engine's thread
         self.reporter: Reporter | None = None
         self.is_wanted = self.has_news = self.is_over = False
@@ -74,7 +74,7 @@ class Submitted:
         try:
             finished = False
             while not finished:
-                delta = await self._next()
+                delta = await self.next_delta()
                 finished = delta.finished
                 yield delta
         finally:
@@ -83,34 +83,38 @@ class Submitted:
     async def whole(self) -> RequestOutput:
         """All of it, once it has finished. Raises what `deltas` raises. Who gives up waiting has ended the request."""
         try:
-            return await self._next()
+            return await self.next_delta()
         finally:
             self.cancel()
+
+    def next_delta(self) -> asyncio.Future[RequestOutput]:
+        """The next of `deltas`, or `whole`. The one before was taken."""
+        self._waiting = self.home.create_future()
+        try:
+            if self._error is not None:
+                raise again(self._error)
+            self._loop.want(self)
+        except JaxpageError as error:
+            _fail(self._waiting, error)
+        return self._waiting
 
     def cancel(self) -> None:
         """Ends the request before the engine's next step; its blocks are free. Of one that has ended nothing is left to do."""
         self._loop.end(self)
 
-    def arrived(self, news: RequestOutput | Exception) -> None:
+    def arrived(self, news: RequestOutput | JaxpageError) -> None:
         """On the event loop: what the engine sent. An error comes without being asked for, and stays."""
-        if isinstance(news, Exception):
+        if isinstance(news, JaxpageError):
             self._error = news
         if self._waiting is None or self._waiting.done():
             return
-        if isinstance(news, Exception):
-            self._waiting.set_exception(news)
+        if isinstance(news, JaxpageError):
+            _fail(self._waiting, news)
         else:
             self._waiting.set_result(news)
 
-    async def _next(self) -> RequestOutput:
-        if self._error is not None:
-            raise again(self._error)
-        self._waiting = self.home.create_future()
-        self._loop.want(self)
-        return await self._waiting
 
-
-News = tuple[Submitted, RequestOutput | Exception]
+News = tuple[Submitted, RequestOutput | JaxpageError]
 
 
 def send(news: Iterable[News]) -> None:
@@ -121,6 +125,11 @@ def send(news: Iterable[News]) -> None:
     for home, items in by_home.items():
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
             home.call_soon_threadsafe(_arrive, items)
+
+
+def _fail(future: asyncio.Future[RequestOutput], error: JaxpageError) -> None:
+    future.set_exception(error)
+    future.exception()  # seen: asyncio logs no complaint if nobody waits for it any more
 
 
 def _arrive(news: list[News]) -> None:
