@@ -6,12 +6,13 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpage.serving.wire.errors import ApiError
+
 
 @dataclass(frozen=True)
 class Limits:
     """Bounds of one request body. What they do not bound is bounded by the size of the body."""
 
-    max_n: int = 128  # also of best_of and of the width of a beam search
     max_prompts: int = 256
     max_sequences: int = 1024  # prompts times sequences of each
     max_messages: int = 4096
@@ -40,3 +41,14 @@ class ModelContext:
         """No longer text fits in the model, however it is spelled: so much is refused before it is encoded, which takes time."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1) if self.tokenizer is not None else 1
         return self.max_model_len * longest
+
+    def checked_prompt(self, prompt: str | list[int], param: str) -> str | tuple[int, ...]:
+        """The prompt of a job. Raises ApiError for one that is too long on the face of it, or text where there is no tokenizer."""
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.tokenizer is None:
+            raise ApiError(400, "The model has no tokenizer; give the prompt as token ids", param=param)
+        if len(prompt) > self.max_prompt_characters:
+            message = f"The prompt has {len(prompt)} characters, which cannot fit in max_model_len={self.max_model_len} tokens"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return prompt

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from jaxpage.outputs import RequestOutput
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.serving.wire.chat import open_chat
+from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.job import Job
+from jaxpage.serving.wire.tokenizing import detokenize, tokenize
 
-
-class Job(NamedTuple):
-    """One prompt for the engine. Text is encoded by the server, off the event loop."""
-
-    prompt: str | tuple[int, ...]
-    params: SamplingParams | BeamSearchParams
-    add_special_tokens: bool
+__all__ = ["Exchange", "Job", "detokenize", "open_chat", "open_completion", "tokenize"]
 
 
 class Exchange(Protocol):
@@ -26,7 +23,7 @@ class Exchange(Protocol):
     id: str
     stream: bool
     jobs: list[Job]
-    ignored_fields: tuple[str, ...]  # unknown ones, as paths
+    ignored_fields: tuple[str, ...]  # unknown ones, as paths; safe in a header
 
     def refusal(self, error: Exception) -> ApiError:
         """What the client is told of an error that the engine has with a job: `as_api_error`, in the client's terms."""
