@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,20 +33,12 @@ from jaxpage.serving.visitors import Visitors
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.exchange import Exchange
+from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, tokenize
 
+logger = logging.getLogger(__name__)
 Open = Callable[[dict[str, Any], ModelContext], Exchange]
 Transform = Callable[[dict[str, Any], ModelContext], dict[str, Any]]
 STATS_SECONDS = 5.0  # a step may take longer; then there are no metrics for now
-
-
-class Wire(NamedTuple):
-    """The wire format: what makes an exchange of a body, and what answers without the engine."""
-
-    completion: Open
-    chat: Open
-    tokenize: Transform
-    detokenize: Transform
 
 
 class Server:
@@ -55,24 +48,24 @@ class Server:
         self,
         loop: EngineLoop,
         context: ModelContext,
+        config: ServerConfig,
         metrics: ServerMetrics,
-        wire: Wire,
         capabilities: Mapping[str, Any],
-        max_waiting: int,
     ) -> None:
         self.visitors = Visitors()
-        self.preparing = Preparing(loop.engine, max_waiting)
+        self.preparing = Preparing(loop.engine, config.max_queued_requests)
         self._loop = loop
         self._context = context
         self._metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(loop, self.preparing, metrics)
+        self._logs_requests = config.log_requests
         self._created = int(time.time())
         self.routes: list[BaseRoute] = [
-            _post("/v1/completions", partial(self._exchange, wire.completion)),
-            _post("/v1/chat/completions", partial(self._exchange, wire.chat)),
-            _post("/tokenize", partial(self._transform, wire.tokenize)),
-            _post("/detokenize", partial(self._transform, wire.detokenize)),
+            _post("/v1/completions", partial(self._exchange, open_completion)),
+            _post("/v1/chat/completions", partial(self._exchange, open_chat)),
+            _post("/tokenize", partial(self._transform, tokenize)),
+            _post("/detokenize", partial(self._transform, detokenize)),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/v1/capabilities", self._capable),
@@ -86,8 +79,15 @@ class Server:
     async def _exchange(self, opened: Open, scope: Scope, receive: Receive, send: Send) -> None:
         with self.visitors.inside():
             raw = await _json_body(scope, receive)
-            exchange = await self.preparing.run(lambda: opened(parse_object(raw), self._context))
+            exchange = await self.preparing.run(lambda: self._opened(opened, raw))
             await self._generating.answer(exchange, scope, receive, send)
+
+    def _opened(self, opened: Open, raw: bytes) -> Exchange:
+        body = parse_object(raw)
+        exchange = opened(body, self._context)
+        if self._logs_requests:
+            logger.info("request", extra={"id": exchange.id, "body": body})
+        return exchange
 
     async def _transform(self, transform: Transform, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await _json_body(scope, receive)
@@ -149,7 +149,6 @@ def build_app(
     context: ModelContext,
     config: ServerConfig,
     metrics: ServerMetrics,
-    wire: Wire,
     *,
     capabilities: Mapping[str, Any] | None = None,
     api_keys: Sequence[str] = (),
@@ -163,7 +162,7 @@ def build_app(
         routes: more of them: those of the page.
         open_paths: for which no key is needed, besides `OPEN_PATHS`. Exact paths of files that tell nothing of this server.
     """
-    server = Server(loop, context, metrics, wire, capabilities or {}, config.max_queued_requests)
+    server = Server(loop, context, config, metrics, capabilities or {})
     middleware = [
         Middleware(Envelope, metrics=metrics),
         Middleware(ApiKeys, keys=api_keys, open_paths={*OPEN_PATHS, *open_paths}),

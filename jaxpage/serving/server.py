@@ -10,17 +10,21 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
+from jaxpage.engine.build import Built
 from jaxpage.errors import JaxpageError
-from jaxpage.serving.app import Server
+from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.connection import MAX_HEADER_BYTES, Connection
+from jaxpage.serving.logs import log_activity
+from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.wire.context import ModelContext
 
 logger = logging.getLogger(__name__)
 HEADER_SECONDS = 5.0  # beside the time for the body
@@ -28,47 +32,44 @@ PARTING_SECONDS = 5.0  # for what ended early to be told so, and for the engine'
 KEEP_ALIVE_SECONDS = 5  # that a connection may be silent behind an answer
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """A socket that has the address and does not listen yet. Raises JaxpageError if somebody else has it."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise JaxpageError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port, *_ = listener.getsockname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def run_server(
-    app: Starlette, loop: EngineLoop, config: ServerConfig, listener: socket.socket, announce: Callable[[str], None]
+    built: Built,
+    config: ServerConfig,
+    context: ModelContext,
+    listener: socket.socket,
+    *,
+    metrics: ServerMetrics,
+    capabilities: Mapping[str, Any],
+    api_keys: Sequence[str],
+    announce: Callable[[], None],
 ) -> int:
-    """Serves until a signal comes, or until the engine dies. The first signal lets finish what runs, the second ends it at once.
+    """Serves until a signal comes or the engine dies. The first signal lets finish what runs, the second ends it at once.
 
     Args:
-        app: of `build_app`, for this loop.
-        listener: of `bind`.
-        announce: called with the URL once connections are answered.
+        listener: bound, not listening.
+        announce: called once connections are answered.
 
-    Returns: the exit status. 0: it was asked to end, and did in time or at its deadline; 1: it was hurried, or the engine has failed.
+    Returns: the exit status. 0: it was asked to end, and did, at its deadline at the latest; 1: it was hurried, or the engine has died.
     """
-    serving = Serving(app, loop, config, listener, announce)
-    status = asyncio.run(serving.run())
+    loop = EngineLoop(
+        built,
+        max_queued_requests=config.max_queued_requests,
+        request_timeout_seconds=config.request_timeout_seconds,
+    )
+    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys)
+    status = asyncio.run(_serve(app, loop, config, listener, announce))
     if not loop.stop(PARTING_SECONDS):
         logger.critical("the engine is still in a step; the process ends without it")
         os._exit(1)
     return status
+
+
+async def _serve(
+    app: Starlette, loop: EngineLoop, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]
+) -> int:
+    serving = Serving(app, loop, config, listener, announce)
+    with _handled_signals(serving.signal):
+        return await serving.run()
 
 
 class Serving:
@@ -80,7 +81,7 @@ class Serving:
         loop: EngineLoop,
         config: ServerConfig,
         listener: socket.socket,
-        announce: Callable[[str], None],
+        announce: Callable[[], None],
     ) -> None:
         self._server: Server = app.state.server
         self._loop = loop
@@ -89,7 +90,7 @@ class Serving:
         self._num_signals = 0
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
-        self._uvicorn = _Uvicorn(_settings(app, config), lambda: announce(url_of(listener)))
+        self._uvicorn = _Uvicorn(_settings(app, config), announce)
 
     def signal(self) -> None:
         """Asks it to end; the second time, at once. On the event loop."""
@@ -102,22 +103,23 @@ class Serving:
         died = asyncio.ensure_future(_ended(self._loop))
         signalled = asyncio.ensure_future(self._signalled.wait())
         hurried = asyncio.ensure_future(self._hurried.wait())
+        activity = asyncio.ensure_future(log_activity(self._loop.stats))
         try:
-            with _handled_signals(self.signal):
-                await _first(serving, died, signalled)
-                self._server.visitors.is_closed = True
-                await _first(self._server.visitors.left(self._shutdown_seconds), died, hurried)
-                status = 1 if died.done() else 0
-                await _first(self._part(), hurried)
-                if hurried.done():
-                    status = 1
-                    self._uvicorn.cut()
-                self._uvicorn.should_exit = True
-                await serving
-                return status
+            await _first(serving, died, signalled)
+            self._server.visitors.is_closed = True
+            await _first(self._server.visitors.left(self._shutdown_seconds), died, hurried)
+            status = 1 if died.done() else 0
+            await _first(self._part(), hurried)
+            if hurried.done():
+                status = 1
+                self._uvicorn.cut()
+            self._uvicorn.should_exit = True
+            await serving
+            return status
         finally:
-            for task in (died, signalled, hurried):
+            for task in (died, signalled, hurried, activity):
                 task.cancel()
+            await asyncio.gather(died, signalled, hurried, activity, return_exceptions=True)
             self._server.preparing.close()
 
     async def _part(self) -> None:

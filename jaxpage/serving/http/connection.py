@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -90,12 +91,13 @@ class Connection(H11Protocol):
         self._sending.stop()
 
     def send_400_response(self, msg: str) -> None:
-        """Of what is not HTTP."""
+        """What is not HTTP is answered once, unless an answer is under way."""
         body = encoded(ApiError(400, msg).body())
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events: list[Any] = [h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
-        for event in events:
-            self.transport.write(self.conn.send(event) or b"")
+        with contextlib.suppress(h11.LocalProtocolError):
+            for event in events:
+                self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
     def _expect_request(self) -> None:
