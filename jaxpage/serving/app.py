@@ -55,7 +55,7 @@ class Server:
         capabilities: Mapping[str, Any],
     ) -> None:
         self.visitors = Visitors()
-        self.preparing = Preparing(loop.engine, config.max_queued_requests)
+        self.preparing = Preparing(loop.engine, loop.num_places)
         self._loop = loop
         self._context = context
         self._metrics = metrics
