@@ -67,7 +67,9 @@ def _completions(llm: LLM) -> Callable[[Request], Any]:
         if body.get("use_beam_search"):
             params: Any = BeamSearchParams(body["n"], max_tokens=body["max_tokens"])
             output = await asyncio.to_thread(lambda: llm.generate(prompt, params, use_tqdm=False)[0])
-            return JSONResponse({"choices": [_choice(one, chat, whole=True) for one in output.outputs], "usage": _usage(output)})
+            return JSONResponse(
+                {"choices": [_choice(one, chat, whole=True) for one in output.outputs], "usage": _usage(output)}
+            )
         try:
             params = SamplingParams(
                 n=body.get("n", 1),
