@@ -125,10 +125,11 @@ class Serving:
             self._server.preparing.close()
 
     async def _part(self) -> None:
-        """Ends what is left with an error, and lets that be told."""
+        """Ends what is left with an error, lets that be told, and ends the engine's thread, and with it who looks at the engine."""
         with contextlib.suppress(TimeoutError, JaxpageError):
             await asyncio.wait_for(self._loop.drain(0), PARTING_SECONDS)
         await self._server.visitors.left(PARTING_SECONDS)
+        await asyncio.to_thread(self._loop.stop, PARTING_SECONDS)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -80,6 +80,12 @@ def page_routes() -> list[BaseRoute]:
     return [Route("/ui", to_page), Route("/ui/", page), Route("/ui/{name}", page)]
 
 
+def open_paths() -> frozenset[str]:
+    """The exact paths of the page's files."""
+    files = (Path(__file__).parent / "static").iterdir()
+    return frozenset({"/ui", "/ui/", *(f"/ui/{path.name}" for path in files if path.suffix in _TYPES)})
+
+
 def state_routes(loop: Source, config: Settings) -> list[BaseRoute]:
     """Snapshots of the engine: one, or a stream of them as they change."""
     feed = _Feed(loop, Inspector(show_prompts=config.ui_show_prompts))
