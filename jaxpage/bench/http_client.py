@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,9 +88,10 @@ class Client:
             connection = h11.Connection(h11.CLIENT)
             headers = [*self._headers, ("content-length", str(len(body)))]
             request = h11.Request(method=method, target=self._path + path, headers=headers)
-            for event in (request, h11.Data(body), h11.EndOfMessage()):
-                writer.write(connection.send(event) or b"")
+            for part in (request, h11.Data(body), h11.EndOfMessage()):
+                writer.write(connection.send(part) or b"")
             status = 0
+            event: Any
             while not isinstance(event := connection.next_event(), h11.EndOfMessage):
                 if event is h11.NEED_DATA:
                     connection.receive_data(await reader.read(READ_BYTES))
@@ -106,7 +107,7 @@ class Client:
             writer.close()
 
 
-async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+async def _events(parts: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:
     """The JSON objects of server-sent events, up to [DONE]."""
     buffer = b""
     async for part in parts:
