@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,8 @@ from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
 from jaxpage.errors import ConfigError
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
-from jaxpage.serving.startup import address_of, bound_socket, model_names
+from jaxpage.serving.startup import address_of, bound_socket, how_to_ask, model_names
+from jaxpage.serving.wire.context import ModelContext
 from jaxpage.settings import nearest_name
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -253,3 +257,15 @@ def test_what_clients_call_the_model(tmp_path: Path) -> None:
     assert model_names(EngineConfig(model="organisation/name"), ServerConfig()) == ("organisation/name",)
     assert model_names(EngineConfig(model=f"{tmp_path}/my-model/"), ServerConfig()) == ("my-model",)
     assert model_names(EngineConfig(), ServerConfig(served_model_name=("a", "b"))) == ("a", "b")
+
+
+def test_a_model_without_a_template_is_asked_for_completions() -> None:
+    """Of text where there is a tokenizer, of token ids where there is none; the body that is shown is JSON in a shell's quotes."""
+    for tokenizer, prompt in ((SimpleNamespace(), "Once upon a time"), (None, [1, 2, 3])):
+        context = ModelContext(model_names=("it's",), max_model_len=9, vocab_size=9, tokenizer=tokenizer)
+        text = how_to_ask("http://h:1", context, has_keys=False, has_page=True)
+        [curl] = [line for line in text.splitlines() if line.startswith("  curl")]
+        words = shlex.split(curl)
+        assert words[1] == "http://h:1/v1/completions" and "Bearer" not in curl
+        assert json.loads(words[-1]) == {"model": "it's", "max_tokens": 32, "prompt": prompt}
+        assert "http://h:1/ui/" in text and "client.completions.create(" in text
