@@ -18,7 +18,8 @@ from jaxpage import cli
 from jaxpage.cli_flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
-from jaxpage.errors import ConfigError
+from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.serving import startup
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
 from jaxpage.serving.startup import address_of, bound_socket, how_to_ask, model_names
 from jaxpage.serving.wire.context import ModelContext
@@ -249,6 +250,26 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
 def test_every_address_is_told_as_one_that_can_be_asked() -> None:
     with bound_socket(ServerConfig(host="0.0.0.0", port=0)) as listener:
         assert address_of(listener).startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)]
+)
+def test_a_door_that_is_open_to_everybody_is_told(
+    host: str, key: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_engine(*_: object, **__: object) -> None:
+        raise CapacityError("there is no engine in this test")
+
+    said: list[str] = []
+    monkeypatch.setattr(startup, "build_engine", no_engine)
+    monkeypatch.setattr(startup.logs, "configure", lambda config: None)
+    monkeypatch.setattr(startup.logger, "warning", lambda text, *arguments: said.append(text % arguments))
+    if key is not None:
+        monkeypatch.setenv("JAXPAGE_API_KEY", key)
+    with pytest.raises(CapacityError):
+        startup.start(EngineConfig(), ServerConfig(host=host, port=0))
+    assert [text.split(":")[0] for text in said] == (["whoever reaches 0.0.0.0 may ask"] if warned else [])
 
 
 def test_what_clients_call_the_model(tmp_path: Path) -> None:
