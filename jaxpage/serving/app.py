@@ -31,6 +31,7 @@ from jaxpage.serving.inspector.routes import open_paths as page_paths
 from jaxpage.serving.inspector.routes import routes as page_routes
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.profiling import profiler_routes
 from jaxpage.serving.visitors import Visitors
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
@@ -169,7 +170,8 @@ def build_app(
     ]
     pages = page_routes(loop, config) if config.ui else []
     handlers = {HTTPException: _http_error}
-    app = Starlette(routes=[*server.routes, *pages], middleware=middleware, exception_handlers=handlers)
+    routes = [*server.routes, *profiler_routes(config), *pages]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.router.redirect_slashes = False  # a path is right or not found
     return app
