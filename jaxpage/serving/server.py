@@ -22,6 +22,7 @@ from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.connection import MAX_HEADER_BYTES, Connection
+from jaxpage.serving.inspector import routes as inspector
 from jaxpage.serving.logs import log_activity
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.wire.context import ModelContext
@@ -56,7 +57,16 @@ def run_server(
         max_queued_requests=config.max_queued_requests,
         request_timeout_seconds=config.request_timeout_seconds,
     )
-    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys)
+    app = build_app(
+        loop,
+        context,
+        config,
+        metrics,
+        capabilities=capabilities,
+        api_keys=api_keys,
+        routes=inspector.routes(loop, show_prompts=config.ui_show_prompts) if config.ui else (),
+        open_paths=inspector.PAGE_PATHS if config.ui else (),
+    )
     status = asyncio.run(_serve(app, loop, config, listener, announce))
     if not loop.stop(PARTING_SECONDS):
         logger.critical("the engine is still in a step; the process ends without it")

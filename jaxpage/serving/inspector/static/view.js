@@ -10,7 +10,7 @@ import { drawTimeline } from "./timeline.js";
 
 const MOST_ROWS = 24;
 const MOST_PATHS = 8;
-const WINDOW = { seconds: 30, steps: 160 }; // of the timelines, at least
+const WINDOW = { seconds: [2, 40], steps: [20, 320] }; // of the timelines: at least and at most
 
 export class InspectorView {
   constructor() {
@@ -90,9 +90,11 @@ export class InspectorView {
     const states = ["running", "waiting", "preempted", "swapped"].map((state) => [number(state), state]);
     $("queue").replaceChildren(...states.filter(([n, state]) => n || state === "running").map(([n, state]) => el("span", { class: "part" }, el("b", {}, String(n)), ` ${state}`)));
     const shown = requests.slice(0, MOST_ROWS);
+    const [least, most] = WINDOW[clock.unit];
     const starts = shown.map(({ timeline }) => timeline[0]?.[1] ?? clock.now);
-    const from = Math.max(Math.min(clock.now, ...starts), clock.now - 2 * WINDOW[clock.unit]);
-    const to = Math.max(clock.now, from + WINDOW[clock.unit] / 8);
+    const end = Math.max(...shown.map(({ timeline }) => timeline.at(-1)?.[2] ?? clock.now)); // of the last that went on
+    const from = Math.max(Math.min(end, ...starts), end - most);
+    const to = Math.max(end, from + least);
     const rows = shown.map((request) => this.row(request));
     const list = $("requests");
     const more = requests.length > MOST_ROWS ? [el("li", { class: "muted small" }, `and ${requests.length - MOST_ROWS} more`)] : [];
