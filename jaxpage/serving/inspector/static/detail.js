@@ -12,7 +12,8 @@ export function describe(block, request, snapshot) {
   if (block) return describeBlock(block, snapshot);
   if (request) return [el("p", {}, el("b", {}, `Request #${request.number}`), ` ${storyOf(request)}`)];
   return [
-    el("p", { class: "muted" }, "Point at a block to see whose it is, or at a request to see its block table. With the keyboard: Tab to the grid, then the arrow keys."),
+    el("p", {}, "Keys and values of the tokens lie in blocks of equal size, wherever one was free. A sequence finds its own through a block table; what begins alike shares blocks, and who writes to a shared one gets a copy."),
+    el("p", { class: "muted" }, "Point at a block to see whose it is, or at a request to see its block table; a click holds it. With the keyboard: Tab to the grid, then arrows, Enter and Escape."),
   ];
 }
 
