@@ -45,19 +45,20 @@ class Generating:
         self._preparing = preparing
         self._metrics = metrics
 
-    async def answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError as long as nothing was sent."""
+    async def answer(self, exchange: Exchange, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
+        """arrived: when, by `time.monotonic`. Raises ApiError as long as nothing was sent."""
         try:
-            await while_connected(receive, self._answered(exchange, scope, receive, send))
+            await while_connected(receive, self._answered(exchange, arrived, scope, receive, send))
         except ClientGone:
             self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
 
-    async def _answered(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answered(self, exchange: Exchange, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             orders = await self._preparing.orders(exchange.jobs)
-            submitted = await self._loop.submit(orders, stream=exchange.stream, name=exchange.id)
+            submitted = await self._loop.submit(orders, stream=exchange.stream, name=exchange.id, arrived=arrived)
         except Exception as error:
-            raise refusal_of(error) or exchange.refusal(error) from error
+            refusal = refusal_of(error) or exchange.refusal(error)
+            raise (told(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
         headers = {"x-jaxpage-ignored-fields": _listed(exchange.ignored_fields)} if exchange.ignored_fields else {}
         try:
             if exchange.stream:
