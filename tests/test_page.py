@@ -280,7 +280,7 @@ def comparable(snapshot: Any) -> Any:
     ]
     for request in requests:
         for one in request["sequences"]:
-            one.pop("sample")
+            one.pop("sample", None)
     step = {name: value for name, value in snapshot["step"].items() if name not in ("seconds", "draws")}
     return {
         "pool": snapshot["pool"],
@@ -288,6 +288,10 @@ def comparable(snapshot: Any) -> Any:
         "step": step,
         "num_steps": snapshot["num_steps"],
     }
+
+
+def running(snapshot: Any) -> set[int]:
+    return {request["number"] for request in snapshot["requests"] if request["state"] == "running"}
 
 
 def test_a_log_shows_what_the_engine_showed(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
@@ -304,9 +308,16 @@ def test_a_log_shows_what_the_engine_showed(page: Any, files: str, crowd: tuple[
         }""",
         log,
     )
+    num_compared = 0
     for way in shown:
         for moment, want in enumerate(snapshots, start=1):
-            assert comparable(way[moment]) == comparable(want), f"moment {moment}"
+            if running(way[moment]) == running(want):  # else one was admitted and had no row yet: the log does not know
+                assert comparable(way[moment]) == comparable(want), f"moment {moment}"
+                num_compared += 1
+            else:
+                assert running(way[moment]) < running(want)
+                assert not {row[0] for row in want["step"]["rows"]} & (running(want) - running(way[moment]))
+    assert num_compared > 0.95 * 2 * len(snapshots)
     kinds = Counter(request["state"] for snapshot in snapshots for request in snapshot["requests"])
     assert kinds["preempted"] and kinds["swapped"] and kinds["finished"], "the crowd shows everything"
 
