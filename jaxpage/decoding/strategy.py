@@ -10,6 +10,8 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.token_masks import Mask
 
+NO_TOKEN_LEFT = "what the request allows, forbids and penalises leaves no token that could be drawn"
+
 
 class Draw(NamedTuple):
     """What came of one draw. `logprobs` is None unless the request asks for any."""
@@ -39,7 +41,7 @@ class Strategy(Protocol):
 def refusal(draw: Draw) -> Finish:
     """The end of a sequence for which no token could be drawn."""
     if draw.token_id == NOTHING_ALLOWED:
-        reason = "what the request allows, forbids and penalises leaves no token that could be drawn"
+        reason = NO_TOKEN_LEFT
     else:
         reason = "the model's logits are not finite"
     return Finish(draw.sequence_id, "error", reason)

@@ -1,0 +1,175 @@
+"""From settings to a server that answers, with what happens on the way on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpage import __version__
+from jaxpage.config import EngineConfig
+from jaxpage.engine.build import PHASES, Built, build_engine
+from jaxpage.errors import ConfigError
+from jaxpage.serving import logs
+from jaxpage.serving.capabilities import capabilities
+from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
+from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.server import run_server
+from jaxpage.serving.wire.context import ModelContext
+
+logger = logging.getLogger(__name__)
+
+
+class StartUp:
+    """Tells what begins and how long what came before took: lines for people, or records for programs."""
+
+    def __init__(self, *, as_records: bool):
+        self._as_records = as_records
+        self._began = self._phase_began = time.monotonic()
+        self._phase: str | None = None
+
+    def phase(self, name: str) -> None:
+        """A phase begins, one of PHASES."""
+        self._end_phase()
+        self._phase, self._phase_began = name, time.monotonic()
+        if not self._as_records:
+            print(f"[{PHASES.index(name) + 1}/{len(PHASES)}] {name.capitalize()}", file=sys.stderr, flush=True)
+
+    def ready(self, text: str, address: str) -> None:
+        """The server answers at `address`; `text` says how it is asked."""
+        self._end_phase()
+        seconds = time.monotonic() - self._began
+        if self._as_records:
+            logger.info("ready", extra={"address": address, "seconds": round(seconds, 3)})
+        else:
+            print(f"\nReady after {seconds:.1f} s.\n\n{text}\n", file=sys.stderr, flush=True)
+
+    def _end_phase(self) -> None:
+        seconds = time.monotonic() - self._phase_began
+        if self._phase and self._as_records:
+            logger.info(self._phase, extra={"seconds": round(seconds, 3)})
+        elif self._phase:
+            print(f"      {seconds:.1f} s", file=sys.stderr, flush=True)
+        self._phase = None
+
+
+@contextlib.contextmanager
+def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
+    """The server's address is ours, and nobody can connect yet: whether it can be had is known before a model is loaded.
+
+    Raises ConfigError if it cannot.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from None
+        yield listener
+
+
+def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
+    """What clients call the model: as they were told, or as the engine was; of a directory the last part, since the rest is ours."""
+    if server.served_model_name:
+        return server.served_model_name
+    path = Path(engine.model)
+    return (path.resolve().name if path.is_dir() else engine.model,)
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a bound socket, from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
+    """What the wire format has to know of the model."""
+    described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
+    return ModelContext(
+        model_names=model_names(engine, server),
+        max_model_len=built.memory.max_model_len,
+        vocab_size=built.engine.builder.vocab_size,
+        tokenizer=built.tokenizer,
+        sampling_defaults=built.sampling_defaults,
+        system_fingerprint=f"fp_{hashlib.blake2s(described.encode(), digest_size=6).hexdigest()}",
+        tool_parser=server.tool_parser,
+        reasoning_parser=server.reasoning_parser,
+        strict_requests=server.strict_requests,
+    )
+
+
+def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page: bool) -> str:
+    """A curl line and a program, to be copied as they are."""
+    path, call, answer = "completions", "completions", "choices[0].text"
+    asked: dict[str, Any] = {"model": context.model_names[0], "max_tokens": 32}
+    if getattr(context.tokenizer, "chat_template", None):
+        path, call, answer = "chat/completions", "chat.completions", "choices[0].message.content"
+        asked["messages"] = [{"role": "user", "content": "Once upon a time"}]
+    else:
+        asked["prompt"] = [1, 2, 3] if context.tokenizer is None else "Once upon a time"
+    arguments = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    header = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_keys else ""
+    api_key = f'os.environ["{API_KEY_VARIABLE}"]' if has_keys else '"none"'
+    lines = [
+        f"The server is at {address}/v1, the model is called {context.model_names[0]}. Ctrl-C ends it.",
+        *([f"A key is needed; below it comes from {API_KEY_VARIABLE}."] if has_keys else []),
+        *([f"The page is at {address}/ui/"] if has_page else []),
+        "",
+        f'  curl {address}/v1/{path} -H "Content-Type: application/json"{header} -d {shlex.quote(json.dumps(asked))}',
+        "",
+        f"  {'import os; ' if has_keys else ''}from openai import OpenAI",
+        f'  client = OpenAI(base_url="{address}/v1", api_key={api_key})',
+        f"  print(client.{call}.create({arguments}).{answer})",
+    ]
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def start(engine: EngineConfig, server: ServerConfig) -> int:
+    """Builds the engine, serves until a signal comes, and returns the exit status.
+
+    Raises JaxpageError, before a model is loaded if it can be told by then: no address, no keys, no model, no memory.
+    """
+    logs.configure(server)
+    start_up = StartUp(as_records=server.log_json)
+    api_keys = read_api_keys(server)
+    with bound_socket(server) as listener:
+        if not api_keys and not server.is_local:
+            logger.warning("whoever reaches %s may ask: set --api-key-file or %s", server.host, API_KEY_VARIABLE)
+        with interrupts_end_at_once():
+            built = build_engine(engine, progress=not server.log_json, phase=start_up.phase)
+        context, address = model_context(built, engine, server), address_of(listener)
+        text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
+        return run_server(
+            built,
+            server,
+            context,
+            listener,
+            metrics=ServerMetrics(context.model_names[0]),
+            capabilities=capabilities(built, engine, server),
+            api_keys=api_keys,
+            announce=lambda: start_up.ready(text, address),
+        )

@@ -1,0 +1,148 @@
+"""What the answers of both endpoints have in common: ids, usage, and how the engine's failures are told."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.decoding.strategy import NO_TOKEN_LEFT
+from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError, as_api_error
+from jaxpage.serving.wire.fields import GenerationRequest
+from jaxpage.serving.wire.job import Job
+from jaxpage.serving.wire.logprobs import Entries, bounded, likeliest
+
+
+class Answer:
+    """The parts of an exchange that are the same for completions and chat."""
+
+    _prefix: str  # of the id
+    _object: str
+    _chunk_object: str
+    _parameter_names: Mapping[str, str]  # of the engine's, in the client's terms
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        context: ModelContext,
+        jobs: list[Job],
+        ignored_fields: tuple[str, ...],
+    ) -> None:
+        self.id = f"{self._prefix}-{uuid.uuid4().hex}"
+        self.stream = bool(request.stream)
+        self.jobs = jobs
+        self.ignored_fields = ignored_fields
+        self._request = request
+        self._context = context
+        self._num_choices = request.n or 1  # of each job
+        self._created = int(time.time())
+        self._usage = Usage()
+        self._ended: set[int] = set()  # choices of a stream
+
+    def refusal(self, error: Exception) -> ApiError:
+        return as_api_error(error, names=self._parameter_names)
+
+    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        self._usage.add(job_index, delta)
+        options = self._request.stream_options
+        chunks = []
+        for position, output in enumerate(delta.outputs):
+            check(output)
+            index = job_index * self._num_choices + output.index
+            if index in self._ended:
+                continue
+            if output.finish_reason is not None:
+                self._ended.add(index)
+            for choice in self._stream_choices(index, job_index, delta, position):
+                chunk = self._envelope(self._chunk_object, [choice])
+                if options is not None and options.include_usage:
+                    chunk["usage"] = self._usage.body() if options.continuous_usage_stats else None
+                chunks.append(chunk)
+        return chunks
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        options = self._request.stream_options
+        if options is None or not options.include_usage:
+            return []
+        return [{**self._envelope(self._chunk_object, []), "usage": self._usage.body()}]
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        choices = []
+        for job_index, output in enumerate(outputs):
+            self._usage.add(job_index, output)
+            for position, one in enumerate(output.outputs):
+                check(one)
+                choices.append(self._choice(job_index * self._num_choices + one.index, output, position))
+        return {**self._envelope(self._object, choices), "usage": self._usage.body()}
+
+    def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:
+        """What is new of `delta.outputs[position]`; nothing where there is nothing to say."""
+        raise NotImplementedError
+
+    def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._request.model,
+            "system_fingerprint": self._context.system_fingerprint or None,
+            "choices": choices,
+        }
+
+    def _end(self, output: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
+        """The fields of a choice that say how it ended, and its token ids where they were asked for."""
+        end: dict[str, Any] = {"finish_reason": finish_reason, "stop_reason": output.stop_reason}
+        return {**end, "token_ids": output.token_ids} if self._request.return_token_ids else end
+
+
+class Usage:
+    """Tokens of all jobs so far."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}  # by job: tokens, and how many of them the prefix cache had
+        self._num_generated = 0
+
+    def add(self, job_index: int, output: RequestOutput) -> None:
+        num_cached = output.metrics.num_cached_tokens if output.metrics else 0
+        self._prompts[job_index] = (len(output.prompt_token_ids), num_cached)
+        self._num_generated += sum(len(one.token_ids) for one in output.outputs)
+
+    def body(self) -> dict[str, Any]:
+        num_prompt = sum(tokens for tokens, _ in self._prompts.values())
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_generated,
+            "total_tokens": num_prompt + self._num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
+        }
+
+
+def check(output: CompletionOutput) -> None:
+    """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on."""
+    reason = str(output.stop_reason or "")
+    if output.finish_reason == "abort":
+        raise ApiError(503, "The request was ended before it was complete", headers=RETRY_AFTER)
+    if output.finish_reason == "error":
+        if reason == NO_TOKEN_LEFT or reason.startswith("structured_outputs: "):
+            raise ApiError(400, f"The generation cannot go on: {reason}")
+        raise ApiError(500, INTERNAL)
+
+
+def prompt_logprobs_body(entries: Entries | None, wanted: int) -> list[Any] | None:
+    """vLLM's form: by token id, the `wanted` likeliest and the token itself."""
+    if entries is None:
+        return None
+    return [
+        entry
+        and {
+            str(token_id): {"logprob": bounded(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+            for token_id, one in likeliest(entry, wanted).items()
+        }
+        for entry in entries
+    ]

@@ -1,0 +1,93 @@
+"""A request body as a JSON object, strictly: what JSON does not have, or leaves open, is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from jaxpage.argument_checks import shown
+from jaxpage.serving.wire.errors import ApiError
+
+MAX_DEPTH = 128
+_STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The object. Linear in its length.
+
+    Raises:
+        ApiError: 400; it is empty, not UTF-8, not JSON, no object, too deep, has a key twice, a number that is none, or text that is
+            no Unicode.
+    """
+    if not raw.strip():
+        raise ApiError(400, "Request body is empty; expected a JSON object")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"Request body is not UTF-8: byte {error.start} is not valid") from None
+    _check_depth(text)
+    try:
+        value = json.loads(
+            text, parse_constant=_no_number, parse_float=_finite, parse_int=_integer, object_pairs_hook=_without_twins
+        )
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ApiError(400, f"Request body is not valid JSON: {error.msg} ({where})") from None
+    except RecursionError:
+        raise ApiError(400, f"Request body is nested more than {MAX_DEPTH} deep") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"Request body is {shown(value)}; expected a JSON object")
+    if _SURROGATE.search(text):
+        for name, item in value.items():
+            _check_unicode(name, item)
+    return value
+
+
+def _check_depth(text: str) -> None:
+    """Before the parser, which recurses. A string that does not end is the parser's to find."""
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        if found[0] in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ApiError(400, f"Request body is nested more than {MAX_DEPTH} deep")
+        elif found[0] in "]}":
+            depth -= 1
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ApiError(400, f"{constant} is not a valid JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return number if math.isfinite(number) else _no_number(shown(digits))
+
+
+def _integer(digits: str) -> int:
+    return (
+        int(digits)
+        if len(digits) <= 40
+        else _no_number(f"The integer {digits[:20]}..., which has {len(digits)} digits,")
+    )
+
+
+def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ApiError(400, f"Request body has the key {shown(name)} twice")
+        found[name] = value
+    return found
+
+
+def _check_unicode(name: str, value: Any) -> None:
+    try:
+        json.dumps([name, value], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        name = name.encode(errors="replace").decode()
+        raise ApiError(400, f"{shown(name)} contains invalid Unicode: a lone surrogate", param=name) from None

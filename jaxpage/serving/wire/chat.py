@@ -1,0 +1,175 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxpage.outputs import RequestOutput
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.fields import ChatCompletionRequest
+from jaxpage.serving.wire.job import Job
+from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
+from jaxpage.serving.wire.pieces import Piece, PieceParser, Thinking
+from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
+from jaxpage.serving.wire.templates import render
+from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
+
+
+def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
+    """An `Exchange`. Renders the chat template, which may take a while. Raises ApiError."""
+    request, ignored = read(body, ChatCompletionRequest, context)
+    check_common(request)
+    _check_logprobs(request)
+    max_tokens = _max_tokens(request)
+    tools = tool_use(request, context)
+    params = _params(request, context, tools, max_tokens)
+    prompt = context.checked_prompt(render(request, context, tools.shown), "messages")
+    job = Job(prompt, params, bool(request.add_special_tokens))
+    return ChatAnswer(request, context, job, ignored, tools)
+
+
+def _check_logprobs(request: ChatCompletionRequest) -> None:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
+
+
+def _max_tokens(request: ChatCompletionRequest) -> int | None:
+    """None: as many as the model has room for."""
+    new, old = request.max_completion_tokens, request.max_tokens
+    if new is not None and old is not None and new != old:
+        message = f"max_completion_tokens={new} and max_tokens={old} differ; give one of them"
+        raise ApiError(400, message, param="max_completion_tokens")
+    return old if new is None else new
+
+
+def _params(
+    request: ChatCompletionRequest, context: ModelContext, tools: ToolUse, max_tokens: int | None
+) -> SamplingParams | BeamSearchParams:
+    if request.use_beam_search:
+        return beam_params(request, width=request.n or 1, max_tokens=max_tokens)
+    own: dict[str, Any] = {"max_tokens": max_tokens}
+    if request.logprobs:
+        own["logprobs"] = request.top_logprobs or 0
+    if tools.structured_outputs is not None:
+        own["structured_outputs"] = tools.structured_outputs
+    if tools.keeps_special_tokens:
+        own["skip_special_tokens"] = False
+    return sampling_params(request, context, **own)
+
+
+class ChatAnswer(Answer):
+    """One conversation, and `n` messages that go on with it."""
+
+    _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _request: ChatCompletionRequest
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        context: ModelContext,
+        job: Job,
+        ignored_fields: tuple[str, ...],
+        tools: ToolUse,
+    ) -> None:
+        super().__init__(request, context, [job], ignored_fields)
+        self._parameter_names = {
+            **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
+            "beam_width": "n",
+            "structured_outputs": tools.parameter or format_parameter(request),
+        }
+        self._is_named = tools.is_named
+        self._new_reader = self._readers(job, context, tools)
+        self._texts = TokenTexts(context.tokenizer)
+        self._readers_by_choice: dict[int, _Reader] = {}  # of a stream
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        response = super().whole(outputs)
+        if self._request.prompt_logprobs is not None:
+            response["prompt_logprobs"] = prompt_logprobs_body(
+                outputs[0].prompt_logprobs, self._request.prompt_logprobs
+            )
+        if self._request.return_token_ids:
+            response["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return response
+
+    def _readers(self, job: Job, context: ModelContext, tools: ToolUse) -> Callable[[], _Reader]:
+        several = self._request.parallel_tool_calls is not False
+        is_free = getattr(job.params, "structured_outputs", None) is None  # a grammar leaves no room for reasoning
+        if context.reasoning_parser is None or not is_free:
+            return lambda: _Reader(tools.new_parser(), several=several)
+        is_open = str(job.prompt).rstrip().endswith(Thinking.OPEN)
+        return lambda: _Reader(Thinking(tools.new_parser(), is_open=is_open), several=several)
+
+    def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:
+        one = delta.outputs[position]
+        choices: list[dict[str, Any]] = []
+        if (reader := self._readers_by_choice.get(index)) is None:
+            reader = self._readers_by_choice[index] = self._new_reader()
+            begun = {"role": "assistant", "content": ""}
+            choices.append({"index": index, "delta": begun, "logprobs": None, "finish_reason": None})
+        said = reader.read(one.text, is_last=one.finish_reason is not None)
+        logprobs = self._logprobs(delta, position)
+        has_tokens = one.token_ids and (logprobs is not None or self._request.return_token_ids)
+        if said or has_tokens or one.finish_reason is not None:
+            end = self._end(one, self._finish_reason(one.finish_reason, reader))
+            choices.append({"index": index, "delta": said, "logprobs": logprobs, **end})
+        return choices
+
+    def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
+        one = output.outputs[position]
+        reader = self._new_reader()
+        said = reader.read(one.text, is_last=True)
+        message = {"role": "assistant", "refusal": None, "content": None if "tool_calls" in said else "", **said}
+        for call in message.get("tool_calls", []):
+            del call["index"]
+        end = self._end(one, self._finish_reason(one.finish_reason, reader))
+        return {"index": index, "message": message, "logprobs": self._logprobs(output, position), **end}
+
+    def _logprobs(self, output: RequestOutput, position: int) -> dict[str, Any] | None:
+        one = output.outputs[position]
+        if not self._request.logprobs or one.logprobs is None:
+            return None
+        return chat_logprobs(one.token_ids, one.logprobs, self._request.top_logprobs or 0, self._texts)
+
+    def _finish_reason(self, reason: str | None, reader: _Reader) -> str | None:
+        """As OpenAI has it: a call of the tool that the request named is no surprise, and just a stop."""
+        return "tool_calls" if reason == "stop" and reader.num_calls and not self._is_named else reason
+
+
+class _Reader:
+    """Makes of the text of one answer what a delta says: content, reasoning_content, tool_calls."""
+
+    def __init__(self, parser: PieceParser, *, several: bool) -> None:
+        """several: more than one call is told."""
+        self.num_calls = 0
+        self._parser = parser
+        self._several = several
+
+    def read(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        self._add(delta, self._parser.push(text))
+        if is_last:
+            self._add(delta, self._parser.finish())
+        return {name: "".join(value) if name != "tool_calls" else value for name, value in delta.items()}
+
+    def _add(self, delta: dict[str, Any], pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if piece.kind in ("content", "reasoning"):
+                delta.setdefault("content" if piece.kind == "content" else "reasoning_content", []).append(piece.text)
+            elif self._several or not self.num_calls or piece.kind == "arguments":
+                self._call(delta.setdefault("tool_calls", []), piece)
+
+    def _call(self, calls: list[dict[str, Any]], piece: Piece) -> None:
+        if piece.kind == "arguments":
+            calls.append({"index": self.num_calls - 1, "function": {"arguments": piece.text}})
+            return
+        function = {"name": piece.name, "arguments": piece.text}
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        calls.append({"index": self.num_calls, "id": call_id, "type": "function", "function": function})
+        self.num_calls += 1

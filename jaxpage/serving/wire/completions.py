@@ -1,0 +1,147 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jaxpage.outputs import RequestOutput
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.fields import CompletionRequest
+from jaxpage.serving.wire.job import Job
+from jaxpage.serving.wire.logprobs import Entries, TokenTexts, completion_logprobs
+from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAnswer:
+    """An `Exchange`. Raises ApiError."""
+    request, ignored = read(body, CompletionRequest, context)
+    check_common(request)
+    prompts = _prompts(request, context)
+    _check_tokens(request, context)
+    params = _params(request, context)
+    add_special_tokens = request.add_special_tokens is not False
+    jobs = [Job(prompt, params, add_special_tokens) for prompt in prompts]
+    return CompletionAnswer(request, context, jobs, ignored)
+
+
+def _prompts(request: CompletionRequest, context: ModelContext) -> list[str | tuple[int, ...]]:
+    given: Any = request.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    num_sequences = len(given) * max(request.n or 1, request.best_of or 1)
+    limits = context.limits
+    if not 0 < len(given) <= limits.max_prompts:
+        raise ApiError(400, f"prompt must be 1 to {limits.max_prompts} prompts, not {len(given)}", param="prompt")
+    if num_sequences > limits.max_sequences:
+        message = f"n={request.n or 1} for {len(given)} prompts is more than {limits.max_sequences} sequences at once"
+        raise ApiError(400, message, param="n")
+    return [context.checked_prompt(prompt, "prompt") for prompt in given]
+
+
+def _check_tokens(request: CompletionRequest, context: ModelContext) -> None:
+    if request.max_tokens == 0:
+        if not request.echo:
+            raise ApiError(400, "max_tokens must be at least 1 without echo, got 0", param="max_tokens")
+        if request.use_beam_search or request.best_of is not None:
+            raise ApiError(400, "max_tokens=0 leaves nothing to choose the best of", param="max_tokens")
+    if request.echo and context.tokenizer is None:
+        raise ApiError(400, "echo needs text, but the model has no tokenizer", param="echo")
+    if (request.best_of or 0) > (request.n or 1) and request.stream:
+        raise ApiError(400, "best_of is not supported with stream: the best is known at the end", param="best_of")
+
+
+def _params(request: CompletionRequest, context: ModelContext) -> SamplingParams | BeamSearchParams:
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
+    if request.use_beam_search:
+        return beam_params(request, width=request.best_of or request.n or 1, max_tokens=max_tokens)
+    own: dict[str, Any] = {"max_tokens": max_tokens, "best_of": request.best_of, "logprobs": request.logprobs}
+    if request.echo and request.logprobs is not None:
+        own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    return sampling_params(request, context, **own)
+
+
+class CompletionAnswer(Answer):
+    """One or several prompts, and `n` texts for each."""
+
+    _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
+    _request: CompletionRequest
+
+    def __init__(self, request: CompletionRequest, context: ModelContext, jobs: list[Job], ignored: tuple[str, ...]):
+        super().__init__(request, context, jobs, ignored)
+        self._parameter_names = {
+            "prompt_token_ids": "prompt",
+            "beam_width": "n",
+            "structured_outputs": format_parameter(request),
+        }
+        self._texts = TokenTexts(context.tokenizer)
+        self._echoed: set[int] = set()  # choices of a stream that have their prompt
+        self._prompt_logprobs: dict[int, Entries] = {}  # by job: they come once
+        self._offsets: dict[int, int] = {}  # by choice of a stream: characters of the tokens so far
+
+    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        return super().chunks(job_index, self._cut(delta))
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return super().whole([self._cut(output) for output in outputs])
+
+    def _cut(self, output: RequestOutput) -> RequestOutput:
+        """With max_tokens=0 nothing but the prompt; the engine draws a token all the same."""
+        if self._request.max_tokens != 0:
+            return output
+        return replace(
+            output,
+            outputs=[
+                replace(
+                    one,
+                    text="",
+                    token_ids=[],
+                    logprobs=None if one.logprobs is None else [],
+                    finish_reason="length" if one.finish_reason in ("stop", "length") else one.finish_reason,
+                    stop_reason=None if one.finish_reason in ("stop", "length") else one.stop_reason,
+                )
+                for one in output.outputs
+            ],
+        )
+
+    def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:
+        output = delta.outputs[position]
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[job_index] = delta.prompt_logprobs
+        is_news = output.text or output.finish_reason is not None
+        has_tokens = output.token_ids and (self._request.logprobs is not None or self._request.return_token_ids)
+        if not is_news and not has_tokens:
+            return []
+        echoes = self._request.echo and index not in self._echoed
+        self._echoed.add(index)
+        whole = replace(delta, prompt_logprobs=self._prompt_logprobs.get(job_index))
+        return [self._said(index, whole, position, echo=bool(echoes))]
+
+    def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
+        choice = self._said(index, output, position, echo=bool(self._request.echo))
+        if self._request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs, self._request.prompt_logprobs)
+        if self._request.return_token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice
+
+    def _said(self, index: int, output: RequestOutput, position: int, *, echo: bool) -> dict[str, Any]:
+        one = output.outputs[position]
+        shown = output.echoed(position, prompt=self._prompt_text(output)) if echo else one
+        logprobs = None
+        if self._request.logprobs is not None and shown.logprobs is not None:
+            offset = self._offsets.get(index, 0)
+            logprobs = completion_logprobs(shown.token_ids, shown.logprobs, self._request.logprobs, offset, self._texts)
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        return {"index": index, "text": shown.text, "logprobs": logprobs, **self._end(one, one.finish_reason)}
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None or self._context.tokenizer is None:
+            return output.prompt or ""
+        return str(self._context.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False))

@@ -1,0 +1,63 @@
+"""What the wire has to know of the model and of the server's settings."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage.serving.wire.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one request body. What they do not bound is bounded by the size of the body."""
+
+    max_prompts: int = 256
+    max_sequences: int = 1024  # prompts times sequences of each
+    max_messages: int = 4096
+    max_tools: int = 128
+    max_tokenize_characters: int = 1_000_000
+    max_detokenize_tokens: int = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelContext:
+    """One model as its clients see it."""
+
+    model_names: tuple[str, ...]  # any of them is the model
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int  # the width of the logits: token ids are below it
+    tokenizer: Any | None  # transformers'; None: prompts are token ids, and there is no text
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, where a request says nothing
+    system_fingerprint: str = ""
+    tool_parser: str | None = None  # "hermes" | "llama3_json"
+    reasoning_parser: str | None = None  # "think"
+    strict_requests: bool = False  # unknown fields are refused
+    limits: Limits = Limits()
+
+    @functools.cached_property
+    def max_prompt_characters(self) -> int:
+        """No longer text fits in the model, however it is spelled: so much is refused before it is encoded, which takes time."""
+        longest = max(map(len, self.tokenizer.get_vocab()), default=1) if self.tokenizer is not None else 1
+        return self.max_model_len * longest
+
+    def checked_prompt(self, prompt: str | list[int], param: str) -> str | tuple[int, ...]:
+        """The prompt of a job. Raises ApiError for one that is too long on the face of it, or text where there is no tokenizer."""
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.tokenizer is None:
+            raise ApiError(400, "The model has no tokenizer; give the prompt as token ids", param=param)
+        if len(prompt) > self.max_prompt_characters:
+            message = f"The prompt has {len(prompt)} characters, which cannot fit in max_model_len={self.max_model_len} tokens"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return valid_text(prompt, param)
+
+
+def valid_text(text: str, param: str) -> str:
+    """Text that UTF-8 can express: tokenizers take no other. Raises ApiError for a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, f"{param} contains invalid Unicode: a lone surrogate", param=param) from None
+    return text

@@ -1,0 +1,42 @@
+"""One request of a client and what is said in answer: the seam between the wire format and the server."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jaxpage.outputs import RequestOutput
+from jaxpage.serving.wire.chat import open_chat
+from jaxpage.serving.wire.completions import open_completion
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.job import Job
+from jaxpage.serving.wire.tokenizing import detokenize, tokenize
+
+__all__ = ["Exchange", "Job", "detokenize", "open_chat", "open_completion", "tokenize"]
+
+
+class Exchange(Protocol):
+    """A request that was understood. The server runs its jobs, all or none, and gives what comes of them back in here.
+
+    For one thread at a time. A stream is `chunks` for every delta of every job, in any order among jobs, then `last_chunks`.
+    """
+
+    id: str
+    stream: bool
+    jobs: list[Job]
+    ignored_fields: tuple[str, ...]  # unknown ones, as paths; safe in a header
+
+    def refusal(self, error: Exception) -> ApiError:
+        """What the client is told of an error that the engine has with a job: `as_api_error`, in the client's terms."""
+        ...
+
+    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Of a stream: what to send of a delta. Raises ApiError where the engine failed: no chunk comes after it."""
+        ...
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """Of a stream, after all deltas: the usage, if it was asked for."""
+        ...
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Not streamed: the response, of one output for each job. Raises ApiError where the engine failed."""
+        ...

@@ -1,0 +1,271 @@
+"""The fields of requests, each with its type and its bounds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+
+from jaxpage.argument_checks import INT32_MAX
+from jaxpage.sampling_params import MAX_BAD_WORDS, MAX_CACHE_SALT_CHARACTERS, MAX_LOGPROBS, MAX_USER_CHARACTERS
+
+MAX_N = 128  # sequences of one prompt: n, best_of, the width of a beam search
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_BIASES = 1024
+MAX_COMPLETION_LOGPROBS = 5
+
+Item = TypeVar("Item")
+Items = Annotated[
+    list[Item], Field(fail_fast=True)
+]  # a body has room for a million wrong items, each with an error of its own
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+
+
+def one_of(wanted: str) -> WrapValidator:
+    """One message for a union, instead of one for each of its members."""
+
+    def validate(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"must be {wanted}") from None
+
+    return WrapValidator(validate)
+
+
+class Fields(BaseModel):
+    """Strict: no type becomes another. Unknown fields are kept, to be told."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class TextFormat(Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    name: Name
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # it is kept to in either case
+
+
+class JsonSchemaFormat(Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class GenerationRequest(Fields):
+    """What completions and chat have in common. A field that is null counts as left out."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_BIASES),
+        ]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1)] | None = None
+    bad_words: Annotated[Items[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    stop: (
+        Annotated[
+            Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)],
+            one_of(f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOPS} of them"),
+        ]
+        | None
+    ) = None
+    stop_token_ids: Items[TokenId] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=INT32_MAX)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = None
+    user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Annotated[bool | Literal["never"], one_of("true, false or 'never'")] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        str | Items[str] | Items[TokenId] | Items[Items[TokenId]],
+        one_of("a string, a list of strings, a list of token ids, or a list of lists of token ids"),
+    ]
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0: with echo, nothing but the prompt
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    str | Items[TextPart], one_of("a string, or a list of parts of type 'text': nothing else is supported")
+]
+
+
+class SystemMessage(Fields):
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Fields):
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class CalledFunction(Fields):
+    name: Name
+    arguments: str  # a JSON object
+
+
+class ToolCall(Fields):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AssistantMessage(Fields):
+    role: Literal["assistant"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: Items[ToolCall] | None = None
+    name: str | None = None
+
+
+class ToolMessage(Fields):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class Function(Fields):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    name: Name
+
+
+class NamedTool(Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ConversationFields(Fields):
+    """What a chat template is given."""
+
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    tools: Items[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, ConversationFields):
+    """POST /v1/chat/completions."""
+
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tool_choice: (
+        Annotated[
+            Literal["none", "auto", "required"] | NamedTool,
+            one_of("'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenizeRequest(Fields):
+    """POST /tokenize with a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ConversationFields):
+    """POST /tokenize with a conversation."""
+
+    model: str | None = None
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Items[TokenId]

@@ -1,0 +1,15 @@
+"""What the wire asks of the engine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+
+
+class Job(NamedTuple):
+    """One prompt for the engine. Text is encoded by the server, off the event loop."""
+
+    prompt: str | tuple[int, ...]
+    params: SamplingParams | BeamSearchParams
+    add_special_tokens: bool

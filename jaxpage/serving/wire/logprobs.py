@@ -1,0 +1,80 @@
+"""Log probabilities as OpenAI writes them, in two forms: columns in completions, a row for each token in chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.outputs import Logprob
+
+Entries = list[
+    dict[int, Logprob] | None
+]  # by position; the chosen token first. None: the first token of an echoed prompt
+
+
+class TokenTexts:
+    """What tokens are called: their text, or their number where the model has no tokenizer."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, token_id: int, logprob: Logprob | None = None) -> str:
+        if logprob is not None and logprob.decoded_token is not None:
+            return logprob.decoded_token
+        return f"token_id:{token_id}" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+
+def bounded(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for what cannot come."""
+    return max(logprob, -9999.0)
+
+
+def likeliest(entry: dict[int, Logprob], wanted: int) -> dict[int, Logprob]:
+    """The token itself and the `wanted` likeliest: there may be more, where another field asked for them."""
+    chosen = next(iter(entry))
+    return {token_id: one for token_id, one in entry.items() if token_id == chosen or one.rank <= wanted}
+
+
+def completion_logprobs(
+    token_ids: list[int], entries: Entries, wanted: int, offset: int, texts: TokenTexts
+) -> dict[str, Any]:
+    """Of completions. `offset`: characters of the choice before these tokens; `wanted`: candidates beside the token itself."""
+    tokens, logprobs, tops, offsets = [], [], [], []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        token = texts(token_id, entry[token_id] if entry else None)
+        tokens.append(token)
+        logprobs.append(bounded(entry[token_id].logprob) if entry else None)
+        tops.append(_by_text(likeliest(entry, wanted), texts) if entry and wanted else None)
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": tops if wanted else None,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(token_ids: list[int], entries: Entries, wanted: int, texts: TokenTexts) -> dict[str, Any]:
+    """Of chat. `wanted`: candidates for each token, the likeliest first."""
+    content = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        given = entry or {}
+        top = sorted(given.items(), key=lambda item: item[1].rank)[:wanted]
+        row = _row(token_id, given[token_id], texts)
+        content.append({**row, "top_logprobs": [_row(other, one, texts) for other, one in top]})
+    return {"content": content, "refusal": None}
+
+
+def _by_text(entry: dict[int, Logprob], texts: TokenTexts) -> dict[str, float]:
+    """Of several tokens with one text the first: the chosen one, or the likeliest."""
+    found: dict[str, float] = {}
+    for token_id, one in entry.items():
+        found.setdefault(texts(token_id, one), bounded(one.logprob))
+    return found
+
+
+def _row(token_id: int, one: Logprob, texts: TokenTexts) -> dict[str, Any]:
+    """`bytes` is null where the token is a piece of a character: its text does not tell them."""
+    token = texts(token_id, one)
+    piece = "\ufffd" in token
+    return {"token": token, "logprob": bounded(one.logprob), "bytes": None if piece else list(token.encode())}

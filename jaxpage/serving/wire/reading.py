@@ -1,0 +1,141 @@
+"""From a JSON object to the fields of a request, or to the error that names the field."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from jaxpage.argument_checks import shown
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+Request = TypeVar("Request", bound=BaseModel)
+
+# Fields that are known and not honoured, with the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "documents": (),
+    "function_call": (),
+    "functions": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "logits_processors": (),
+    "lora": (),
+    "lora_request": (),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "verbosity": (),
+    "vllm_xargs": (),
+    "web_search_options": (),
+}
+# Labels that ask for nothing, so that taking no notice of them is right.
+LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
+_OF_GENERATION = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
+_MESSAGES = {  # where pydantic's own would not go on from the name of the field
+    "extra_forbidden": "is not a known field",
+    "union_tag_invalid": "is none of the kinds that there are",
+    "union_tag_not_found": "must say of which kind it is",
+}
+_MAX_IGNORED = 16  # told of; they go into a header
+_IGNORED_NAME = re.compile(r"[\w.\[\]-]{1,80}", re.ASCII)
+
+
+def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> tuple[Request, tuple[str, ...]]:
+    """The request, and the paths of unknown fields in it, which are taken no notice of.
+
+    Raises:
+        ApiError: 400 with the field as `param`; 404 if the model is another one.
+    """
+    _check_supported(body, model)
+    try:
+        request = model.model_validate(body)
+    except ValidationError as error:
+        raise _invalid(error, body) from None
+    except RecursionError:
+        raise ApiError(400, "Request body is nested too deeply") from None
+    _check_model(getattr(request, "model", None), context)
+    unknown = [path for path in _unknown(request) if path not in UNSUPPORTED and path not in LABELS]
+    if unknown and context.strict_requests:
+        near = difflib.get_close_matches(unknown[0], model.model_fields, 1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}{hint}", param=_printable(unknown[0]))
+    return request, tuple(map(_printable, unknown[:_MAX_IGNORED]))
+
+
+def _check_supported(body: Mapping[str, Any], model: type[BaseModel]) -> None:
+    for name, neutral in UNSUPPORTED.items():
+        if body.get(name) is not None and body[name] not in neutral:
+            raise ApiError(400, f"{name} is not supported", param=name)
+    if issubclass(model, GenerationRequest):
+        for name in sorted(_OF_GENERATION - model.model_fields.keys()):
+            if body.get(name) not in (None, False):
+                raise ApiError(400, f"{name} is not supported by this endpoint", param=name)
+
+
+def _check_model(name: str | None, context: ModelContext) -> None:
+    if name is not None and name not in context.model_names:
+        raise ApiError(404, f"The model {shown(name)} does not exist", param="model", code="model_not_found")
+
+
+def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
+    """The first of the errors, with the path of its field in the body."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = _path(first["loc"], body)
+    if first["type"] == "missing":
+        return ApiError(400, f"{path} is required", param=path)
+    message = _MESSAGES.get(first["type"], first["msg"]).removeprefix("Value error, ")
+    message = re.sub(r"^\w+ should ", "must ", message)
+    return ApiError(400, f"{path} {message}, got {shown(first['input'])}", param=path)
+
+
+def _path(location: tuple[int | str, ...], body: Any) -> str:
+    """As in JavaScript. pydantic also names members of unions on its way, which are nowhere in the body."""
+    path = ""
+    for depth, part in enumerate(location):
+        is_last = depth == len(location) - 1
+        if isinstance(body, dict) and isinstance(part, str) and (part in body or is_last):
+            path += f".{part}" if path else part
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int):
+            path += f"[{part}]"
+            body = body[part] if part < len(body) else None
+    return _printable(path)
+
+
+def _unknown(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of fields that no model knows. Inside, null ones do not count: clients send back what they were sent."""
+    if isinstance(value, BaseModel):
+        prefix = f"{path}." if path else ""
+        for name, item in (value.model_extra or {}).items():
+            if item is not None or not path:
+                yield prefix + name
+        for name in value.model_fields_set & type(value).model_fields.keys():
+            yield from _unknown(getattr(value, name), prefix + name)
+    elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+        for index, item in enumerate(value):
+            yield from _unknown(item, f"{path}[{index}]")
+
+
+def _printable(path: str) -> str:
+    return path if _IGNORED_NAME.fullmatch(path) else "(a name that cannot be shown)"

@@ -1,0 +1,111 @@
+"""From a request's fields to the parameters of the engine: sampling, or beam search where it asks for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError, as_api_error
+from jaxpage.serving.wire.fields import GenerationRequest, JsonObjectFormat, JsonSchemaFormat
+from jaxpage.serving.wire.schemas import check_schema
+
+_AS_THEY_ARE = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("allowed_token_ids", "bad_words", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs"),
+    *("include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt"),
+)
+# What a beam search takes no notice of, with the values that change nothing. A seed and a user change nothing either.
+_NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "stop": ([],),
+    "min_tokens": (0,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+    "priority": (0,),
+    "cache_salt": (),
+    "tools": ([],),
+}
+
+
+def sampling_params(request: GenerationRequest, context: ModelContext, **own: Any) -> SamplingParams:
+    """The model's defaults, the request's fields over them, and `own` of the endpoint over those. Raises ApiError."""
+    given = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
+    if request.logit_bias is not None:
+        given["logit_bias"] = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
+    if request.seed is not None:
+        given["seed"] = request.seed % 2**64  # a seed of -1 is one, and not the wish for another
+    given["user"] = request.user or None
+    given["structured_outputs"] = structured_outputs(request)
+    try:
+        return SamplingParams(**{**context.sampling_defaults, **given, **own})
+    except ValueError as error:
+        raise as_api_error(error) from None
+
+
+def beam_params(request: GenerationRequest, *, width: int, max_tokens: int | None) -> BeamSearchParams:
+    """`n` hypotheses of a search with `width` beams. Raises ApiError for what a beam search cannot honour."""
+    for name, neutral in _NOT_OF_BEAMS.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in neutral:
+            raise ApiError(400, f"{name} is not supported with use_beam_search", param=name)
+    if structured_outputs(request) is not None:
+        raise ApiError(400, "response_format is not supported with use_beam_search", param="response_format")
+    if request.stream:
+        raise ApiError(
+            400, "stream is not supported with use_beam_search: the best is known at the end", param="stream"
+        )
+    try:
+        return BeamSearchParams(
+            width,
+            max_tokens=max_tokens,
+            length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+            early_stopping=request.early_stopping or False,
+            n=request.n or 1,
+            ignore_eos=request.ignore_eos or False,
+            stop_token_ids=request.stop_token_ids,
+        )
+    except ValueError as error:
+        raise as_api_error(error) from None
+
+
+def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
+    """What the output has to keep to, in the engine's terms."""
+    wanted = request.response_format
+    if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
+        if request.structured_outputs is not None:
+            raise ApiError(400, "response_format and structured_outputs exclude each other", param="structured_outputs")
+        if isinstance(wanted, JsonObjectFormat):
+            return {"json_object": True}
+        check_schema(wanted.json_schema.schema_, "response_format.json_schema.schema")
+        return {"json": wanted.json_schema.schema_}
+    return request.structured_outputs
+
+
+def format_parameter(request: GenerationRequest) -> str:
+    """Where a client says what `structured_outputs` of the engine are."""
+    return "structured_outputs" if request.response_format is None else "response_format"
+
+
+def check_common(request: GenerationRequest) -> None:
+    """What one field says of another. Raises ApiError."""
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
+    if not request.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(request, name) is not None:
+                raise ApiError(400, f"{name} is only for use_beam_search=true", param=name)
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs is not supported with stream", param="prompt_logprobs")

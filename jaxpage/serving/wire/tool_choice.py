@@ -1,0 +1,91 @@
+"""Which tools an answer may or must call, what the model is told of them, and what its text is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxpage.argument_checks import shown
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.fields import ChatCompletionRequest, NamedTool, TextFormat, Tool
+from jaxpage.serving.wire.pieces import PieceParser, Plain
+from jaxpage.serving.wire.schemas import check_schema
+from jaxpage.serving.wire.templates import template_of
+from jaxpage.serving.wire.tools import MARKS, TOOL_PARSERS, NamedCall, required, required_schema
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class ToolUse(NamedTuple):
+    """What tools mean for one request."""
+
+    new_parser: Callable[[], PieceParser] = Plain
+    shown: list[Tool] = []  # to the model  # noqa: RUF012
+    structured_outputs: dict[str, Any] | None = None
+    parameter: str | None = None  # where the client said what the structured outputs are
+    is_named: bool = False
+    keeps_special_tokens: bool = False  # the parser's marks are among them
+
+
+def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
+    """Raises ApiError for what this server cannot honour."""
+    tools, choice = request.tools or [], request.tool_choice
+    if not tools:
+        if choice not in (None, "none"):
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        return ToolUse()
+    _check(tools, context)
+    if choice == "none":
+        return ToolUse()
+    if request.structured_outputs is not None or not isinstance(request.response_format, TextFormat | None):
+        message = "response_format and structured_outputs are not supported with tools that may be called"
+        raise ApiError(400, message, param="response_format")
+    if isinstance(choice, NamedTool):
+        return _named(tools, choice.function.name)
+    if context.tool_parser is None:
+        message = f"tool_choice {choice or 'auto'!r} is not supported: the server was started without --tool-parser"
+        raise ApiError(400, message, param="tool_choice")
+    names = frozenset(tool.function.name for tool in tools)
+    if choice == "required":
+        schemas = [(tool.function.name, _parameters(tool)) for tool in tools]
+        schema = required_schema(schemas, several=request.parallel_tool_calls is not False)
+        parameter = "tools[0].function.parameters" if len(tools) == 1 else "tools"
+        return ToolUse(lambda: required(names), tools, {"json": schema}, parameter)
+    if "tools" not in template_of(context, tools):
+        raise ApiError(400, "The model's chat template has no place for tools: it would not know them", param="tools")
+    new_parser = TOOL_PARSERS[context.tool_parser]
+    return ToolUse(lambda: new_parser(names), tools, keeps_special_tokens=_has_special_marks(context))
+
+
+def _check(tools: list[Tool], context: ModelContext) -> None:
+    if len(tools) > context.limits.max_tools:
+        raise ApiError(400, f"tools has {len(tools)}; at most {context.limits.max_tools} are allowed", param="tools")
+    names = set()
+    for index, tool in enumerate(tools):
+        if tool.function.name in names:
+            raise ApiError(400, f"tools has {shown(tool.function.name)} twice", param=f"tools[{index}].function.name")
+        names.add(tool.function.name)
+        if tool.function.parameters is not None:
+            check_schema(tool.function.parameters, f"tools[{index}].function.parameters")
+
+
+def _named(tools: list[Tool], name: str) -> ToolUse:
+    index = next((index for index, tool in enumerate(tools) if tool.function.name == name), None)
+    if index is None:
+        raise ApiError(400, f"tool_choice names {shown(name)}, which is none of tools", param="tool_choice")
+    schema, parameter = _parameters(tools[index]), f"tools[{index}].function.parameters"
+    return ToolUse(lambda: NamedCall(name), tools, {"json": schema}, parameter, is_named=True)
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or _NO_PARAMETERS
+
+
+def _has_special_marks(context: ModelContext) -> bool:
+    """Whether the text would lose the parser's marks with the special tokens."""
+    special = set(getattr(context.tokenizer, "all_special_tokens", ()))
+    special |= {
+        str(token) for token in getattr(context.tokenizer, "added_tokens_decoder", {}).values() if token.special
+    }
+    return not special.isdisjoint(MARKS[context.tool_parser or ""])

@@ -1,0 +1,226 @@
+"""Calls of tools in the text of an answer: the formats of Hermes and Qwen, of Llama 3, and those that a grammar makes the model write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from jaxpage.serving.wire.pieces import Piece, PieceParser, held_back
+
+
+def call_of(text: str, names: frozenset[str]) -> Piece | None:
+    """The call that a JSON object is, if it is one, of a tool that there is."""
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return Piece("call", _as_text(arguments), value["name"]) if isinstance(arguments, dict) else None
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def _as_text(arguments: dict[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can express
+        return json.dumps(arguments)
+    return text
+
+
+class Hermes:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, with content around them.
+
+    What stands between the marks and is no call is content, with its marks. White space before and behind a call is none.
+    """
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._is_inside = False
+        self._inside: list[str] = []
+        self._held = ""  # the beginning of a mark, perhaps
+        self._space: list[str] = []  # behind what was said, and content only if more of it follows
+        self._has_called = False
+
+    def push(self, text: str) -> Iterator[Piece]:
+        text, self._held = self._held + text, ""
+        begin = 0
+        while True:
+            mark = self.CLOSE if self._is_inside else self.OPEN
+            end = text.find(mark, begin)
+            if end < 0:
+                certain = len(text) - held_back(text[max(begin, len(text) - len(mark)) :], mark)
+                yield from self._said(text[begin:certain])
+                self._held = text[certain:]
+                return
+            yield from self._said(text[begin:end])
+            if self._is_inside:
+                yield from self._called()
+            self._is_inside = not self._is_inside
+            begin = end + len(mark)
+
+    def finish(self) -> Iterator[Piece]:
+        yield from self._said(self._held)
+        if self._is_inside:
+            self._is_inside = False
+            yield from self._said(self.OPEN + "".join(self._inside))
+        space = "".join(self._space)
+        if space and not self._has_called:
+            yield Piece("content", space)
+
+    def _said(self, text: str) -> Iterator[Piece]:
+        if self._is_inside:
+            self._inside.append(text)
+            return
+        content = text.rstrip()
+        if content:
+            yield Piece("content", "".join(self._space) + content)
+            self._space.clear()
+        self._space.append(text[len(content) :])
+
+    def _called(self) -> Iterator[Piece]:
+        text = "".join(self._inside)
+        self._inside.clear()
+        if (call := call_of(text, self._names)) is not None:
+            self._space.clear()
+            self._has_called = True
+            yield call
+        else:
+            self._is_inside = False
+            yield from self._said(self.OPEN + text + self.CLOSE)
+            self._is_inside = True
+
+
+class JsonCalls:
+    """JSON objects that are calls, one behind the other, from the beginning of the answer on.
+
+    An answer that begins otherwise is content, and so is all from the first object on that is no call.
+    """
+
+    def __init__(self, names: frozenset[str], *, separators: str, tag: str = "") -> None:
+        """separators: characters between objects, beside white space; tag: what may stand before the first."""
+        self._names = names
+        self._separators = separators
+        self._tag = tag
+        self._is_content = False
+        self._has_called = False
+        self._held: list[str] = []  # since the last call
+        self._depth = 0  # of braces; 0 is between objects
+        self._in_string = self._is_escaped = False
+
+    def push(self, text: str) -> Iterator[Piece]:
+        if self._is_content:
+            if text:
+                yield Piece("content", text)
+            return
+        for position, character in enumerate(text):
+            self._held.append(character)
+            if self._depth == 0 and character != "{":
+                if not self._may_stand_between(character):
+                    yield from self._give_up(text[position + 1 :])
+                    return
+            elif self._closes(character):
+                found = "".join(self._held)
+                if (call := call_of(found[found.index("{") :], self._names)) is None:
+                    yield from self._give_up(text[position + 1 :])
+                    return
+                self._held.clear()
+                self._has_called = True
+                yield call
+
+    def finish(self) -> Iterator[Piece]:
+        if self._depth or not self._has_called:
+            yield from self._give_up("")
+
+    def _may_stand_between(self, character: str) -> bool:
+        if character.isspace() or character in self._separators:
+            return True
+        begun = "".join(self._held).lstrip()
+        return not self._has_called and len(begun) <= len(self._tag) and self._tag.startswith(begun)
+
+    def _closes(self, character: str) -> bool:
+        """Whether an object ends with this character of it."""
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character in '\\"':
+                self._is_escaped, self._in_string = character == "\\", character == "\\"
+            return False
+        self._in_string = character == '"'
+        self._depth += (character == "{") - (character == "}")
+        return self._depth == 0
+
+    def _give_up(self, rest: str) -> Iterator[Piece]:
+        self._is_content = True
+        text = "".join(self._held) + rest
+        self._held.clear()
+        if text:
+            yield Piece("content", text)
+
+
+class NamedCall:
+    """The arguments of one call and nothing else: the grammar of a tool that the request names."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_begun = False
+
+    def push(self, text: str) -> Iterator[Piece]:
+        if text:
+            yield Piece("arguments", text) if self._has_begun else Piece("call", text, self._name)
+            self._has_begun = True
+
+    def finish(self) -> Iterator[Piece]:
+        return iter(())
+
+
+def hermes(names: frozenset[str]) -> PieceParser:
+    return Hermes(names)
+
+
+def llama3_json(names: frozenset[str]) -> PieceParser:
+    return JsonCalls(names, separators=";", tag="<|python_tag|>")
+
+
+def required(names: frozenset[str]) -> PieceParser:
+    """What `required_schema` makes the model write."""
+    return JsonCalls(names, separators="[],")
+
+
+TOOL_PARSERS: dict[str, Callable[[frozenset[str]], PieceParser]] = {"hermes": hermes, "llama3_json": llama3_json}
+MARKS = {"hermes": (Hermes.OPEN, Hermes.CLOSE), "llama3_json": ("<|python_tag|>",)}  # which may be special tokens
+
+
+def required_schema(tools: list[tuple[str, dict[str, Any]]], *, several: bool) -> dict[str, Any]:
+    """The schema of a list of calls. Each tool's own schema moves under "$defs", and what it refers to with it."""
+    definitions = {f"tool{index}": _moved(schema, f"#/$defs/tool{index}") for index, (_, schema) in enumerate(tools)}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/tool{index}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for index, (name, _) in enumerate(tools)
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return schema if several else {**schema, "maxItems": 1}
+
+
+def _moved(value: Any, place: str) -> Any:
+    if isinstance(value, list):
+        return [_moved(item, place) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: place + item[1:] if name == "$ref" and isinstance(item, str) else _moved(item, place)
+        for name, item in value.items()
+    }

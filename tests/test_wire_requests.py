@@ -1,0 +1,536 @@
+"""Requests: what is accepted comes to the engine as it was meant; what is not is refused with the field's name (RELIABILITY 4.2 to 4.5)."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.serving.wire.body import parse_object
+from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
+from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
+from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
+from tests.support.wire import VOCAB_SIZE, context, tokenizer, with_template
+
+NAN, INF = float("nan"), float("inf")
+USER = {"role": "user", "content": "Hello"}
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "prompt": "Hello", **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [USER], **fields}
+
+
+def tool(name: str = "f", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": None}, "model", "must be a valid string"),
+    ({"model": 5}, "model", "must be"),
+    *[
+        ({"temperature": value}, "temperature", "must be")
+        for value in (-0.1, 2.1, NAN, INF, -INF, 1e308, "1", True, [])
+    ],
+    *[({"top_p": value}, "top_p", "must be") for value in (0, -0.0, 1.1, NAN, INF, "1", True)],
+    *[({"top_k": value}, "top_k", "must be") for value in (-2, 1.5, 2**40, True, "1")],
+    *[({"min_p": value}, "min_p", "must be") for value in (-0.1, 1.1, NAN)],
+    *[({"presence_penalty": value}, "presence_penalty", "must be") for value in (-2.1, 2.1, NAN, "0")],
+    *[({"frequency_penalty": value}, "frequency_penalty", "must be") for value in (-2.1, 2.1, INF)],
+    *[({"repetition_penalty": value}, "repetition_penalty", "must be") for value in (0, -1, NAN, INF)],
+    *[({"n": value}, "n", "must be") for value in (0, -1, 129, 10**9, 1.0, True, "1")],
+    *[({"max_tokens": value}, "max_tokens", "must be") for value in (-1, 0, 1.5, 2**63, "5", True)],
+    *[({"min_tokens": value}, "min_tokens", "must be") for value in (-1, 1.5, 2**63)],
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most max_tokens"),
+    *[({"seed": value}, "seed", "must be") for value in (-(2**63) - 1, 2**64, 1.5, "a", True)],
+    *[({"stop": value}, "stop", "must be") for value in ("", [""], "x" * 257, ["x"] * 17, [1], {}, ["x", None])],
+    *[({"stop_token_ids": value}, "stop_token_ids", "must be") for value in (5, "5", {})],
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "must be"),
+    ({"stop_token_ids": [1, 2**31]}, "stop_token_ids[1]", "must be"),
+    *[({"logit_bias": value}, "logit_bias", "must be") for value in ([], "x", 1)],
+    ({"logit_bias": {str(i): 1 for i in range(100_000)}}, "logit_bias", "at most 1024"),
+    *[({"logit_bias": {key: 1}}, f"logit_bias.{key}", "must match") for key in ("x", "-1", "1.5")],
+    *[({"logit_bias": {"1": value}}, "logit_bias.1", "must be") for value in (NAN, "1", 101, -100.5, True)],
+    ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least 1"),
+    ({"bad_words": [""]}, "bad_words[0]", "must have at least 1"),
+    ({"bad_words": ["x"] * 1025}, "bad_words", "must have at most 1024"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "must be"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "is not supported with stream"),
+    ({"stream": "yes"}, "stream", "must be"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only for stream"),
+    ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what", "is not a known field"),
+    ({"stream": True, "stream_options": {"include_usage": "x"}}, "stream_options.include_usage", "must be"),
+    ({"cache_salt": ""}, "cache_salt", "must have at least 1"),
+    ({"cache_salt": "x" * 10**6}, "cache_salt", "must have at most 256"),
+    ({"cache_salt": "a\0b"}, "cache_salt", "NUL"),
+    ({"cache_salt": 5}, "cache_salt", "must be"),
+    ({"user": "x" * 257}, "user", "must have at most 256"),
+    ({"priority": 2**31}, "priority", "must be"),
+    ({"early_stopping": True}, "early_stopping", "only for use_beam_search"),
+    ({"length_penalty": 2.0}, "length_penalty", "only for use_beam_search"),
+    ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", "true, false or 'never'"),
+    ({"use_beam_search": True, "stream": True}, "stream", "is not supported with use_beam_search"),
+    ({"use_beam_search": True, "temperature": 0.5}, "temperature", "is not supported with use_beam_search"),
+    ({"use_beam_search": True, "stop": "x"}, "stop", "is not supported with use_beam_search"),
+    ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    *[
+        ({name: {"a": 1}}, name, "is not supported")
+        for name in ("prompt_embeds", "logits_processors", "chat_template", "guided_decoding_backend", "lora")
+    ],
+    *[
+        ({name: "x"}, name, "is not supported")
+        for name in ("kv_transfer_params", "mm_processor_kwargs", "guided_regex")
+    ],
+    ({"store": True}, "store", "is not supported"),
+    ({"response_format": "json"}, "response_format", "must"),
+    ({"response_format": {}}, "response_format", "must say of which kind"),
+    ({"response_format": {"type": "xml"}}, "response_format", "none of the kinds"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "req",
+    ),
+    ({"response_format": schema_format("x")}, "response_format.json_schema.schema", "must be"),
+    ({"response_format": schema_format(False)}, "response_format.json_schema.schema", "must be"),
+    ({"response_format": schema_format({"type": "banana"})}, "response_format.json_schema.schema", "'banana'"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "exclude",
+    ),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "x" * 10**6}}, "structured_outputs", "at most 65536"),
+]
+COMPLETION_REFUSED = [
+    ({"prompt": None}, "prompt", "must be a string"),
+    *[
+        ({"prompt": value}, "prompt", "must be a string, a list of strings")
+        for value in ({}, 5, [1, "a"], [1.0], [True], [[1], ["a"]], [[[1]]], [-1], [2**31], [None])
+    ],
+    ({"prompt": []}, "prompt", "must be 1 to 256 prompts"),
+    ({"prompt": ["x"] * 10_000}, "prompt", "must be 1 to 256 prompts"),
+    ({"prompt": ["x"] * 200, "n": 100}, "n", "more than 1024"),
+    ({"prompt": "x" * 10**6}, "prompt", "1000000 characters"),
+    *[({"logprobs": value}, "logprobs", "must be") for value in (-1, 6, 10**6, "true", True, 1.0)],
+    ({"best_of": 1, "n": 2}, "best_of", "must be"),
+    ({"best_of": 2, "stream": True}, "best_of", "is not supported with stream"),
+    ({"suffix": "x"}, "suffix", "is not supported"),
+    ({"messages": [USER]}, "messages", "is not supported by this endpoint"),
+    ({"tools": [tool()]}, "tools", "is not supported by this endpoint"),
+    ({"max_tokens": 0, "echo": True, "best_of": 2}, "max_tokens", "nothing to choose"),
+    ({"use_beam_search": True, "logprobs": 1}, "logprobs", "is not supported with use_beam_search"),
+]
+CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    *[({"messages": value}, "messages", "must") for value in (None, {}, "hi", [])],
+    ({"messages": ["hi"]}, "messages[0]", "must"),
+    ({"messages": [{"content": "x"}]}, "messages[0]", "must say of which kind"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "none of the kinds"),
+    ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content", "must be a string"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "is required without tool_calls"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is required"),
+    *[
+        ({"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}]}, "messages[0].content", "'text'")
+        for kind, url in (("image_url", "http://localhost/x.png"), ("image_url", "file:///etc/passwd"), ("input_audio", "x"))
+    ],
+    ({"messages": [USER] * 10_000}, "messages", "at most 4096"),
+    ({"messages": [{"role": "user", "content": "x" * 4 * 2**20}]}, "messages", "characters"),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[1].tool_calls[0].function.arguments",
+        "the text of a JSON object",
+    ),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "exclude"),
+    ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "'chat_template' is no variable"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "'tokenize' is no variable"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages' is no variable"),
+    ({"chat_template_kwargs": {"conversation": []}}, "chat_template_kwargs", "'conversation' is no variable"),
+    ({"chat_template_kwargs": {"enable_thinking": 10**9}}, "chat_template_kwargs", "a number up to"),
+    ({"chat_template_kwargs": {"enable_thinking": ["x"]}}, "chat_template_kwargs", "must be true"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
+    *[({"logprobs": value}, "logprobs", "must be") for value in (1, "true")],
+    *[({"logprobs": True, "top_logprobs": value}, "top_logprobs", "must be") for value in (-1, 21, True, 1.5)],
+    ({"top_logprobs": 1}, "top_logprobs", "only for logprobs"),
+    ({"prompt": "x"}, "prompt", "is not supported by this endpoint"),
+    ({"best_of": 2}, "best_of", "is not supported by this endpoint"),
+    ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+    ({"tools": [tool()]}, "tool_choice", "--tool-parser"),
+    ({"tools": [tool()], "tool_choice": "required"}, "tool_choice", "--tool-parser"),
+    ({"tools": [tool()], "tool_choice": "some"}, "tool_choice", "must be"),
+    ({"tools": [tool(), tool()]}, "tools[1].function.name", "twice"),
+    ({"tools": [tool()] * 129}, "tools", "at most 128"),
+    ({"tools": [tool("a b")]}, "tools[0].function.name", "must match"),
+    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "none of tools"),
+    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}}, "response_format": {"type": "json_object"}},
+     "response_format", "not supported with tools"),
+    *[
+        ({"tools": [tool(), tool("g", parameters=schema)]}, "tools[1].function.parameters", message)
+        for schema, message in (
+            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, "is no regular expression"),
+            ({"patternProperties": {"a[": {}}}, "is no regular expression"),
+            ({"items": {"pattern": "(?=x)a"}}, "looks around"),
+            ({"pattern": "(?P<n>a)(?P=n)"}, "looks around or back"),
+            ({"type": "banana"}, "'banana'"),
+            ({"anyOf": [{"type": ["string", "banana"]}]}, "'banana'"),
+            ({"$ref": "http://localhost/x"}, "nothing is fetched"),
+            ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "nothing is fetched"),
+            ({"properties": {"a": 5}}, "is no JSON schema"),
+            ({"description": "x" * 70_000}, "at most 65536 characters"),
+        )
+    ],
+]  # fmt: skip
+
+
+def refused(opens: Any, body: dict[str, Any], **settings: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        opens(body, context(**settings))
+    error = caught.value.body()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert not re.search(r"0x|Traceback|site-packages|/home|object at", error["message"])
+    assert len(json.dumps(error)) < 1500
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"), COMMON_REFUSED + COMPLETION_REFUSED, ids=lambda value: f"{value!r:.50}"
+)
+def test_a_bad_completion_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
+    error = refused(open_completion, completion(**fields))
+    assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"), COMMON_REFUSED + CHAT_REFUSED, ids=lambda value: f"{value!r:.50}"
+)
+def test_a_bad_chat_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
+    error = refused(open_chat, chat(**fields))
+    assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
+    assert message in error.message
+
+
+@pytest.mark.parametrize("missing", ["model", "prompt"])
+def test_what_is_missing_is_named(missing: str) -> None:
+    body = completion()
+    del body[missing]
+    assert refused(open_completion, body).message == f"{missing} is required"
+
+
+@pytest.mark.parametrize("name", ["../../etc", "gpt-4", "Demo", ""])
+def test_another_model_is_not_found(name: str) -> None:
+    error = refused(open_completion, completion(model=name))
+    if name:
+        assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
+    else:
+        assert error.status == 400
+    assert open_completion(completion(model="other-name"), context()).jobs
+
+
+ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"n": 1, "temperature": 1.0, "seed": None}),
+    *[({"temperature": value}, {"temperature": 0.0}) for value in (0, -0.0, 5e-324, 1e-7)],
+    ({"temperature": None}, {"temperature": 1.0}),
+    *[({"top_k": value}, {"top_k": max(value, 0)}) for value in (0, -1, VOCAB_SIZE + 5)],
+    ({"n": None}, {"n": 1}),
+    ({"n": 128}, {"n": 128}),
+    *[({"seed": value}, {"seed": value % 2**64}) for value in (0, -1, 2**63 - 1, -(2**63))],
+    ({"stop": "ab"}, {"stop": ("ab",)}),
+    ({"stop": ["ab", "abc"]}, {"stop": ("ab", "abc")}),
+    ({"logit_bias": {"5": -100, "7": 1.5}}, {"logit_bias": ((5, -100.0), (7, 1.5))}),
+    ({"stop_token_ids": [0], "ignore_eos": True, "min_tokens": 1}, {"stop_token_ids": (0,), "ignore_eos": True, "min_tokens": 1}),
+    ({"cache_salt": "salt", "priority": 0, "user": "me"}, {"cache_salt": "salt", "user": "me"}),
+    ({"user": ""}, {"user": None}),
+    ({"response_format": {"type": "text"}}, {"structured_outputs": None}),
+    ({"response_format": {"type": "json_object"}}, {"structured_outputs": ("json_object", "true")}),
+    ({"response_format": schema_format({"type": "null"})}, {"structured_outputs": ("json", '{"type": "null"}')}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"structured_outputs": ("choice", '["a", "b"]')}),
+    ({"suffix": None, "store": False, "modalities": ["text"], "metadata": {"a": "b"}}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "wanted"), ACCEPTED, ids=lambda value: f"{value!r:.50}")
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_what_is_accepted_comes_to_the_engine(kind: str, fields: dict[str, Any], wanted: dict[str, Any]) -> None:
+    exchange = (
+        open_completion(completion(**fields), context())
+        if kind == "completion"
+        else open_chat(chat(**fields), context())
+    )
+    (job,) = exchange.jobs
+    assert {name: getattr(job.params, name) for name in wanted} == wanted
+    assert exchange.ignored_fields == ()
+
+
+def test_every_field_of_a_request_has_a_test_that_refuses_a_value() -> None:
+    """A field whose type or bound nobody looks at would let anything through."""
+    tested = {
+        name for table in (COMMON_REFUSED, COMPLETION_REFUSED, CHAT_REFUSED) for fields, *_ in table for name in fields
+    }
+    only_flags = {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens"}
+    only_flags |= {"return_token_ids", "parallel_tool_calls"}
+    names = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
+    assert names - tested - {"echo"} == only_flags
+    for name in only_flags | {"echo"}:
+        opens, body = (open_chat, chat()) if name == "parallel_tool_calls" else (open_completion, completion())
+        assert refused(opens, {**body, name: "yes"}).param == name
+
+
+def test_the_models_defaults_stand_behind_the_request() -> None:
+    defaults = {"temperature": 0.7, "top_p": 0.9}
+    params = open_completion(completion(top_p=0.5), context(sampling_defaults=defaults)).jobs[0].params
+    assert isinstance(params, SamplingParams)
+    assert (params.temperature, params.top_p) == (0.7, 0.5)
+
+
+def test_lengths_when_nothing_is_said() -> None:
+    assert open_completion(completion(), context()).jobs[0].params.max_tokens == 16
+    assert open_chat(chat(), context()).jobs[0].params.max_tokens is None
+    assert open_chat(chat(max_tokens=7), context()).jobs[0].params.max_tokens == 7
+    assert open_chat(chat(max_tokens=7, max_completion_tokens=7), context()).jobs[0].params.max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "jobs"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [(1, 2)]),
+        ([[1, 2], [3]], [(1, 2), (3,)]),
+        ([0, 0, 0], [(0, 0, 0)]),
+        ("<|im_end|><|endoftext|>", ["<|im_end|><|endoftext|>"]),
+    ],
+)
+def test_every_form_of_prompt(prompt: Any, jobs: list[Any]) -> None:
+    exchange = open_completion(completion(prompt=prompt, add_special_tokens=False), context())
+    assert [job.prompt for job in exchange.jobs] == jobs
+    assert not any(job.add_special_tokens for job in exchange.jobs)
+
+
+def test_a_beam_search_is_as_wide_as_best_of() -> None:
+    body = completion(use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping=True, max_tokens=9)
+    wanted = BeamSearchParams(4, max_tokens=9, length_penalty=0.5, early_stopping=True, n=2)
+    assert open_completion({**body, "temperature": 0.0, "seed": 5}, context()).jobs[0].params == wanted
+    assert open_chat(chat(use_beam_search=True, n=3), context()).jobs[0].params == BeamSearchParams(
+        3, n=3, max_tokens=None
+    )
+
+
+def test_unknown_fields_are_told_and_refused_where_that_is_wanted() -> None:
+    body = chat(temprature=1, **{"x\r\nEvil: 1": 2})
+    body["messages"] = [{**USER, "mood": "good", "audio": None}]
+    exchange = open_chat(body, context())
+    assert exchange.ignored_fields == ("temprature", "(a name that cannot be shown)", "messages[0].mood")
+    error = refused(open_chat, chat(temprature=1), strict_requests=True)
+    assert error.message == "Unknown parameter: 'temprature'. Did you mean 'temperature'?"
+    assert error.param == "temprature"
+    many = open_chat(chat(**{f"field{index}": 1 for index in range(1000)}), context())
+    assert len(",".join(many.ignored_fields)) < 4096
+
+
+def test_a_model_without_tokenizer_takes_token_ids() -> None:
+    bare = context(tokenizer=None)
+    assert open_completion(completion(prompt=[1, 2]), bare).jobs[0].prompt == (1, 2)
+    for body in (completion(), completion(prompt=[1], echo=True)):
+        with pytest.raises(ApiError, match="no tokenizer"):
+            open_completion(body, bare)
+    with pytest.raises(ApiError, match="no chat template"):
+        open_chat(chat(), bare)
+
+
+def test_the_template_renders_what_was_said() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]},
+        {"role": "user", "content": "<|assistant|>"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    assert open_chat(chat(messages=messages), context()).jobs[0].prompt == (
+        '<|system|>Be\nkind<|user|><|assistant|><|assistant|>f({"a": 1})<|tool|>2<|assistant|>'
+    )
+    thinks = chat(chat_template_kwargs={"enable_thinking": True})
+    assert open_chat(thinks, context()).jobs[0].prompt == "<|user|>Hello<|assistant|><think>\n"
+    goes_on = chat(messages=[USER, {"role": "assistant", "content": "He"}], continue_final_message=True)
+    assert open_chat(goes_on, context()).jobs[0].prompt == "<|user|>Hello<|assistant|>He"
+
+
+SSTI = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ (messages|attr('__class__')) ['__base__'] }}",
+    "{{ messages.append(1) }}",
+    "{{ lipsum.__globals__['os'] }}",
+    "{% for x in range(1000000000) %}x{% endfor %}",
+    "{% include '/etc/passwd' %}",
+    "{{ raise_exception('see /root/secret/key and 0xdeadbeef') }}",
+    "{{ 1 / 0 }}",
+    "{% if %}",
+]
+
+
+@pytest.mark.parametrize("template", SSTI)
+def test_a_hostile_template_is_a_refused_request(template: str) -> None:
+    error = refused(open_chat, chat(), tokenizer=with_template(template))
+    assert (error.status, error.param) == (400, "messages")
+    assert "secret" not in error.message and "deadbeef" not in error.message
+
+
+def test_a_template_that_reads_a_variable_does_not_lend_the_renderers_arguments() -> None:
+    lends = with_template("{{ chat_template }}{{ tokenize }}{{ bos_token }}{{ mood }}")
+    for name in ("chat_template", "tokenize", "bos_token", "sanitize_control_tokens"):
+        error = refused(open_chat, chat(chat_template_kwargs={name: "evil"}), tokenizer=lends)
+        assert "is no variable" in error.message
+    assert open_chat(chat(chat_template_kwargs={"mood": "good"}), context(tokenizer=lends)).jobs[0].prompt == "good"
+
+
+def test_a_surrogate_that_only_the_template_lays_open_is_refused() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    body = chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}])
+    parse_object(json.dumps(body).encode())
+    for function in (open_chat, tokenize):
+        assert refused(function, body).message == "messages contains invalid Unicode: a lone surrogate"
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt", "messages", "tools", "stop_token_ids", "allowed_token_ids", "bad_words", "stop"]
+)
+@pytest.mark.parametrize("item", [{}, None, [[]]])
+def test_a_million_wrong_items_are_not_a_million_errors(name: str, item: Any) -> None:
+    kind = ChatCompletionRequest if name in ("messages", "tools") else CompletionRequest
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({**(chat() if kind is ChatCompletionRequest else completion()), name: [item] * 1000})
+    assert caught.value.error_count() <= 2, "those of one item"
+
+
+def test_errors_of_the_engine_in_the_clients_terms() -> None:
+    exchange = open_completion(completion(response_format={"type": "json_object"}), context())
+    error = exchange.refusal(ValueError("structured_outputs={'json_object': True} is refused: too large"))
+    assert (error.status, error.param) == (400, "response_format")
+    assert (
+        exchange.refusal(ValueError("prompt_token_ids has 9999, but the model's token ids are 0 to 9")).param
+        == "prompt"
+    )
+    long = ValueError(
+        "The prompt has 600 tokens, which leaves no room to generate: max_model_len is 512, prompt and output together"
+    )
+    assert (exchange.refusal(long).param, exchange.refusal(long).code) == ("prompt", "context_length_exceeded")
+    assert open_chat(chat(), context()).refusal(long).param == "messages"
+    assert exchange.refusal(ValueError("stop_token_ids has 9999, but")).param == "stop_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("n must be an integer"), 400),
+        (UnsupportedError("priority=1 needs scheduling_policy='priority'"), 400),
+        (CapacityError("the request needs 99 blocks"), 400),
+        (TimeoutError("others"), 503),
+        (RuntimeError("secret"), 500),
+        (CheckpointError("secret"), 500),
+        (KeyError("secret"), 500),
+        (UnicodeDecodeError("utf-8", b"secret", 0, 1, "secret"), 500),
+        (MemoryError(), 500),
+    ],
+)
+def test_any_error_has_a_status(error: Exception, status: int) -> None:
+    found = as_api_error(error)
+    assert found.status == status
+    assert "secret" not in found.message
+    if status == 500:
+        assert found.message == INTERNAL
+    if status == 503:
+        assert "Retry-After" in found.headers
+
+
+def test_messages_show_nothing_of_the_machine() -> None:
+    raw = "at 0x7f00ab in /root/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback"
+    assert not re.search(r"0x|root|site-packages|object at|Traceback", ApiError(400, raw).message)
+    assert ApiError(400, "use /v1/completions").message == "use /v1/completions"
+
+
+def test_tokens_and_back() -> None:
+    text = "Once upon a time, é"
+    found = tokenize({"model": "demo", "prompt": text, "return_token_strs": True}, context())
+    assert found["tokens"] == tokenizer()(text)["input_ids"]
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert detokenize({"tokens": found["tokens"]}, context()) == {"prompt": text}
+    conversation = tokenize({"messages": [USER]}, context())
+    assert conversation["tokens"] == tokenizer()("<|user|>Hello<|assistant|>", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("function", "body", "param"),
+    [
+        (tokenize, {}, "prompt"),
+        (tokenize, {"prompt": 5}, "prompt"),
+        (tokenize, {"prompt": "x" * 1_000_001}, "prompt"),
+        (tokenize, {"prompt": "x", "messages": [USER]}, "messages"),
+        (tokenize, {"messages": []}, "messages"),
+        (detokenize, {}, "tokens"),
+        (detokenize, {"tokens": [-1]}, "tokens[0]"),
+        (detokenize, {"tokens": [VOCAB_SIZE]}, "tokens"),
+        (detokenize, {"tokens": [2**63]}, "tokens[0]"),
+        (detokenize, {"tokens": ["a"]}, "tokens[0]"),
+        (detokenize, {"tokens": [0] * 1_000_001}, "tokens"),
+    ],
+)
+def test_the_small_endpoints_have_bounds_too(function: Any, body: dict[str, Any], param: str) -> None:
+    error = refused(function, body)
+    assert (error.status, error.param) == (400, param)
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+)
+VALUES = st.recursive(
+    SCALARS
+    | st.sampled_from(["auto", "user", "json_schema", "function", 2**31, 10**30, "#/$defs/a", [USER], [tool()]]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "name", "json", "schema", "function", "regex"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+FIELDS = sorted(
+    CompletionRequest.model_fields.keys()
+    | ChatCompletionRequest.model_fields.keys()
+    | {"suffix", "lora", "x", "tokens"}
+)
+
+
+@settings(max_examples=max(400, settings().max_examples))
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4), st.booleans())
+def test_any_body_is_understood_or_refused(fields: dict[str, Any], is_strict: bool) -> None:
+    raw = json.dumps({**completion(), **fields}).encode()
+    server = context(tool_parser="hermes", reasoning_parser="think", strict_requests=is_strict)
+    for function in (open_completion, open_chat, tokenize, detokenize):
+        body = parse_object(raw)
+        if function is open_chat and "prompt" not in fields:
+            del body["prompt"]
+            body.setdefault("messages", [USER])
+        try:
+            function(body, server)
+        except ApiError as error:
+            assert 400 <= error.status < 500
+            json.dumps(error.body()).encode()
