@@ -37,6 +37,7 @@ export class Recording {
     });
     if (this.ends.at(-1) < this.lines.length) this.ends.push(this.lines.length); // what came behind the last step
     this.moment = this.last;
+    this.numSteps = this.state.data.step;
   }
 
   static async read(file) {
@@ -46,10 +47,6 @@ export class Recording {
 
   get last() {
     return this.ends.length - 1;
-  }
-
-  get numSteps() {
-    return this.state.data.step;
   }
 
   record(index) {
@@ -464,10 +461,12 @@ class LogState {
 
   // The same form as a snapshot of an engine
 
+  /** Shares no list with what goes on. */
   snapshot() {
     const { refs, entries, pins, requests, plan, history, copies, step, numSteps } = this.data;
     const order = { running: 0, swapped: 1, preempted: 1, waiting: 2, finished: 3 };
-    const sorted = [...requests.values()].sort((a, b) => order[a.state] - order[b.state] || a.rank - b.rank || a.number - b.number);
+    const rank = (request) => (request.state === "finished" ? -request.rank : request.rank); // the last that finished comes first
+    const sorted = [...requests.values()].sort((a, b) => order[a.state] - order[b.state] || rank(a) - rank(b) || a.number - b.number);
     return {
       clock: { unit: "steps", now: step },
       pool: {
@@ -480,20 +479,21 @@ class LogState {
       },
       requests: sorted.map((request) => this.described(request)),
       step: plan,
-      history,
+      history: [...history],
       copies,
       num_steps: numSteps,
       compiles: null,
     };
   }
 
-  described({ members, ids, lastStep, rank, salt, scores, cached_tokens, ...request }) {
+  described({ members, ids, lastStep, rank, salt, scores, cached_tokens, timeline, ...request }) {
     const sequences = members.map((id) => this.data.sequences.get(id));
     return {
       ...request,
       cached_tokens: cached_tokens ?? 0,
+      timeline: timeline.map((segment) => [...segment]),
       sequences: sequences.map(({ id, sample, tokens, computed, blocks, host }) => ({
-        id, sample, known: tokens.length, computed, blocks, host_blocks: host,
+        id, sample, known: tokens.length, computed, blocks: [...blocks], host_blocks: host,
       })),
       ...(request.state === "finished" ? { reasons: sequences.map((sequence) => sequence.reason) } : {}),
     };

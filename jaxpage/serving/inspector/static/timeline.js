@@ -10,11 +10,11 @@ export function wait(request, kind, at) {
   request.timeline.push([kind, at, null, 0]);
 }
 
-/** A row of a step. Decodes of steps in a row become one segment; every chunk is its own. */
+/** A row of a step. The decodes of one step after the other become one segment; each step's chunk is its own. */
 export function compute(request, kind, began, ended, numTokens, step) {
   close(request, began);
   const last = request.timeline.at(-1);
-  const goesOn = kind === "decode" && request.lastStep === step - 1;
+  const goesOn = request.lastStep === step || (kind === "decode" && request.lastStep === step - 1);
   if (last && last[0] === kind && (goesOn || request.timeline.length >= MOST_SEGMENTS)) {
     last[2] = ended;
     last[3] += numTokens;
@@ -42,8 +42,8 @@ export function drawTimeline(canvas, request, from, to, now) {
   if (first) context.fillRect(x(first[1]), height / 2 - 0.5, x(last[2] ?? now) - x(first[1]), 1);
   for (const [kind, start, end] of request.timeline) {
     const left = Math.max(x(start), 0);
+    if (x(end ?? now) < 0) continue;
     const right = Math.max(x(end ?? now), left + 1.5);
-    if (right < 0) continue;
     if (kind === "queued" || kind === "preempted" || kind === "swapped") {
       drawWaiting(context, kind, left, right, height);
     } else {
