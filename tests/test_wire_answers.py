@@ -1,0 +1,355 @@
+"""Answers: as the official client reads them, and a stream put together again is the whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from jaxpage.decoding.strategy import NO_TOKEN_LEFT
+from jaxpage.outputs import RequestOutput
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
+from tests.support.wire import Scripted, context, deltas, output, tokenizer
+
+USER = {"role": "user", "content": "Hello"}
+PROMPT = "Once upon a time"
+
+
+def completion(**fields: Any) -> Exchange:
+    return open_completion({"model": "demo", "prompt": PROMPT, **fields}, context())
+
+
+def chat(settings: dict[str, Any] | None = None, **fields: Any) -> Exchange:
+    return open_chat({"model": "demo", "messages": [USER], **fields}, context(**(settings or {})))
+
+
+def read(kind: Any, response: dict[str, Any]) -> Any:
+    """As the client's own types have it, strictly, after a way through JSON that knows no infinity."""
+    sent = json.loads(json.dumps(response, allow_nan=False))
+    if kind is Completion:  # what OpenAI sends and its own types leave out: no number for the first token of an echo
+        checked = copy.deepcopy(sent)
+        for choice in checked["choices"]:
+            if choice["logprobs"] and choice["logprobs"]["token_logprobs"][:1] == [None]:
+                choice["logprobs"]["token_logprobs"][0] = 0.0
+                if choice["logprobs"]["top_logprobs"]:
+                    choice["logprobs"]["top_logprobs"][0] = {}
+            choice["finish_reason"] = choice["finish_reason"] or "stop"  # null in chunks
+        return kind.model_validate_json(json.dumps(checked), strict=True)
+    return kind.model_validate_json(json.dumps(sent), strict=True)
+
+
+def streamed(
+    exchange: Exchange, outputs: Sequence[RequestOutput], scripts: Sequence[Sequence[Scripted]]
+) -> list[dict[str, Any]]:
+    """All chunks. The jobs take turns, as in an engine."""
+    running = [deltas(whole, script) for whole, script in zip(outputs, scripts, strict=True)]
+    chunks = []
+    while running:
+        for index, one in enumerate(running):
+            if one is not None and (delta := next(one, None)) is not None:
+                chunks += exchange.chunks(index, delta)
+            else:
+                running[index] = None  # type: ignore[call-overload]
+        if all(one is None for one in running):
+            break
+    return chunks + exchange.last_chunks()
+
+
+def joined(chunks: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The choices that the chunks of a stream say, by index."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            found = choices.setdefault(choice["index"], {"delta": {}, "text": "", "logprobs": None, "token_ids": []})
+            assert found.get("finish_reason") is None, "nothing comes behind the end of a choice"
+            found["text"] += choice.get("text", "")
+            found["token_ids"] += choice.get("token_ids", [])
+            merge(found["delta"], choice.get("delta", {}))
+            if choice["logprobs"] is not None:
+                found["logprobs"] = found["logprobs"] or {}
+                for name, values in choice["logprobs"].items():
+                    found["logprobs"][name] = None if values is None else (found["logprobs"].get(name) or []) + values
+            found |= {name: choice.get(name) for name in ("finish_reason", "stop_reason")}
+    return choices
+
+
+def merge(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """As clients do it: texts are joined, calls by their index."""
+    for name, value in delta.items():
+        if name == "tool_calls":
+            calls = message.setdefault("tool_calls", [])
+            for call in value:
+                if call["index"] == len(calls):
+                    calls.append(copy.deepcopy(call))
+                else:
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        elif name == "role":
+            assert "role" not in message
+            message[name] = value
+        else:
+            message[name] = message.get(name, "") + value
+
+
+TEXTS = [" there", " was", "", " é", "\n", "."]
+COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("ids", {"prompt": [5, 6, 7]}),
+    ("several prompts", {"prompt": [PROMPT, "The"], "n": 2}),
+    ("logprobs", {"logprobs": 3}),
+    ("logprobs of the token alone", {"logprobs": 0}),
+    ("echo", {"echo": True}),
+    ("echo of ids", {"echo": True, "prompt": [[5, 6, 7], [8]]}),
+    ("echo with logprobs", {"echo": True, "logprobs": 2, "n": 2}),
+    ("token ids", {"return_token_ids": True}),
+    ("the prompt alone", {"echo": True, "logprobs": 1, "max_tokens": 0}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), COMPLETIONS, ids=[name for name, _ in COMPLETIONS])
+def test_a_streamed_completion_is_the_whole(name: str, fields: dict[str, Any]) -> None:
+    num_choices = fields.get("n", 1)
+    exchange = completion(**fields)
+    scripts = [
+        [
+            Scripted(TEXTS[: 6 - index], "length" if index else "stop", None if index else "x")
+            for index in range(num_choices)
+        ]
+        for _ in exchange.jobs
+    ]
+    outputs = [output(exchange, script, job=job) for job, script in enumerate(scripts)]
+    whole = exchange.whole(outputs)
+    read(Completion, whole)
+    stream = completion(**fields, stream=True, stream_options={"include_usage": True})
+    chunks = streamed(stream, outputs, scripts)
+    for chunk in chunks:
+        read(Completion, chunk)
+    assert {chunk["id"] for chunk in chunks} == {stream.id} and stream.id.startswith("cmpl-")
+    assert len(whole["choices"]) == num_choices * len(exchange.jobs)
+    found = joined(chunks)
+    for choice in whole["choices"]:
+        assert {**found[choice["index"]], "index": choice["index"], "delta": None}.items() >= {
+            "text": choice["text"],
+            "logprobs": choice["logprobs"],
+            "finish_reason": choice["finish_reason"],
+            "stop_reason": choice["stop_reason"],
+            "token_ids": choice.get("token_ids", []),
+        }.items()
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_what_a_completion_says() -> None:
+    exchange = completion(prompt=["ab", "c"], n=2, echo=True)
+    scripts = [[Scripted(["x", "y"]), Scripted(["z"], "length")], [Scripted(["u"], stop_reason="!"), Scripted(["v"])]]
+    whole = read(Completion, exchange.whole([output(exchange, script, job=job) for job, script in enumerate(scripts)]))
+    assert [choice.text for choice in whole.choices] == ["abxy", "abz", "cu", "cv"]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert [choice.finish_reason for choice in whole.choices] == ["stop", "length", "stop", "stop"]
+    assert [choice.stop_reason for choice in whole.choices] == [None, None, "!", None]
+    num_prompt = len(tokenizer()("ab")["input_ids"]) + len(tokenizer()("c")["input_ids"])
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (num_prompt, 5)
+    assert whole.usage.prompt_tokens_details.cached_tokens == 4
+    assert (whole.object, whole.model, whole.system_fingerprint) == ("text_completion", "demo", "fp_0")
+
+
+def test_the_columns_of_an_echo_with_log_probabilities() -> None:
+    """What lm-eval's local-completions reads: a number for every token but the first, and offsets into the text."""
+    exchange = completion(prompt=[300, 301, 302], echo=True, logprobs=2)
+    script = [Scripted([tokenizer().decode([400])], "length", token_ids=[400])]
+    choice = exchange.whole([output(exchange, script)])["choices"][0]
+    columns = choice["logprobs"]
+    assert columns["tokens"] == [tokenizer().decode([token_id]) for token_id in (300, 301, 302, 400)]
+    assert "".join(columns["tokens"]) == choice["text"]
+    assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
+    assert columns["token_logprobs"][1:] == [-3.301, -3.302, -3.4]
+    for token, offset, top in zip(columns["tokens"], columns["text_offset"], columns["top_logprobs"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+        assert top is None or (len(top) == 3 and token in top)
+
+
+def test_nothing_but_the_prompt() -> None:
+    exchange = completion(prompt=[300, 301], echo=True, logprobs=1, max_tokens=0)
+    assert exchange.jobs[0].params.max_tokens == 1
+    whole = exchange.whole([output(exchange, [Scripted(["x"])])])
+    choice = whole["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (tokenizer().decode([300, 301]), "length")
+    assert len(choice["logprobs"]["tokens"]) == 2
+    assert whole["usage"]["completion_tokens"] == 0
+
+
+def test_the_probabilities_of_a_prompt() -> None:
+    exchange = completion(prompt=[300, 301, 302], prompt_logprobs=1)
+    choice = exchange.whole([output(exchange, [Scripted(["x"])])])["choices"][0]
+    assert choice["prompt_logprobs"][0] is None
+    assert choice["prompt_logprobs"][1]["301"] == {
+        "logprob": -3.301,
+        "rank": 3,
+        "decoded_token": tokenizer().decode([301]),
+    }
+    assert len(choice["prompt_logprobs"][2]) == 2 and choice["logprobs"] is None
+    chatted = chat(prompt_logprobs=0)
+    assert len(chatted.whole([output(chatted, [Scripted(["x"])])])["prompt_logprobs"][1]) == 1
+
+
+def test_infinity_has_a_number() -> None:
+    exchange = completion(logprobs=1)
+    whole = output(exchange, [Scripted(["x"])])
+    ((token_id, one),) = list(whole.outputs[0].logprobs[0].items())[:1]
+    whole.outputs[0].logprobs[0][token_id] = type(one)(float("-inf"), 3, "x")
+    columns = read(Completion, exchange.whole([whole])).choices[0].logprobs
+    assert columns.token_logprobs == [-9999.0]
+
+
+CHATS: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("n", {"n": 3}),
+    ("logprobs", {"logprobs": True}),
+    ("top logprobs", {"logprobs": True, "top_logprobs": 4, "n": 2}),
+    ("token ids", {"return_token_ids": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), CHATS, ids=[name for name, _ in CHATS])
+def test_a_streamed_chat_is_the_whole(name: str, fields: dict[str, Any]) -> None:
+    scripts = [[Scripted(TEXTS[: 6 - index], "length" if index else "stop") for index in range(fields.get("n", 1))]]
+    exchange = chat(**fields)
+    outputs = [output(exchange, scripts[0])]
+    whole = exchange.whole(outputs)
+    read(ChatCompletion, whole)
+    stream = chat(**fields, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    chunks = streamed(stream, outputs, scripts)
+    for chunk in chunks:
+        read(ChatCompletionChunk, chunk)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    found = joined(chunks)
+    for choice in whole["choices"]:
+        said = found[choice["index"]]
+        assert said["delta"] == {"role": "assistant", "content": choice["message"]["content"]}
+        assert said["finish_reason"] == choice["finish_reason"]
+        assert said["logprobs"] is None or said["logprobs"]["content"] == choice["logprobs"]["content"]
+    assert chunks[-1]["usage"] == whole["usage"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+
+
+def test_the_rows_of_a_chats_log_probabilities() -> None:
+    exchange = chat(logprobs=True, top_logprobs=2)
+    whole = read(ChatCompletion, exchange.whole([output(exchange, [Scripted(["a", "b"], token_ids=[300, 5])])]))
+    first = whole.choices[0].logprobs.content[0]
+    assert (first.token, first.logprob) == (tokenizer().decode([300]), -3.3)
+    assert bytes(first.bytes).decode() == first.token
+    assert [top.logprob for top in first.top_logprobs] == [-1.0, -2.0]
+    pieces = [token_id for token_id in range(300) if "\ufffd" in tokenizer().decode([token_id])]
+    broken = exchange.whole([output(exchange, [Scripted(["a"], token_ids=pieces[:1])])])
+    assert broken["choices"][0]["logprobs"]["content"][0]["bytes"] is None
+
+
+HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    },
+    {"type": "function", "function": {"name": "g"}},
+]
+TOOL_CHATS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("hermes", {"tool_parser": "hermes"}, {"tools": TOOLS}, HERMES),
+    ("one at most", {"tool_parser": "hermes"}, {"tools": TOOLS, "parallel_tool_calls": False}, HERMES),
+    ("llama", {"tool_parser": "llama3_json"}, {"tools": TOOLS}, '<|python_tag|>{"name": "f", "parameters": {"a": "{"}}; {"name": "g"}'),
+    ("required", {"tool_parser": "hermes"}, {"tools": TOOLS, "tool_choice": "required"}, '[{"name": "f", "parameters": {"a": "]"}}]'),
+    ("named", {}, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, '{"a": "b"}'),
+    ("none", {}, {"tools": TOOLS, "tool_choice": "none"}, HERMES),
+    ("thinking", {"reasoning_parser": "think", "tool_parser": "hermes"}, {"tools": TOOLS}, "<think>\nHm <tool_call>.</think>" + HERMES),
+    ("thinking on", {"reasoning_parser": "think"}, {"chat_template_kwargs": {"enable_thinking": True}}, "Hm.</think>\n\nYes <think>"),
+    ("json", {"reasoning_parser": "think"}, {"response_format": {"type": "json_object"}}, "{}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS])
+@given(data=st.data())
+def test_a_stream_with_tools_is_the_whole(
+    name: str, settings: Any, fields: Any, text: str, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=30)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    exchange, script = chat(settings, **fields), [Scripted(pieces)]
+    whole = exchange.whole([output(exchange, script)])
+    read(ChatCompletion, whole)
+    chunks = streamed(chat(settings, **fields, stream=True), [output(exchange, script)], [script])
+    for chunk in chunks:
+        read(ChatCompletionChunk, chunk)
+    (choice,), found = whole["choices"], joined(chunks)[0]
+    message = {name: value for name, value in choice["message"].items() if value is not None}
+    assert without_ids(found["delta"]) == without_ids({"content": "", **message})
+    assert found["finish_reason"] == choice["finish_reason"]
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [(call["type"], call["function"]) for call in message.get("tool_calls", [])]
+    return {**message, "tool_calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "content", "calls"),
+    [
+        ("hermes", "tool_calls", "Well.", [("f", {"a": "é<"}), ("g", {})]),
+        ("one at most", "tool_calls", "Well.", [("f", {"a": "é<"})]),
+        ("llama", "tool_calls", None, [("f", {"a": "{"}), ("g", {})]),
+        ("required", "tool_calls", None, [("f", {"a": "]"})]),
+        ("named", "stop", None, [("f", {"a": "b"})]),
+        ("none", "stop", HERMES, []),
+        ("thinking", "tool_calls", "Well.", [("f", {"a": "é<"}), ("g", {})]),
+        ("thinking on", "stop", "\n\nYes <think>", []),
+        ("json", "stop", "{}", []),
+    ],
+)
+def test_what_an_answer_with_tools_says(name: str, reason: str, content: str | None, calls: list[Any]) -> None:
+    settings, fields, text = next(rest for known, *rest in TOOL_CHATS if known == name)
+    exchange = chat(settings, **fields)
+    choice = read(ChatCompletion, exchange.whole([output(exchange, [Scripted([text])])])).choices[0]
+    found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or []]
+    assert (choice.finish_reason, choice.message.content, found) == (reason, content, calls)
+    reasoning = {"thinking": "\nHm <tool_call>.", "thinking on": "Hm."}.get(name)
+    assert getattr(choice.message, "reasoning_content", None) == reasoning
+    assert len({call.id for call in choice.message.tool_calls or []}) == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop_reason", "status", "message"),
+    [
+        ("error", None, 500, "The server failed"),
+        ("error", "RuntimeError: at /root/x.py", 500, "The server failed"),
+        ("error", "the model's logits are not finite", 500, "The server failed"),
+        ("error", NO_TOKEN_LEFT, 400, "leaves no token"),
+        ("error", "structured_outputs: the grammar is too costly", 400, "too costly"),
+        ("abort", None, 503, "was ended"),
+    ],
+)
+def test_a_failed_generation_is_an_error(reason: str, stop_reason: str | None, status: int, message: str) -> None:
+    script = [Scripted(["a", "b"], reason, stop_reason)]
+    for opens in (completion, chat):
+        exchange = opens()
+        with pytest.raises(ApiError, match=message) as caught:
+            exchange.whole([output(exchange, script)])
+        assert caught.value.status == status
+        stream = opens(stream=True)
+        first, last = deltas(output(stream, script), script)
+        assert stream.chunks(0, first)
+        with pytest.raises(ApiError, match=message):
+            stream.chunks(0, last)
+
+
+def test_a_sequence_that_has_ended_says_nothing_more() -> None:
+    stream = completion(stream=True, n=2)
+    script = [Scripted(["a"]), Scripted(["b", "c", "d"])]
+    chunks = [stream.chunks(0, delta) for delta in deltas(output(stream, script), script)]
+    assert [[choice["index"] for chunk in step for choice in chunk["choices"]] for step in chunks] == [[0, 1], [1], [1]]
+    assert not stream.last_chunks()
