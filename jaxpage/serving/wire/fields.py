@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator
-from pydantic_core import PydanticCustomError, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
 from jaxpage.argument_checks import INT32_MAX
 from jaxpage.sampling_params import MAX_BAD_WORDS, MAX_CACHE_SALT_CHARACTERS, MAX_LOGPROBS, MAX_USER_CHARACTERS
@@ -29,7 +28,7 @@ def one_of(wanted: str) -> WrapValidator:
         try:
             return handler(value)
         except ValidationError:
-            raise PydanticCustomError("union", "must be {wanted}", {"wanted": wanted}) from None
+            raise ValueError(f"must be {wanted}") from None
 
     return WrapValidator(validate)
 
