@@ -16,6 +16,8 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from jaxpage import cli
+
 SMALL = ["--max-num-seqs", "1", "--max-model-len", "64", "--num-blocks", "9", "--preemption-mode", "recompute"]
 KEY = "sk-a-key-for-this-test"
 
@@ -92,7 +94,7 @@ def test_capabilities_tell_what_this_server_is(served: Served) -> None:
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {KEY}"}) as client:
         found = client.get("/v1/capabilities").json()
         assert found["model"]["max_model_len"] == 64 and found["model"]["has_chat_template"]
-        assert found["limits"]["max_num_seqs"] == 1 and found["tools"] is None
+        assert found["limits"]["max_num_seqs"] == 1 and found["limits"]["max_prompts"] > 1 and found["tools"] is None
         assert found["parameters"]["temperature"]["streaming"] == "yes"
         assert found["parameters"]["best_of"]["streaming"] == "refused"
         assert client.get("/metrics").text.count("jaxpage_compile_total{") == 1
@@ -108,3 +110,38 @@ def test_an_interrupt_while_it_starts_ends_it_at_once() -> None:
     with serving(ready=r"\[4/4\]") as server:
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(10) == -signal.SIGINT
+
+
+def test_bench_serve_measures_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the client counts is what the server counted."""
+    monkeypatch.setenv("JAXPAGE_API_KEY", KEY)
+    words = [
+        "--num-prompts",
+        "5",
+        "--dataset",
+        "random",
+        "--max-input",
+        "20",
+        "--max-output",
+        "8",
+        "--baseline",
+        "static",
+    ]
+    before = generated(served)
+    assert cli.main(["bench", "serve", "--base-url", served.url, *words]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    [static] = result["baselines"]
+    assert result["completed"] == static["completed"] == 5
+    assert result["total_output_tokens"] == static["total_output_tokens"]
+    warm_up = (generated(served) - before) - 2 * result["total_output_tokens"]
+    assert 1 <= warm_up <= 8
+    assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]
+
+
+def generated(served: Served) -> float:
+    text = httpx.get(f"{served.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    found = re.search(r"^jaxpage_generation_tokens_total\{.*\} (.*)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
