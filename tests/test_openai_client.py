@@ -208,15 +208,18 @@ def test_a_chat_is_what_llm_chats(client: openai.OpenAI, offline: dict[str, Any]
 
 
 def test_a_streamed_chat_is_the_whole(client: openai.OpenAI, offline: dict[str, Any]) -> None:
-    with client.chat.completions.stream(messages=MESSAGES, stream_options={"include_usage": True}, **GREEDY) as stream:
+    """The client's helper raises where an answer was cut off, so this one stops."""
+    text = offline["chat"].outputs[0].text
+    asked: Any = {"messages": MESSAGES, "stop": text[-6:], **GREEDY}
+    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
         whole = stream.get_final_completion()
-    assert whole.choices[0].message.content == offline["chat"].outputs[0].text
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens == len(offline["chat"].outputs[0].token_ids)
+    assert whole.choices[0].message.content == text[: text.index(text[-6:])]
+    assert whole.usage is not None and whole.usage.completion_tokens > 0
     chunks = list(client.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
 def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
