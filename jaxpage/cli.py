@@ -14,10 +14,18 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from jaxpage import __version__
-from jaxpage.cli_flags import ENGINE_FLAGS, PLAN_SETTINGS, UsageError, add_engine_flags, add_sampling_flags, byte_size
+from jaxpage.cli_flags import (
+    ENGINE_FLAGS,
+    PLAN_SETTINGS,
+    UsageError,
+    add_engine_flags,
+    add_sampling_flags,
+    add_server_flags,
+    byte_size,
+)
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
 
-LATER = ("serve", "bench latency", "bench serve")  # named by the interface, not in this version
+LATER = ("bench latency", "bench serve")  # named by the interface, not in this version
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_convert(commands)
     _add_plan(commands)
     _add_compile(commands)
@@ -100,7 +109,9 @@ _Commands = argparse._SubParsersAction
 
 
 def _command(commands: _Commands[_Parser], name: str, purpose: str) -> _Parser:
-    return commands.add_parser(name, help=purpose, description=purpose.capitalize() + ".", allow_abbrev=False)
+    return commands.add_parser(
+        name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False
+    )
 
 
 def _lazily(name: str) -> Callable[[argparse.Namespace], int | None]:
@@ -130,6 +141,16 @@ def _add_chat(commands: _Commands[_Parser]) -> None:
     add_sampling_flags(parser)
     add_engine_flags(parser, without=("seed",))
     parser.set_defaults(run=_lazily("chat"))
+
+
+def _add_serve(commands: _Commands[_Parser]) -> None:
+    parser = _command(commands, "serve", "answer OpenAI clients over HTTP")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="directory, hub id or demo"
+    )
+    add_server_flags(parser)
+    add_engine_flags(parser, without=("model",))
+    parser.set_defaults(run=_lazily("serve"))
 
 
 def _add_convert(commands: _Commands[_Parser]) -> None:
@@ -170,6 +191,7 @@ def _add_config(commands: _Commands[_Parser]) -> None:
         action = _command(actions, name, purpose)
         action.add_argument("file", metavar="FILE", nargs="?", help="YAML file; the same as --config FILE")
         add_engine_flags(action)
+        add_server_flags(action)
         action.set_defaults(run=_lazily(f"config_{name}"))
 
 

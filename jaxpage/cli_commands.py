@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.cli_flags import PLANNED_SETTINGS, UsageError, engine_settings, sampling_settings
+from jaxpage.cli_flags import PLANNED_SETTINGS, UsageError, engine_settings, sampling_settings, server_settings
 from jaxpage.config import EngineConfig
-from jaxpage.config_sources import BUILT_IN, ResolvedConfig, resolve_config
+from jaxpage.config_sources import BUILT_IN, Resolved, ResolvedConfig, resolve_config
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.serving.config import ServerConfig, resolve_both
 
 if TYPE_CHECKING:
     from jaxpage.llm import LLM
@@ -69,6 +70,16 @@ def chat(arguments: argparse.Namespace) -> None:
             messages.append({"role": "assistant", "content": "".join(answer)})
 
 
+def serve(arguments: argparse.Namespace) -> int:
+    """`jaxpage serve [MODEL]`: until somebody ends it."""
+    engine, server = _resolved_both(arguments)
+    if engine.origins["model"] == BUILT_IN:
+        raise UsageError("serve which model? jaxpage serve demo, a directory, a hub id, or --config FILE with a model")
+    from jaxpage.serving.startup import start  # after the configuration is known to be right: this imports jax
+
+    return start(engine.config, server.config)
+
+
 def convert(arguments: argparse.Namespace) -> None:
     """`jaxpage convert SRC DST`."""
     from jaxpage.checkpoints import convert as convert_checkpoint
@@ -96,12 +107,13 @@ def compile_menu(arguments: argparse.Namespace) -> None:
 
 def config_show(arguments: argparse.Namespace) -> None:
     """`jaxpage config show`: the effective settings, as YAML, each with its origin."""
-    print("\n".join(_resolved(arguments).lines()))
+    engine, server = _resolved_both(arguments)
+    print("\n".join([*engine.lines(), "server:", *(f"  {line}" for line in server.lines())]))
 
 
 def config_validate(arguments: argparse.Namespace) -> None:
     """`jaxpage config validate FILE`: silent about anything but the verdict."""
-    _resolved(arguments)
+    _resolved_both(arguments)
     say(f"{arguments.file or arguments.config or 'The configuration'} is valid")
 
 
@@ -181,11 +193,15 @@ def _with_model_defaults(llm: LLM, given: dict[str, Any]) -> SamplingParams:
 
 
 def _resolved(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> ResolvedConfig:
+    return resolve_config(arguments.config, engine_settings(arguments, without), overrides_origin="command line")
+
+
+def _resolved_both(arguments: argparse.Namespace) -> tuple[ResolvedConfig, Resolved[ServerConfig]]:
     file = getattr(arguments, "file", None)
     if file and arguments.config:
         raise UsageError(f"two configuration files: {file} and --config {arguments.config}")
-    given = engine_settings(arguments, without)
-    return resolve_config(file or arguments.config, given, overrides_origin="command line")
+    given = engine_settings(arguments), server_settings(arguments)
+    return resolve_both(file or arguments.config, *given, overrides_origin="command line")
 
 
 def _engine_for_one(arguments: argparse.Namespace) -> LLM:

@@ -23,18 +23,23 @@ class Flag:
     kind: Callable[[str], Any] | None  # None: a switch with --no- form
     help: str
     metavar: str | None = None
+    alias: str | None = None  # another name, where vLLM has one
+    several: bool = False  # takes one or more values, and may be repeated
 
     @property
     def option(self) -> str:
         return "--" + self.setting.replace("_", "-")
 
     def add_to(self, parser: argparse._ArgumentGroup) -> None:
+        options = (self.option, self.alias) if self.alias else (self.option,)
+        rest: dict[str, Any] = {"dest": self.setting, "default": argparse.SUPPRESS, "help": self.help}
         if self.kind is None:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(self.option, action=action, default=argparse.SUPPRESS, help=self.help)
+            parser.add_argument(*options, action=argparse.BooleanOptionalAction, **rest)
         else:
             metavar = self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")  # type: ignore[call-overload]
-            parser.add_argument(self.option, type=self.kind, metavar=metavar, default=argparse.SUPPRESS, help=self.help)
+            if self.several:
+                rest |= {"nargs": "+", "action": "extend"}
+            parser.add_argument(*options, type=self.kind, metavar=metavar, **rest)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -64,6 +69,11 @@ def byte_size(text: str) -> int:
     if (num_bytes := int(Decimal(match[1]) * unit)) < 1:
         raise argparse.ArgumentTypeError(f"not more than nothing: {text[:80]!r}")
     return num_bytes
+
+
+def seconds_or_none(text: str) -> float | None:
+    """The value of a flag that takes a number of seconds, or "none" for no limit."""
+    return None if text == "none" else float(text)
 
 
 # One per field of EngineConfig; a test compares the two.
@@ -97,6 +107,32 @@ ENGINE_FLAGS = (
     ),
     Flag("tensor_parallel_size", int, "devices to split the model over (this version: 1)"),
     Flag("event_log", str, "write everything that a replay needs to this file"),
+)
+
+# One per field of ServerConfig; a test compares the two.
+SERVER_FLAGS = (
+    Flag("host", str, "address to listen on; default: 127.0.0.1, this machine alone"),
+    Flag("port", int, "default: 8000; 0: one that is free"),
+    Flag("served_model_name", str, "what requests call the model; default: MODEL, of a path its end", several=True),
+    Flag("api_key_file", str, "keys that let a request in, a line each; also $JAXPAGE_API_KEY, with commas", "FILE"),
+    Flag("max_queued_requests", int, "requests that may wait beyond those that run; default: 256"),
+    Flag("request_timeout_seconds", seconds_or_none, "longest time of a request, or none; default: 600", "X"),
+    Flag("shutdown_timeout_seconds", float, "for what runs to finish after SIGTERM; default: 30"),
+    Flag("max_body_bytes", byte_size, "longest request body; default: 4MiB", "SIZE"),
+    Flag("body_timeout_seconds", float, "for a request's body to arrive; default: 30"),
+    Flag("slow_reader_seconds", float, "that a client may leave a stream unread; default: 30"),
+    Flag("max_connections", int, "default: 1024"),
+    Flag("strict_requests", None, "an unknown field is an error, instead of told in a header"),
+    Flag("tool_parser", str, "how the model writes tool calls: hermes or llama3_json", alias="--tool-call-parser"),
+    Flag("reasoning_parser", str, "how the model marks its reasoning: think"),
+    Flag("ui", None, "a page at /ui/: playground and inspector"),
+    Flag("ui_show_prompts", None, "the inspector shows the texts of everybody's requests"),
+    Flag("log_requests", None, "log every request with its text", alias="--enable-log-requests"),
+    Flag("log_json", None, "a JSON object per line of the log"),
+    Flag("log_level", str, "debug, info, warning or error; default: info"),
+    Flag(
+        "profile_directory", str, "debug: POST /start_profile and /stop_profile write traces of JAX there", "DIRECTORY"
+    ),
 )
 
 # Those on which it depends what fits in memory.
@@ -142,6 +178,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] =
             flag.add_to(group)
 
 
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """The settings of a server."""
+    group = parser.add_argument_group("server")
+    for flag in SERVER_FLAGS:
+        flag.add_to(group)
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """The parameters of a request."""
     group = parser.add_argument_group("sampling")
@@ -162,6 +205,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def engine_settings(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """The engine settings that were given on the command line."""
     names = {flag.setting for flag in ENGINE_FLAGS} - set(without)
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def server_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The server's settings that were given on the command line."""
+    names = {flag.setting for flag in SERVER_FLAGS}
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field
 
 from jaxpage.argument_checks import shown
-from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.settings import Problem, Settings
 from jaxpage.speculative_config import AcceptanceRule, SpeculativeConfig
-
-Problem = tuple[str, str]  # (setting, what is wrong with it)
 
 _MAX_BLOCK_SIZE = 128
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -24,31 +21,11 @@ _Name = Annotated[
 ]
 
 
-class InvalidSettings(ConfigError):
-    """One or more settings are wrong; `problems` has them one by one, so that a caller can add where each came from."""
+class EngineConfig(Settings):
+    """The settings of an engine."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(f"{name}: {text}" if name else text for name, text in self.problems))
-
-
-class UnsupportedSettings(UnsupportedError):
-    """One or more settings are understood but not honoured by this version; `problems` has them one by one."""
-
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(f"{name}: {text}" for name, text in self.problems))
-
-
-class EngineConfig(BaseModel):
-    """The settings of an engine. Immutable; nothing is converted silently (`"8"` is no integer, `True` is not 1).
-
-    Raises:
-        ConfigError: unknown settings (with the nearest name), wrong types, values out of range, contradictions; all of them.
-        UnsupportedError: settings that this version understands but cannot honour.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    nested: ClassVar[Mapping[str, type[BaseModel]]] = {"speculative_config": SpeculativeConfig}
+    plain_text: ClassVar[frozenset[str]] = frozenset({"model", "tokenizer", "revision", "event_log"})
 
     model: _Name = "demo"  # "demo", a local directory, or a hub id
     tokenizer: _Name | None = None  # where its files are; None: with the model
@@ -83,57 +60,16 @@ class EngineConfig(BaseModel):
     tensor_parallel_size: _Count = 1
     event_log: _Name | None = None  # new file of everything that a replay needs, prompts included
 
-    if not TYPE_CHECKING:  # type checkers see the fields as keyword arguments
-
-        def __init__(self, **settings: Any) -> None:
-            try:
-                super().__init__(**settings)
-            except ValidationError as error:
-                raise InvalidSettings(_explain(error)) from None
-            if contradictions := list(_contradictions(self)):
-                raise InvalidSettings(contradictions)
-            if refused := list(_not_honoured(self)):
-                raise UnsupportedSettings(refused)
-
     @property
     def acceptance(self) -> AcceptanceRule:
         """Which drafts become tokens."""
         return self.speculative_config.rule if self.speculative_config else AcceptanceRule()
 
-    def replace(self, **settings: Any) -> EngineConfig:
-        """The same settings but for those given, checked again as a whole."""
-        return EngineConfig(**{**self.model_dump(), **settings})
+    def contradictions(self) -> Iterable[Problem]:
+        return _contradictions(self)
 
-
-def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that was probably meant, if one is at least `cutoff` alike (0 to 1)."""
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1, cutoff=cutoff)
-    return close[0] if close else None
-
-
-def unknown_setting(name: str) -> Problem:
-    """The problem with a name that no setting has, with the name that was probably meant. Dots lead into settings that have settings."""
-    group, _, last = name.rpartition(".")
-    names = SpeculativeConfig.model_fields if group == "speculative_config" else EngineConfig.model_fields
-    nearest = nearest_name(last, names)
-    hint = f"did you mean {nearest!r}?" if nearest else f"settings are {', '.join(names)}"
-    return name, f"unknown setting; {hint}"
-
-
-def _explain(error: ValidationError) -> Iterable[Problem]:
-    found: dict[str, list[str]] = {}  # where one of several kinds of values would do: all of them
-    for item in error.errors(include_url=False, include_context=False):
-        name = ".".join(str(part) for part in item["loc"][:2])  # what follows says which kind was tried
-        message = item["msg"].replace("Input should", "must").replace("String should", "must")
-        if item["type"] == "extra_forbidden":
-            found[name] = [unknown_setting(name)[1]]
-        elif item["type"] == "missing":
-            found[name] = ["is required"]
-        elif name in found:
-            found[name].insert(-1, f" or {message.removeprefix('must be ')}")
-        else:
-            found[name] = [message, f", got {shown(item['input'])}"]
-    return ((name, "".join(parts)) for name, parts in found.items())
+    def refused(self) -> Iterable[Problem]:
+        return _not_honoured(self)
 
 
 def _contradictions(config: EngineConfig) -> Iterable[Problem]:

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from jaxpage.config import (
-    EngineConfig,
-    InvalidSettings,
-    Problem,
-    UnsupportedSettings,
-    nearest_name,
-    unknown_setting,
-)
+from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.settings import InvalidSettings, Problem, Settings, UnsupportedSettings, nearest_name
 from jaxpage.speculative_config import SpeculativeConfig
-from jaxpage.yaml_loader import load_mapping, parse_scalar
+from jaxpage.yaml_loader import Located, load_mapping, parse_scalar
 
 PREFIX = "JAXPAGE_"
-OTHER_VARIABLES = frozenset({"JAXPAGE_DEBUG", "JAXPAGE_CACHE_DIR"})  # read elsewhere; no settings of an engine
+OTHER_VARIABLES = frozenset({"JAXPAGE_DEBUG", "JAXPAGE_CACHE_DIR", "JAXPAGE_API_KEY"})  # read elsewhere; no settings
+SECTIONS = ("server",)  # of a file: mappings with the settings of something else
 BUILT_IN = "built-in"
-# Taken as they are: a revision may look like a number.
-_TEXT_SETTINGS = frozenset({"model", "tokenizer", "revision", "event_log"})
+_OF_A_SERVICE = re.compile(r"(tcp|udp|sctp)://")
+
+Kind = TypeVar("Kind", bound=Settings)
 
 
 @dataclass(frozen=True)
-class ResolvedConfig:
+class Resolved(Generic[Kind]):
     """A checked configuration and, for every setting, where its value came from."""
 
-    config: EngineConfig
+    config: Kind
     origins: Mapping[str, str]
 
     def lines(self) -> list[str]:
         """The effective settings as YAML, each with its origin as a comment."""
-        values = {name: _as_yaml(getattr(self.config, name)) for name in EngineConfig.model_fields}
+        values = {name: _as_yaml(getattr(self.config, name)) for name in type(self.config).model_fields}
         width = min(60, max(len(f"{name}: {value}") for name, value in values.items()))
         return [f"{f'{name}: {value}':<{width}}  # {self.origins[name]}" for name, value in values.items()]
+
+
+ResolvedConfig = Resolved[EngineConfig]
 
 
 def resolve_config(
@@ -49,7 +49,7 @@ def resolve_config(
     environment: Mapping[str, str] | None = None,
     overrides_origin: str = "argument",
 ) -> ResolvedConfig:
-    """One configuration from all sources.
+    """The engine's configuration from all sources; the file's other sections are left to those whom they are for.
 
     Args:
         path: a YAML file with the fields of `EngineConfig`, or None.
@@ -61,34 +61,52 @@ def resolve_config(
         ConfigError: a source cannot be read or a setting is wrong; the text has the origin of each.
         UnsupportedError: a setting is understood but not honoured by this version.
     """
-    layers: list[Mapping[str, tuple[Any, str]]] = []
-    if path is not None:
-        layers.append({name: (item.value, item.place) for name, item in load_mapping(Path(path)).items()})
-    layers.append(_from_environment(os.environ if environment is None else environment))
-    layers.append({name: (value, overrides_origin) for name, value in (overrides or {}).items()})
-    merged = {name: item for layer in layers for name, item in layer.items()}
+    given = {name: item for name, item in read_file(path).items() if name not in SECTIONS}
+    return resolve_settings(EngineConfig, given, overrides, environment, overrides_origin)
+
+
+def read_file(path: str | os.PathLike[str] | None) -> dict[str, Located]:
+    """What a configuration file has, each value with its place; that of a section is such a mapping too. None: nothing."""
+    return {} if path is None else load_mapping(Path(path), SECTIONS)
+
+
+def resolve_settings(
+    kind: type[Kind],
+    file: Mapping[str, Located],
+    overrides: Mapping[str, Any] | None,
+    environment: Mapping[str, str] | None,
+    overrides_origin: str,
+) -> Resolved[Kind]:
+    """One configuration from a file's settings, the environment and `overrides`. Raises as `resolve_config`."""
+    merged = {
+        **{name: (item.value, item.place) for name, item in file.items()},
+        **_from_environment(kind, os.environ if environment is None else environment),
+        **{name: (value, overrides_origin) for name, value in (overrides or {}).items()},
+    }
     origins = {name: origin for name, (_, origin) in merged.items()}
     try:
-        config = EngineConfig(**{name: value for name, (value, _) in merged.items()})
+        config = kind(**{name: value for name, (value, _) in merged.items()})
     except InvalidSettings as error:
         raise ConfigError(_located(error.problems, origins)) from None
     except UnsupportedSettings as error:
         raise UnsupportedError(_located(error.problems, origins)) from None
-    return ResolvedConfig(config, {name: origins.get(name, BUILT_IN) for name in EngineConfig.model_fields})
+    return Resolved(config, {name: origins.get(name, BUILT_IN) for name in kind.model_fields})
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+def _from_environment(kind: type[Settings], environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Settings among the variables. Others that begin like ours are left alone unless one is nearly a setting's name:
-    orchestrators make variables such as `JAXPAGE_SERVICE_HOST` for a service called jaxpage."""
+    Kubernetes makes variables such as `JAXPAGE_SERVICE_HOST`, and `JAXPAGE_PORT=tcp://...`, for a service called jaxpage."""
     found: dict[str, tuple[Any, str]] = {}
     for variable in sorted(environment):
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
             continue
         name, text = variable.removeprefix(PREFIX).lower(), environment[variable]
-        if name in EngineConfig.model_fields:
-            found[name] = (text if name in _TEXT_SETTINGS else _parsed(variable, text), variable)
-        elif nearest_name(name, EngineConfig.model_fields, cutoff=0.8):
-            raise ConfigError(f"{variable}: {unknown_setting(name)[1]}")
+        if _OF_A_SERVICE.match(text):
+            continue
+        if name in kind.model_fields:
+            found[name] = (text if name in kind.plain_text else _parsed(variable, text), variable)
+        elif nearest_name(name, kind.model_fields, cutoff=0.8):
+            raise ConfigError(f"{variable}: {kind.unknown(name)[1]}")
     return found
 
 
@@ -109,6 +127,8 @@ def _as_yaml(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, SpeculativeConfig):
         return json.dumps(value.model_dump())
+    if isinstance(value, tuple):
+        return json.dumps(value)
     text = str(value)
     plain = not isinstance(value, str) or (
         text.replace("-", "").replace("_", "").isalnum() and parse_scalar(text) == value

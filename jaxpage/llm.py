@@ -12,13 +12,12 @@ from tqdm import tqdm
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
 from jaxpage.engine.build import build_engine
-from jaxpage.engine.calls import Calls, Order, PinnedPrefix, RequestStream
+from jaxpage.engine.calls import Calls, Order, PinnedPrefix, RequestStream, check_streamable, checked
 from jaxpage.engine.reporting import Reporter
-from jaxpage.errors import UnsupportedError
 from jaxpage.interrupts import held_interrupts
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
-from jaxpage.prompts import Prompt, normalise, one_each
+from jaxpage.prompts import normalise, one_each
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 Params = SamplingParams | BeamSearchParams
@@ -101,15 +100,7 @@ class LLM:
         orders = self._prepare(prompt, params)
         if len(orders) != 1:
             raise ValueError(f"stream takes one prompt, not {len(orders)}; use generate for several")
-        asked = orders[0].params
-        if isinstance(asked, BeamSearchParams):
-            raise UnsupportedError(
-                f"streaming cannot show beam_width={asked.beam_width}: which hypotheses are the best is known at the end; use generate"
-            )
-        if asked.ranks:
-            raise UnsupportedError(
-                f"stream cannot show best_of={asked.best_of}: which are the best n={asked.n} is known at the end; use generate"
-            )
+        check_streamable(orders[0].params)
         return RequestStream(self._calls, orders[0])
 
     def chat(
@@ -198,20 +189,11 @@ class LLM:
         for index, (prompt, one) in enumerate(zip(normalised, each, strict=True)):
             if not isinstance(one, SamplingParams | BeamSearchParams):
                 raise TypeError(f"params must be SamplingParams or BeamSearchParams, not {type(one).__name__}")
-            token_ids = self._encode(prompt)
             try:
-                self._engine.check(token_ids, one)
-                grammar = self._engine.compiled(one)
+                order = checked(self._engine, prompt, one)
+                orders.append(order._replace(grammar=self._engine.compiled(one)))
             except Exception as error:
                 if len(normalised) > 1:
                     error.add_note(f"This is prompt {index} of {len(normalised)}.")
                 raise
-            orders.append(Order(prompt, token_ids, one, grammar))
         return orders
-
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if prompt.token_ids is not None:
-            return prompt.token_ids
-        if self.tokenizer is None:
-            raise ValueError(f"The model {self.config.model!r} has no tokenizer; give prompts as token ids")
-        return tuple(self.tokenizer(prompt.text)["input_ids"])

@@ -33,6 +33,7 @@ class RequestMetrics:
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted

@@ -7,6 +7,7 @@ Against PyYAML's defaults: duplicate keys, anchors, aliases and tags are errors;
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,15 +80,15 @@ def parse_scalar(text: str) -> Any:
         raise ConfigError(f"cannot be read as a value: {text[:80]!r}") from None
 
 
-def load_mapping(path: Path) -> dict[str, Located]:
-    """The top-level mapping of a YAML file, every value with its place.
+def load_mapping(path: Path, sections: Collection[str] = ()) -> dict[str, Located]:
+    """The top-level mapping of a YAML file, every value with its place. The value of a key in `sections` is such a mapping too.
 
     Raises:
         ConfigError: the file cannot be read, is not strict YAML, or holds no mapping.
     """
     text = _read(path)
     try:
-        return _construct(path, _StrictLoader(text))
+        return _construct(path, _StrictLoader(text), sections)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: {error.problem or error.context}") from None
@@ -97,18 +98,35 @@ def load_mapping(path: Path) -> dict[str, Located]:
         raise ConfigError(f"{path}: nested too deeply") from None
 
 
-def _construct(path: Path, loader: _StrictLoader) -> dict[str, Located]:
+def _construct(path: Path, loader: _StrictLoader, sections: Collection[str]) -> dict[str, Located]:
     node = loader.get_single_node()
     if node is None:
         raise ConfigError(f"{path} is empty: a configuration is a mapping such as 'model: demo'")
+    found = {}
+    for key, value in _entries(path, node, "the top level"):
+        if key.value in sections:
+            inner = [(name.value, _located(path, loader, name, one)) for name, one in _entries(path, value, key.value)]
+            found[key.value] = Located(dict(inner), _place(path, key))
+        else:
+            found[key.value] = _located(path, loader, key, value)
+    return found
+
+
+def _entries(path: Path, node: yaml.Node, what: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
     if not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-        raise ConfigError(f"{path}:{node.start_mark.line + 1}: the top level must be a mapping, not {kind}")
+        raise ConfigError(f"{_place(path, node)}: {what} must be a mapping, not {kind}")
     check_keys(node)
-    return {
-        key.value: Located(loader.construct_object(value, deep=True), f"{path}:{key.start_mark.line + 1}")
-        for key, value in node.value
-    }
+    entries: list[tuple[yaml.ScalarNode, yaml.Node]] = node.value
+    return entries
+
+
+def _located(path: Path, loader: _StrictLoader, key: yaml.Node, value: yaml.Node) -> Located:
+    return Located(loader.construct_object(value, deep=True), _place(path, key))
+
+
+def _place(path: Path, node: yaml.Node) -> str:
+    return f"{path}:{node.start_mark.line + 1}"
 
 
 def _read(path: Path) -> str:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, SamplingParams
-from jaxpage.config import UnsupportedSettings
 from jaxpage.device import steps
 from jaxpage.engine import batch_builder
 from jaxpage.errors import UnsupportedError
 from jaxpage.scheduling import open_plan
+from jaxpage.settings import UnsupportedSettings
 from jaxpage.speculative_config import SpeculativeConfig
 from tests.support.drafts import KINDS, MOST_DRAFTS, NUM_TOKEN_IDS, Drafter
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way

@@ -10,7 +10,6 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.token_masks import Mask
 
-
 NO_TOKEN_LEFT = "what the request allows, forbids and penalises leaves no token that could be drawn"
 
 

@@ -56,6 +56,7 @@ class Executables:
         self.options = options
         self._compilations = _watch_compilations()
         self._num_before = self._compilations.count
+        num_found_before = self._compilations.num_found
         started = time.monotonic()
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
@@ -67,6 +68,7 @@ class Executables:
             jobs["scatter"] = functools.partial(_compile_scatter, pages, menu.num_swapped, options.attention_backend)
         self._table = _run_all(jobs, progress)
         self.compile_seconds = time.monotonic() - started
+        self.num_found = self._compilations.num_found - num_found_before  # of them, in the persistent cache
 
     @property
     def compile_total(self) -> int:
@@ -102,14 +104,18 @@ class Executables:
 
 
 class _Compilations:
-    """Counts what JAX compiles in this process, by JAX's own monitoring."""
+    """Counts what JAX compiles in this process and what it found compiled, by JAX's own monitoring."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.num_found = 0
         jax.monitoring.register_event_duration_secs_listener(self._note)
+        jax.monitoring.register_event_listener(self._note_found)
 
     def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
         self.count += event == "/jax/core/compile/backend_compile_duration"
+
+    def _note_found(self, event: str, **_: str | int) -> None:
+        self.num_found += event == "/jax/compilation_cache/cache_hits"
 
 
 @functools.cache  # a listener cannot be taken back, so there is one

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
 
+PHASES = ("finding the model", "planning the memory", "loading the weights", "compiling the steps")
+
 
 @dataclass(frozen=True)
 class Built:
@@ -63,16 +66,16 @@ class Built:
     memory: MemoryPlan
 
 
-def build_engine(config: EngineConfig, *, progress: bool) -> Built:
-    """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything."""
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
-        use_compile_cache(compile_cache_directory())
-    if config.event_log is not None:
-        check_new(config.event_log)
-    files = open_model(resolve_model(config.model, config.revision))
-    _check_load_format(config, files)
+def build_engine(config: EngineConfig, *, progress: bool, phase: Callable[[str], None] = lambda name: None) -> Built:
+    """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
+
+    progress: a table and bars on standard error. phase: is told what begins, one of PHASES.
+    """
+    phase(PHASES[0])
+    files = _opened(config)
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
+    phase(PHASES[1])
     device = jax.devices()[0]
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
@@ -85,9 +88,9 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     menu = step_menu(config, place, memory)
     if progress:
         _print_table(memory, dtype, config.kv_cache_dtype)
-    parameters: Any = load_weights(
-        files.plan, dtype, functools.partial(jax.device_put, device=device), progress=progress
-    )
+    phase(PHASES[2])
+    put = functools.partial(jax.device_put, device=device)
+    parameters: Any = load_weights(files.plan, dtype, put, progress=progress)
     parameters = drafting.load(parameters, dtype, device, progress=progress)
     table_width = -(-memory.max_model_len // config.block_size)
     options = _step_options(files, dtype, table_width, config, backend, by_row=place.is_cpu)
@@ -95,10 +98,8 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     pages = kv_pages.page_shapes(files.spec.kv, *pool)
     options = drafting.in_steps(options, dtype, menu, pages)
     pages += drafting.pages(menu, *pool)
-    try:
-        executables = Executables(menu, parameters, pages, options, progress=progress)
-    except NotImplementedError as refusal:  # every backend's reason
-        raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
+    phase(PHASES[3])
+    executables = _compiled(config, menu, parameters, pages, options, progress=progress)
     scheduler = _scheduler(config, place, menu, memory, (files.spec.kv, *drafting.kvs))
     speculation = drafting.speculation(scheduler.limits, menu, files.spec.vocab_size, config.block_size)
     engine = Engine(
@@ -130,7 +131,7 @@ def build_engine(config: EngineConfig, *, progress: bool) -> Built:
     if config.event_log is not None:
         engine.events = EventLog(config.event_log, header(config, engine, memory))
     if progress:
-        print(f"  workspace of the compiled steps  {gib(memory.workspace_bytes)}", file=sys.stderr)
+        _print_compiled(memory, executables)
     return Built(engine, tokenizer, sampling_defaults, memory)
 
 
@@ -164,9 +165,23 @@ def compile_cache_directory() -> Path:
     return home / "xla" / f"{jax.__version__}-{jax.default_backend()}"
 
 
-def _check_load_format(config: EngineConfig, files: ModelFiles) -> None:
+def _opened(config: EngineConfig) -> ModelFiles:
+    """The model's files, after everything that can be refused before they are read."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
+        use_compile_cache(compile_cache_directory())
+    if config.event_log is not None:
+        check_new(config.event_log)
+    files = open_model(resolve_model(config.model, config.revision))
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
+    return files
+
+
+def _compiled(config: EngineConfig, *shapes: Any, progress: bool) -> Executables:
+    try:
+        return Executables(*shapes, progress=progress)
+    except NotImplementedError as refusal:  # every backend's reason
+        raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
@@ -224,6 +239,11 @@ def _scheduler(
         queue=POLICIES[config.scheduling_policy](),
         preemption=Preemption(config.preemption_mode, config.new_requests_wait_until),
     )
+
+
+def _print_compiled(memory: MemoryPlan, executables: Executables) -> None:
+    found = f"{executables.num_found} of {executables.compile_total} executables were in the compile cache"
+    print(f"  {found}; workspace of the steps: {gib(memory.workspace_bytes)}", file=sys.stderr)
 
 
 def _print_table(memory: MemoryPlan, dtype: str, kv_cache_dtype: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 from jaxpage.decoding import Grammar
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
+from jaxpage.errors import UnsupportedError
 from jaxpage.interrupts import Interrupts, held_interrupts
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
@@ -25,6 +26,34 @@ class Order(NamedTuple):
     token_ids: tuple[int, ...]
     params: SamplingParams | BeamSearchParams
     grammar: Grammar | None = None  # compiled, where the parameters ask for one
+
+
+def checked(
+    engine: Engine, prompt: Prompt, params: SamplingParams | BeamSearchParams, *, add_special_tokens: bool = True
+) -> Order:
+    """The prompt encoded and everything checked, but for a grammar, which `Engine.compiled` has to try. On any thread.
+
+    Raises TypeError, ValueError or UnsupportedError, naming the parameter and its value.
+    """
+    token_ids = prompt.token_ids
+    if token_ids is None:
+        if engine.tokenizer is None:
+            raise ValueError("The model has no tokenizer; give prompts as token ids")
+        token_ids = tuple(engine.tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"])
+    engine.check(token_ids, params)
+    return Order(prompt, token_ids, params)
+
+
+def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
+    """Raises UnsupportedError where there is nothing to show before the end."""
+    if isinstance(params, BeamSearchParams):
+        raise UnsupportedError(
+            f"streaming cannot show beam_width={params.beam_width}: which hypotheses are the best is known at the end"
+        )
+    if params.ranks:
+        raise UnsupportedError(
+            f"streaming cannot show best_of={params.best_of}: which are the best n={params.n} is known at the end"
+        )
 
 
 class Calls:

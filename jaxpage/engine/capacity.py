@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import jax
 
-from jaxpage.config import EngineConfig, UnsupportedSettings
+from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import SMALLEST_ROWS, BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.sizing import (
@@ -25,6 +25,7 @@ from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.memory.sliding import most_blocks
 from jaxpage.models.base import KVSpec, ModelSpec
+from jaxpage.settings import UnsupportedSettings
 from jaxpage.speculative_config import MOST_CANDIDATES
 
 BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy

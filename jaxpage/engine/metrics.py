@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpage.decoding import Append, Edit
 from jaxpage.device.executables import Executables
+from jaxpage.engine.latencies import Latencies
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.request import SequenceGroup
@@ -26,6 +27,7 @@ class EngineMetrics:
     copy_on_write_blocks_total: int = 0
     request_success_total: dict[str, int] = field(default_factory=dict)  # by finish reason
     requests: dict[str, RequestMetrics] = field(default_factory=dict)
+    latencies: Latencies = field(default_factory=Latencies)
     memory: MemoryHistory = field(default_factory=MemoryHistory)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     _step_began: float = 0.0  # in seconds of time.monotonic
@@ -53,8 +55,10 @@ class EngineMetrics:
         now = time.monotonic()
         self.engine_steps_total += 1
         self.memory.end(now - self._step_began)
+        self.latencies.engine_step.observe(now - self._step_began)
         self.copy_on_write_blocks_total += len(plan.copies)
-        self.generation_tokens_total += sum(isinstance(edit, Append) for edit in edits)
+        appended = [edit.sequence_id for edit in edits if isinstance(edit, Append)]
+        self.generation_tokens_total += len(appended)
         for row in plan.rows:
             if (group := group_of.get(row.sequence_id)) is None:
                 continue  # aborted meanwhile
@@ -67,15 +71,17 @@ class EngineMetrics:
             metrics.num_drafts += 1
             metrics.num_draft_tokens += num_tokens
             metrics.num_accepted_tokens += num_accepted
+        advanced = {id(group_of[sequence_id]) for sequence_id in appended if sequence_id in group_of}
         for group in groups:
             metrics = self.requests[group.request.request_id]
             metrics.num_preemptions = group.num_preemptions
-            if metrics.first_token_time is None and any(s.num_output_tokens for s in group.sequences):
-                metrics.first_token_time = now
+            if id(group) in advanced:
+                self.latencies.has_tokens(metrics, now)
 
     def ended(self, group: SequenceGroup) -> None:
         if metrics := self.requests.pop(group.request.request_id, None):
             metrics.finished_time = time.monotonic()
+            self.latencies.finished(group, metrics)
         for sequence in group.sequences:
             reason = sequence.finish_reason or "abort"
             self.request_success_total[reason] = self.request_success_total.get(reason, 0) + 1
@@ -116,4 +122,5 @@ class EngineMetrics:
             "compile_total": executables.compile_total,
             "compile_seconds_total": executables.compile_seconds,
             "engine_steps_total": self.engine_steps_total,
+            **self.latencies.snapshot(),
         }

@@ -1,0 +1,207 @@
+"""The HTTP application: which path does what. Between it and the socket stand the middlewares of `serving/http`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from jaxpage import __version__
+from jaxpage.errors import JaxpageError
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.generating import Generating
+from jaxpage.serving.http.answers import error_answer, json_answer
+from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
+from jaxpage.serving.http.envelope import Envelope
+from jaxpage.serving.http.limits import Limits, check_is_json
+from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.visitors import Visitors
+from jaxpage.serving.wire.body import parse_object
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, tokenize
+
+logger = logging.getLogger(__name__)
+Open = Callable[[dict[str, Any], ModelContext], Exchange]
+Transform = Callable[[dict[str, Any], ModelContext], dict[str, Any]]
+STATS_SECONDS = 5.0  # a step may take longer; then there are no metrics for now
+
+
+class Server:
+    """What the paths do: everything that answers requests, on one event loop."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        context: ModelContext,
+        config: ServerConfig,
+        metrics: ServerMetrics,
+        capabilities: Mapping[str, Any],
+    ) -> None:
+        self.visitors = Visitors()
+        self.preparing = Preparing(loop.engine, config.max_queued_requests)
+        self._loop = loop
+        self._context = context
+        self._metrics = metrics
+        self._capabilities = capabilities
+        self._generating = Generating(loop, self.preparing, metrics)
+        self._logs_requests = config.log_requests
+        self._created = int(time.time())
+        self.routes: list[BaseRoute] = [
+            _post("/v1/completions", partial(self._exchange, open_completion)),
+            _post("/v1/chat/completions", partial(self._exchange, open_chat)),
+            _post("/tokenize", partial(self._transform, tokenize)),
+            _post("/detokenize", partial(self._transform, detokenize)),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/capabilities", self._capable),
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._exposition),
+            Route("/version", self._version),
+            Route("/", self._index),
+        ]
+
+    async def _exchange(self, opened: Open, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.visitors.inside():
+            raw = await _json_body(scope, receive)
+            exchange = await self.preparing.run(lambda: self._opened(opened, raw))
+            await self._generating.answer(exchange, scope, receive, send)
+
+    def _opened(self, opened: Open, raw: bytes) -> Exchange:
+        body = parse_object(raw)
+        exchange = opened(body, self._context)
+        if self._logs_requests:
+            logger.info("request", extra={"id": exchange.id, "body": body})
+        return exchange
+
+    async def _transform(self, transform: Transform, scope: Scope, receive: Receive, send: Send) -> None:
+        raw = await _json_body(scope, receive)
+        result = await self.preparing.run(lambda: transform(parse_object(raw), self._context))
+        await json_answer(result)(scope, receive, send)
+
+    async def _models(self, request: Request) -> Response:
+        return json_answer({"object": "list", "data": [self._card(name) for name in self._context.model_names]})
+
+    async def _model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) not in self._context.model_names:
+            names = ", ".join(self._context.model_names)
+            raise ApiError(
+                404, f"There is no such model; this server has {names}", param="model", code="model_not_found"
+            )
+        return json_answer(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        max_len = self._context.max_model_len
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jaxpage",
+            "max_model_len": max_len,
+        }
+
+    async def _capable(self, request: Request) -> Response:
+        return json_answer(self._capabilities)
+
+    async def _health(self, request: Request) -> Response:
+        if not self._loop.healthy:
+            raise ApiError(503, "The engine does not go on")
+        return json_answer({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        if self.visitors.is_closed or not self._loop.ready:
+            raise ApiError(503, "No requests are taken now")
+        return json_answer({"status": "ready"})
+
+    async def _exposition(self, request: Request) -> Response:
+        stats: Mapping[str, Any] = {}
+        with contextlib.suppress(TimeoutError, JaxpageError):  # what the server counts is there in any case
+            stats = await asyncio.wait_for(self._loop.stats(), STATS_SECONDS)
+        return Response(self._metrics.exposition(stats), media_type=self._metrics.content_type)
+
+    async def _version(self, request: Request) -> Response:
+        return json_answer({"version": __version__})
+
+    async def _index(self, request: Request) -> Response:
+        paths = [route.path for route in self.routes if isinstance(route, Route)]
+        return json_answer(
+            {"name": "jaxpage", "version": __version__, "models": self._context.model_names, "paths": paths}
+        )
+
+
+def build_app(
+    loop: EngineLoop,
+    context: ModelContext,
+    config: ServerConfig,
+    metrics: ServerMetrics,
+    *,
+    capabilities: Mapping[str, Any] | None = None,
+    api_keys: Sequence[str] = (),
+    routes: Sequence[BaseRoute] = (),
+    open_paths: Collection[str] = (),
+) -> Starlette:
+    """The application with its middlewares. `app.state.server` is the `Server`, for who closes it.
+
+    Args:
+        capabilities: what `/v1/capabilities` answers.
+        routes: more of them: those of the page.
+        open_paths: for which no key is needed, besides `OPEN_PATHS`. Exact paths of files that tell nothing of this server.
+    """
+    server = Server(loop, context, config, metrics, capabilities or {})
+    middleware = [
+        Middleware(Envelope, metrics=metrics),
+        Middleware(ApiKeys, keys=api_keys, open_paths={*OPEN_PATHS, *open_paths}),
+        Middleware(Limits, max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_timeout_seconds),
+    ]
+    app = Starlette(
+        routes=[*server.routes, *routes], middleware=middleware, exception_handlers={HTTPException: _http_error}
+    )
+    app.state.server = server
+    app.router.redirect_slashes = False  # a path is right or not found
+    return app
+
+
+class _Post:
+    """An ASGI application that is no function: Starlette hands it the request as it came."""
+
+    def __init__(self, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope, receive, send)
+
+
+def _post(path: str, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> Route:
+    return Route(path, _Post(answer), methods=["POST"])
+
+
+async def _json_body(scope: Scope, receive: Receive) -> bytes:
+    request = Request(scope, receive)
+    check_is_json(request.headers)
+    return await request.body()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router has no route for."""
+    if not isinstance(error, HTTPException):
+        raise error
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message = {404: "There is nothing at this path", 405: "This path has no such method"}.get(
+        error.status_code, error.detail
+    )
+    return error_answer(ApiError(error.status_code, message, code=code, headers=error.headers))

@@ -1,0 +1,139 @@
+"""`ServerConfig`: every setting of the server beside its engine's. In a file they stand below `server:`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from jaxpage.config import EngineConfig
+from jaxpage.config_sources import Resolved, read_file, resolve_settings
+from jaxpage.errors import ConfigError
+from jaxpage.settings import Problem, Settings
+
+API_KEY_VARIABLE = "JAXPAGE_API_KEY"
+MAX_KEY_FILE_BYTES = 1 << 16
+
+_Text = Annotated[str, Field(min_length=1, max_length=4096)]
+# Goes into paths (/v1/models/NAME), metric labels and every answer.
+_ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x20\x7f]+$")]
+_Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+def _as_tuple(value: Any) -> Any:
+    """A single name, or a list from a file."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+class ServerConfig(Settings):
+    """The settings of the server."""
+
+    plain_text: ClassVar[frozenset[str]] = frozenset({"host", "api_key_file", "profile_directory"})
+
+    host: _Text = "127.0.0.1"  # address that it listens on; this machine's own alone unless somebody says otherwise
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 8000  # 0: one that is free
+    # What requests call the model, the first in answers; None: what the engine was told.
+    served_model_name: (
+        Annotated[tuple[_ModelName, ...], Field(min_length=1, max_length=64), BeforeValidator(_as_tuple)] | None
+    ) = None
+    api_key_file: _Text | None = None  # a key per line; see `read_api_keys`
+    max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256  # beyond those that run; more are answered 429
+    request_timeout_seconds: _Seconds | None = 600.0  # from arrival to the last token; None: as long as it takes
+    shutdown_timeout_seconds: Annotated[float, Field(ge=0, le=86_400)] = 30.0  # for what runs to finish; 0: end it now
+    max_body_bytes: Annotated[int, Field(ge=1024, le=2**30)] = 4 * 2**20
+    body_timeout_seconds: _Seconds = 30.0  # from a request's headers to the end of its body
+    slow_reader_seconds: _Seconds = 30.0  # that a client may leave a stream unread
+    max_connections: Annotated[int, Field(ge=1, le=65_536)] = 1024
+    strict_requests: bool = False  # an unknown field is an error, instead of told in a header
+    tool_parser: Literal["hermes", "llama3_json"] | None = None  # the form in which the model writes its tool calls
+    reasoning_parser: Literal["think"] | None = None  # what stands in <think> is told apart from the answer
+    ui: bool = False  # the page: playground and inspector
+    ui_show_prompts: bool = False  # with texts and token ids of everybody's requests
+    log_requests: bool = False  # with their texts
+    log_json: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    profile_directory: _Text | None = None  # where traces of the JAX profiler go; None: there are none
+
+    def contradictions(self) -> Iterable[Problem]:
+        if self.served_model_name and len(set(self.served_model_name)) < len(self.served_model_name):
+            yield "served_model_name", f"a name is given twice: {', '.join(self.served_model_name)}"
+        if self.ui_show_prompts and not self.ui:
+            yield "ui_show_prompts", "cannot be true while ui is false: there is no page to show them"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone can reach it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def resolve_both(
+    path: str | os.PathLike[str] | None,
+    engine: Mapping[str, Any],
+    server: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    overrides_origin: str = "argument",
+) -> tuple[Resolved[EngineConfig], Resolved[ServerConfig]]:
+    """Both configurations from one file, the environment, and what was given by hand for each. Raises as `resolve_config` does."""
+    file = read_file(path)
+    below = file.pop("server").value if "server" in file else {}
+    for settings, own, other, there in (
+        (file, EngineConfig, ServerConfig, "the server's: write it below 'server:'"),
+        (below, ServerConfig, EngineConfig, "the engine's: write it at the top level"),
+    ):
+        for name in settings:
+            if name in other.model_fields and name not in own.model_fields:
+                raise ConfigError(f"{settings[name].place}: {name}: this setting is {there}")
+    return (
+        resolve_settings(EngineConfig, file, engine, environment, overrides_origin),
+        resolve_settings(ServerConfig, below, server, environment, overrides_origin),
+    )
+
+
+def read_api_keys(config: ServerConfig, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The keys that let a request in: those of `api_key_file`, a line each, and of $JAXPAGE_API_KEY, with commas between them.
+
+    None at all means that no key is asked for; a source that is given and has none is an error, not an open door.
+
+    Raises:
+        ConfigError: a source cannot be read, is empty, or has a key that no header can carry.
+    """
+    text = (os.environ if environment is None else environment).get(API_KEY_VARIABLE)
+    keys = [] if text is None else _keys(API_KEY_VARIABLE, text.split(","))
+    if config.api_key_file is not None:
+        lines = _read_key_file(Path(config.api_key_file)).splitlines()
+        keys += _keys(config.api_key_file, [line for line in lines if not line.lstrip().startswith("#")])
+    return tuple(dict.fromkeys(keys))
+
+
+def _keys(source: str, texts: Iterable[str]) -> list[str]:
+    keys = [key for text in texts if (key := text.strip())]
+    if not keys:
+        raise ConfigError(f"{source} is given, but has no key")
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise ConfigError(
+            f"{source}: a key must be printable ASCII without spaces"
+        )  # which one is not told: it is a secret
+    return keys
+
+
+def _read_key_file(path: Path) -> str:
+    try:
+        if not path.is_file():
+            raise ConfigError(f"api_key_file: there is no file {path}")
+        if path.stat().st_size > MAX_KEY_FILE_BYTES:
+            raise ConfigError(f"api_key_file: {path} has more than {MAX_KEY_FILE_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"api_key_file: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"api_key_file: {path} is not a text file (UTF-8)") from None

@@ -1,0 +1,330 @@
+"""The engine on a thread of its own. Requests come from event loops, and what is new of them goes back to the loop that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from jaxpage.engine.build import Built
+from jaxpage.engine.calls import Calls, Order, check_streamable
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.reporting import Reporter
+from jaxpage.errors import CapacityError, JaxpageError
+from jaxpage.serving.submitted import (
+    DeadlineExceeded,
+    EngineFailed,
+    News,
+    QueueFull,
+    ShuttingDown,
+    Submitted,
+    again,
+    send,
+)
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class EngineLoop:
+    """Steps the engine while there is work, and between two steps does what others ask of it, in order."""
+
+    def __init__(
+        self,
+        built: Built,
+        *,
+        max_queued_requests: int = 256,
+        request_timeout_seconds: float | None = None,
+        stalled_after_seconds: float = 60.0,
+    ) -> None:
+        """
+        Args:
+            max_queued_requests: how many may be there beyond the engine's `max_num_seqs`. More are refused.
+            request_timeout_seconds: from `submit` to the end of a request.
+            stalled_after_seconds: a step that takes longer makes `healthy` false.
+        """
+        self._num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
+        self.ended: Future[None] = Future()  # of the thread; with the error that it died of
+        self.engine = built.engine  # after `start` only for `check` and `compiled`, which change nothing
+        self._calls = Calls(built.engine)
+        self._timeout = request_timeout_seconds
+        self._stalled_after = stalled_after_seconds
+        self._thread = threading.Thread(target=self._run, name="jaxpage-engine", daemon=True)
+        self._inbox: queue.SimpleQueue[tuple[Callable[[Engine], Any], Future[Any] | None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the next three
+        self._refusal: JaxpageError | None = None  # why nothing is taken in any more
+        self._is_over = False  # nobody reads the inbox any more
+        self._num_open = 0  # requests that have a place
+        self._turn_began: float | None = None  # None while there is nothing to do
+        self._live: dict[str, Submitted] = {}  # from here on: of the thread
+        self._news: list[News] = []
+        self._drained: list[Future[None]] = []
+        self._is_stopping = False
+
+    # Asked by anybody
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine's thread lives and goes round: it waits for work, or its turn began not long ago."""
+        age = self.step_age
+        return self._thread.is_alive() and not self._is_over and (age is None or age < self._stalled_after)
+
+    @property
+    def step_age(self) -> float | None:
+        """Seconds since the step that is being taken began; None while nothing is to be done."""
+        began = self._turn_began
+        return None if began is None else time.monotonic() - began
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken in."""
+        return self.healthy and self._refusal is None
+
+    def call(self, function: Callable[[Engine], _Result]) -> Future[_Result]:
+        """Runs a function of the engine between two steps. Raises EngineFailed or ShuttingDown when there is no thread to do it."""
+        future: Future[_Result] = Future()
+        self._post(function, future)
+        return future
+
+    async def snapshot(self, function: Callable[[Engine], _Result]) -> _Result:
+        """What a function finds between two steps. It is quick, or everybody waits. Raises what `call` raises, and what it raises."""
+        return await asyncio.wrap_future(self.call(function))
+
+    async def stats(self) -> dict[str, Any]:
+        return await self.snapshot(Engine.stats)
+
+    async def submit(self, orders: Sequence[Order], *, stream: bool, name: str = "request") -> list[Submitted]:
+        """Gives requests to the engine, all or none.
+
+        Args:
+            stream: whether `deltas` will be asked of them, or `whole`.
+            name: what their ids begin with. They end with a number of the engine's own.
+
+        Raises:
+            QueueFull, ShuttingDown, EngineFailed.
+            CapacityError: so many could never be there at once.
+            UnsupportedError: of a beam search or of `best_of` nothing can be shown before the end.
+            What `Engine.add` raises: CapacityError, if one could never run.
+        """
+        if stream:
+            for order in orders:
+                check_streamable(order.params)
+        submitted = [Submitted(self, order, stream=stream) for order in orders]
+        self._take_places(len(submitted))
+        try:
+            await self.snapshot(lambda engine: self._add(submitted, name))
+        except BaseException:  # cancelled as well, whether the engine has them by now or not
+            for one in submitted:
+                one.cancel()
+            raise
+        return submitted
+
+    def want(self, submitted: Submitted) -> None:
+        """The last delta was taken."""
+        self._post(lambda engine: self._wanted(submitted))
+
+    def end(self, submitted: Submitted) -> None:
+        """Its blocks are free before the next step."""
+        with contextlib.suppress(JaxpageError):  # everything has ended
+            self._post(lambda engine: self._end(submitted))
+
+    async def drain(self, timeout: float | None) -> bool:
+        """Takes nothing in any more, and waits for what is there. What has not finished in time ends with ShuttingDown.
+
+        Returns whether everything finished.
+        """
+        with self._lock:
+            self._refusal = self._refusal or ShuttingDown("The server is shutting down")
+        drained: Future[None] = Future()
+        await self.snapshot(lambda engine: self._drain(drained))
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(drained), timeout)
+        except TimeoutError:
+            message = "The server is shutting down; the time to finish was over"
+            await self.snapshot(lambda engine: self._end_all(ShuttingDown(message)))
+            return False
+        return True
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Ends everything and frees the device. False if a step took longer than `timeout` seconds: it is still being taken."""
+        with contextlib.suppress(JaxpageError):  # it has stopped
+            self._post(self._stop)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _post(self, function: Callable[[Engine], Any], future: Future[Any] | None = None) -> None:
+        with self._lock:
+            if self._is_over and self._refusal is not None:
+                raise again(self._refusal)
+            self._inbox.put((function, future))
+
+    def _take_places(self, number: int) -> None:
+        with self._lock:
+            if self._refusal is not None:
+                raise again(self._refusal)
+            if number > self._num_places:
+                raise CapacityError(
+                    f"{number} requests at once; max_num_seqs + max_queued_requests is {self._num_places}"
+                )
+            if self._num_open + number > self._num_places:
+                raise QueueFull(
+                    f"{self._num_open} requests run or wait, and there are {self._num_places} places; try again later"
+                )
+            self._num_open += number
+
+    # On the engine's thread
+
+    def _run(self) -> None:
+        error: JaxpageError = ShuttingDown("The engine was shut down")
+        try:
+            while not self._is_stopping:
+                self._turn()
+            self._end_all(error)
+            self._calls.shutdown()
+        except BaseException as death:
+            logger.critical("the engine's thread has died", exc_info=death)
+            error = EngineFailed("The engine has failed")
+            self.ended.set_exception(death)
+        with self._lock:
+            self._refusal, self._is_over = error, True
+        for one in self._live.values():
+            self._news.append((one, again(error)))
+        self._send_news()
+        while not self._inbox.empty():
+            _, future = self._inbox.get()
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(again(error))
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _turn(self) -> None:
+        """What others ask, a step, and the news of it."""
+        if not self.engine.has_unfinished:
+            self._turn_began = None
+            self._obey(*self._inbox.get())
+        self._turn_began = time.monotonic()
+        for _ in range(self._inbox.qsize()):
+            self._obey(*self._inbox.get())
+        self._end_what_is_late()
+        if self.engine.has_unfinished and not self._is_stopping:
+            self._step()
+        self._send_news()
+
+    def _obey(self, function: Callable[[Engine], Any], future: Future[Any] | None) -> None:
+        """What our own orders raise is fatal; what others' functions raise is theirs."""
+        if future is None:
+            function(self.engine)
+        elif future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(self.engine))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _step(self) -> None:
+        try:
+            groups = self.engine.step()
+        except Exception as error:
+            self._recover(error)
+            return
+        for group in groups:
+            if (one := self._live.get(group.request.request_id)) is not None:
+                one.has_news = True
+                self._offer(one)
+
+    def _recover(self, error: Exception) -> None:
+        """After a step that could neither be taken nor be failed: all requests end, and the engine is empty and whole, or dies."""
+        logger.error("a step broke off; all requests end with an error", exc_info=error)
+        self._end_all(EngineFailed("The engine failed while it generated"))
+        self.engine.abort_all()
+        self.engine.recover()
+        stats = self.engine.stats()
+        if (
+            self.engine.has_unfinished
+            or stats["num_blocks_free"] + stats["num_blocks_pinned"] != stats["num_blocks_total"]
+        ):
+            raise RuntimeError("blocks are lost behind a step that broke off") from error
+
+    def _add(self, submitted: list[Submitted], name: str) -> None:
+        reporters: dict[str, Reporter] = {}
+        try:
+            self._calls.add([one.order for one in submitted], reporters, kind=name)
+        except BaseException:
+            self._calls.end(reporters)
+            raise
+        deadline = math.inf if self._timeout is None else time.monotonic() + self._timeout
+        for one, (request_id, reporter) in zip(submitted, reporters.items(), strict=True):
+            one.request_id, one.reporter, one.deadline = request_id, reporter, deadline
+            self._live[request_id] = one
+
+    def _wanted(self, one: Submitted) -> None:
+        one.is_wanted = True
+        self._offer(one)
+
+    def _offer(self, one: Submitted) -> None:
+        """Makes the next delta of what has news, or the whole of what has finished, if somebody waits for it."""
+        reporter = one.reporter
+        if reporter is None or not one.is_wanted or not (one.has_news if one.stream else reporter.finished):
+            return
+        one.is_wanted = one.has_news = False
+        try:
+            output = reporter.delta() if one.stream else reporter.whole()
+        except Exception as error:
+            logger.error("the output of request %s cannot be told", one.request_id, exc_info=error)
+            self._end(one, EngineFailed("The engine failed while it told what was generated"))
+            return
+        self._news.append((one, output))
+        if output.finished:
+            self._end(one)
+
+    def _end_what_is_late(self) -> None:
+        now = time.monotonic()
+        for one in [one for one in self._live.values() if one.deadline < now]:
+            if one.reporter is not None and not one.reporter.finished:
+                self._end(one, DeadlineExceeded(f"The request did not finish within {self._timeout:g} s"))
+
+    def _end(self, one: Submitted, why: JaxpageError | None = None) -> None:
+        """Its place and its blocks are free. What has ended before, or was never added, has none."""
+        if one.is_over:
+            return
+        one.is_over = True
+        with self._lock:
+            self._num_open -= 1
+        if self._live.pop(one.request_id, None) is not None:
+            self._calls.end([one.request_id])
+        if why is not None:
+            self._news.append((one, why))
+        else:
+            one.has_news = True  # for who still waits: that it was aborted
+            self._offer(one)
+        self._tell_if_drained()
+
+    def _drain(self, drained: Future[None]) -> None:
+        self._drained.append(drained)
+        self._tell_if_drained()
+
+    def _tell_if_drained(self) -> None:
+        while self._drained and not self._live:
+            drained = self._drained.pop()
+            if drained.set_running_or_notify_cancel():
+                drained.set_result(None)
+
+    def _end_all(self, why: JaxpageError) -> None:
+        for one in list(self._live.values()):
+            self._end(one, again(why))
+
+    def _send_news(self) -> None:
+        news, self._news = self._news, []
+        send(news)
+
+    def _stop(self, engine: Engine) -> None:
+        self._is_stopping = True

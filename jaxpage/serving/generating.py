@@ -1,0 +1,138 @@
+"""One exchange from its orders to its last byte: submits, streams or waits, and ends everything when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from jaxpage.outputs import RequestOutput
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.http.answers import encoded, json_answer, refusal_of, told
+from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.submitted import DeadlineExceeded, ShuttingDown, Submitted
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import Exchange
+
+KEEP_ALIVE_SECONDS = 15.0  # a comment keeps proxies from taking a stream that is silent for dead
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+_ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", ShuttingDown: "shutdown"}
+
+
+_NOT_IN_HEADERS = re.compile(r"[^\x21-\x2b\x2d-\x7e]")  # all but visible ASCII, and the comma between names
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class Generating:
+    """Answers exchanges with what the engine generates."""
+
+    def __init__(self, loop: EngineLoop, preparing: Preparing, metrics: ServerMetrics) -> None:
+        self._loop = loop
+        self._preparing = preparing
+        self._metrics = metrics
+
+    async def answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError as long as nothing was sent."""
+        try:
+            await while_connected(receive, self._answered(exchange, scope, receive, send))
+        except ClientGone:
+            self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
+
+    async def _answered(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            orders = await self._preparing.orders(exchange.jobs)
+            submitted = await self._loop.submit(orders, stream=exchange.stream, name=exchange.id)
+        except Exception as error:
+            raise refusal_of(error) or exchange.refusal(error) from error
+        headers = {"x-jaxpage-ignored-fields": _listed(exchange.ignored_fields)} if exchange.ignored_fields else {}
+        try:
+            if exchange.stream:
+                await self._stream(exchange, submitted, headers, send)
+            else:
+                outputs = await asyncio.gather(*(one.whole() for one in submitted))
+                await json_answer(exchange.whole(outputs), headers=headers)(scope, receive, send)
+        except Exception as error:
+            raise self._failure_of(error) from error
+        finally:
+            for one in submitted:
+                one.cancel()
+
+    async def _stream(
+        self, exchange: Exchange, submitted: list[Submitted], headers: dict[str, str], send: Send
+    ) -> None:
+        """Server-sent events. An error behind the headers is an event, too, and the stream ends as it always ends."""
+        raw_headers = [(name.encode(), value.encode()) for name, value in {**_STREAM_HEADERS, **headers}.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
+        try:
+            async with aclosing(news_of(submitted)) as news:
+                async for deltas in news:
+                    events = [event for index, delta in deltas for event in exchange.chunks(index, delta)]
+                    await _send_part(send, b"".join(map(_event, events)) if deltas else b": keep-alive\n\n")
+            events = exchange.last_chunks()
+        except Exception as error:
+            events = [self._failure_of(error).body()]
+        await send({"type": "http.response.body", "body": b"".join(map(_event, events)) + b"data: [DONE]\n\n"})
+
+    def _failure_of(self, error: Exception) -> ApiError:
+        """What the client is told of a request that ran and did not finish."""
+        self._metrics.aborted(_ABORTIONS.get(type(error), "error"))
+        return told(error)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work, whose request was read to its end, or breaks it off when the client leaves. Raises ClientGone then."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def news_of(submitted: list[Submitted]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    """What is new of streamed requests, each with its place among them; nothing at all after a long silence."""
+    waited = {one.next_delta(): index for index, one in enumerate(submitted)}
+    while waited:
+        done, _ = await asyncio.wait(waited, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        news = [(waited.pop(future), future.result()) for future in done]
+        yield news
+        for index, delta in news:
+            if not delta.finished:
+                waited[submitted[index].next_delta()] = index
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + encoded(value) + b"\n\n"
+
+
+def _listed(fields: tuple[str, ...]) -> str:
+    """Names that a client made up, as a header may carry them."""
+    return ", ".join(_NOT_IN_HEADERS.sub("?", field[:64]) for field in fields[:32])

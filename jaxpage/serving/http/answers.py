@@ -1,0 +1,57 @@
+"""Answers as ASGI messages: JSON, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxpage.serving.submitted import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
+
+logger = logging.getLogger(__name__)
+
+
+def encoded(value: Any) -> bytes:
+    """Compact JSON. NaN and infinities, which JSON does not have, are errors."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encoded(value), status, headers, "application/json")
+
+
+def error_answer(error: ApiError) -> Response:
+    return json_answer(error.body(), error.status, error.headers)
+
+
+def refusal_of(error: Exception) -> ApiError | None:
+    """What a client is told of an error that is for its eyes: an ApiError, or one of the engine's loop."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFull():
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers=RETRY_AFTER)
+        case ShuttingDown():
+            return ApiError(503, str(error), headers=RETRY_AFTER)
+        case DeadlineExceeded():
+            return ApiError(504, str(error))
+        case EngineFailed():
+            return ApiError(500, str(error))
+    return None
+
+
+def told(error: Exception) -> ApiError:
+    """What a client is told of any error. What is not for its eyes is logged, and told with a fixed text."""
+    refusal = refusal_of(error)
+    if refusal is None:
+        logger.error("a request could not be answered", exc_info=error)
+    return refusal or ApiError(500, INTERNAL)
+
+
+async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await error_answer(error)(scope, receive, send)

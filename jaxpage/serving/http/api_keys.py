@@ -1,0 +1,47 @@
+"""Who may come in: every path needs a key but for those on a list, whether there is anything at the path or not."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Collection, Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxpage.serving.http.answers import send_error
+from jaxpage.serving.wire.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+class ApiKeys:
+    """Lets a request through whose `Authorization: Bearer` has one of the keys. Without any key everybody comes in.
+
+    It decides on the path that the router sees, as it stands: what is no exact match of an open path is none. Host, query and other
+    headers have no say. All keys are compared, each in constant time.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str] = OPEN_PATHS) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._digests and scope["path"] not in self._open_paths and not self._has_key(scope):
+            message = "No valid API key was given; send it in a header: 'Authorization: Bearer KEY'"
+            refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            await send_error(refusal, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        if scheme.lower() != b"bearer":
+            return False
+        digest = _digest(key.strip())
+        return any([hmac.compare_digest(digest, known) for known in self._digests])
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

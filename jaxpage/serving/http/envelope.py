@@ -1,0 +1,75 @@
+"""The outermost middleware: request ids, headers of every answer, an answer to every error, and the count of refusals."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxpage.serving.http.answers import send_error, told
+from jaxpage.serving.metrics import ServerMetrics
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_REASONS = {
+    401: "unauthorized",
+    404: "not_found",
+    408: "timeout",
+    413: "too_large",
+    429: "queue_full",
+    503: "shutting_down",
+}
+
+
+class Envelope:
+    """Around everything that answers a request. Every error before the answer's first byte is told to the client."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        body_is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        has_begun = False
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def watched_receive() -> Message:
+            nonlocal body_is_read
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                body_is_read = True
+            return message
+
+        async def dressed_send(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                answer = MutableHeaders(scope=message)
+                answer["x-request-id"] = request_id
+                answer["x-content-type-options"] = "nosniff"
+                if not body_is_read:  # nobody is going to read the rest
+                    answer["connection"] = "close"
+                if (reason := _reason(message["status"])) is not None:
+                    self._metrics.rejected(reason)
+            await send(message)
+
+        try:
+            await self._app(scope, watched_receive, dressed_send)
+        except ClientDisconnect:
+            self._metrics.aborted("disconnect")
+        except Exception as error:
+            if has_begun:
+                raise
+            await send_error(told(error), scope, receive, dressed_send)
+
+
+def _reason(status: int) -> str | None:
+    """Why a request was refused. What fails later is no refusal."""
+    return _REASONS.get(status, "invalid" if 400 <= status < 500 else None)

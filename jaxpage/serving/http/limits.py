@@ -1,0 +1,62 @@
+"""What a request may bring: how many headers, what kind of body, how much of it, and in what time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxpage.serving.wire.errors import ApiError
+
+MAX_HEADERS = 100
+
+
+class Limits:
+    """Refuses what is too much before anybody has read it. What it wraps sees ApiError from `receive` where a body breaks a limit."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_seconds: float) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._timeout = body_timeout_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        self._check(headers)
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        num_bytes, is_complete = 0, False
+
+        async def limited_receive() -> Message:
+            nonlocal num_bytes, is_complete
+            if is_complete:
+                return await receive()  # only the disconnect is left to come
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, f"The request body did not arrive within {self._timeout:g} s") from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise self._too_large()
+            is_complete = not message.get("more_body", False)
+            return message
+
+        await self._app(scope, limited_receive, send)
+
+    def _check(self, headers: Headers) -> None:
+        if len(headers) > MAX_HEADERS:
+            raise ApiError(431, f"The request has {len(headers)} headers; at most {MAX_HEADERS} are read")
+        if int(headers.get("content-length", "0")) > self._max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The request body is larger than the {self._max_body_bytes} bytes that are read")
+
+
+def check_is_json(headers: Headers) -> None:
+    """Raises ApiError unless the body says that it is plain JSON."""
+    if (encoding := headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
+        raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; send the body as it is")
+    media_type, _, parameters = headers.get("content-type", "").lower().partition(";")
+    if media_type.strip() != "application/json" or ("charset" in parameters and "utf-8" not in parameters):
+        raise ApiError(415, "Unsupported Media Type: only 'application/json' in UTF-8 is read")

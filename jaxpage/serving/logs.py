@@ -1,0 +1,112 @@
+"""What the server writes to standard error: one record, one line, whatever stands in it; text or JSON; and a line on what goes on.
+
+Prompts are in no record unless `log_requests` asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from jaxpage.serving.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+ACTIVITY_SECONDS = 10.0
+# A record must not look like two, nor move a terminal's cursor: C0 and C1 controls, and what Unicode calls ends of lines.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+class TextFormatter(logging.Formatter):
+    """`12:34:56 INFO message`; a traceback follows in indented lines, so that none of them looks like a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        lines = [f"{clock} {record.levelname} {_escaped(record.getMessage())}{_fields(record)}"]
+        if record.exc_info:
+            lines += [f"    {_escaped(line)}" for line in self.formatException(record.exc_info).splitlines()]
+        return "\n".join(lines)
+
+
+class JSONFormatter(logging.Formatter):
+    """An object per line: time (seconds since 1970, UTC), level, logger, message, and what the caller gave as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extra(record),
+        }
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, default=str)
+
+
+def configure(config: ServerConfig) -> None:
+    """Sends the records of jaxpage and of the HTTP server to standard error, in place of whatever was set before."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JSONFormatter() if config.log_json else TextFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("jaxpage").setLevel(config.log_level.upper())
+    logging.captureWarnings(True)
+
+
+def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> str | None:
+    """What went on between two snapshots of the engine, in a line; None if nothing did."""
+
+    def gained(name: str) -> float:
+        return float(after[name] - before[name])
+
+    if not gained("engine_steps_total") and not after["num_requests_running"] and not after["num_requests_waiting"]:
+        return None
+    parts = [
+        f"Running {after['num_requests_running']}",
+        f"Waiting {after['num_requests_waiting']}",
+        f"KV {after['kv_cache_usage_perc']:.1%}",
+        f"prefill {_thousands(gained('prompt_tokens_total') / seconds)} tok/s",
+        f"decode {_thousands(gained('generation_tokens_total') / seconds)} tok/s",
+    ]
+    for label, part, whole in (
+        ("prefix hit", "prefix_cache_hits_total", "prefix_cache_queries_total"),
+        ("drafts accepted", "spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"),
+    ):
+        if asked := gained(whole):
+            parts.append(f"{label} {gained(part) / asked:.0%}")
+    return " · ".join(parts)
+
+
+async def log_activity(stats: Callable[[], Awaitable[Mapping[str, Any]]], seconds: float = ACTIVITY_SECONDS) -> None:
+    """An INFO line for every `seconds` in which something goes on, until it is cancelled or there is no engine to ask."""
+    before, began = await stats(), time.monotonic()
+    while True:
+        await asyncio.sleep(seconds)
+        after, now = await stats(), time.monotonic()
+        if line := activity(before, after, now - began):
+            logger.info(line)
+        before, began = after, now
+
+
+def _thousands(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if name not in _OWN}
+
+
+def _fields(record: logging.LogRecord) -> str:
+    """The same as the text has it: behind the message, values as JSON."""
+    return "".join(f" {name}={_escaped(json.dumps(value, default=str))}" for name, value in _extra(record).items())

@@ -1,0 +1,83 @@
+"""What `/metrics` says: the facts of `Engine.stats` under Prometheus' names, and what the server counts itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from jaxpage import __version__
+from jaxpage.serving.metric_texts import HELP, LABELS
+
+PREFIX = "jaxpage_"
+
+# Closed: a label that clients could choose would let them fill the memory of everybody who stores it.
+REJECTIONS = ("invalid", "unauthorized", "not_found", "too_large", "queue_full", "shutting_down", "timeout", "other")
+ABORTIONS = ("disconnect", "deadline", "slow_reader", "shutdown", "error", "other")
+
+_GAUGES = frozenset({"num_blocks_total"})  # it ends as a counter does, and is how many there are
+
+
+class ServerMetrics:
+    """The counters of one server. Any thread may count."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self, model_name: str):
+        self._model_name = model_name
+        self._lock = threading.Lock()
+        self._rejected = dict.fromkeys(REJECTIONS, 0)
+        self._aborted = dict.fromkeys(ABORTIONS, 0)
+
+    def rejected(self, reason: str) -> None:
+        """A request was answered with an error before the engine had it. What is not in REJECTIONS counts as "other"."""
+        with self._lock:
+            self._rejected[reason if reason in self._rejected else "other"] += 1
+
+    def aborted(self, reason: str) -> None:
+        """A request was ended before it had finished. What is not in ABORTIONS counts as "other"."""
+        with self._lock:
+            self._aborted[reason if reason in self._aborted else "other"] += 1
+
+    def exposition(self, stats: Mapping[str, Any]) -> bytes:
+        """Everything in Prometheus' text format.
+
+        Args:
+            stats: a snapshot of the engine, by `Engine.stats`; empty where there is none any more.
+        """
+        with self._lock:
+            facts = {**stats, "rejected_total": dict(self._rejected), "aborted_total": dict(self._aborted)}
+        build = GaugeMetricFamily(PREFIX + "build_info", "What runs here", labels=("version",))
+        build.add_metric((__version__,), 1)
+        registry = CollectorRegistry()
+        registry.register(_Collected([*_families(facts, self._model_name), build]))
+        ProcessCollector(registry=registry)
+        return generate_latest(registry)
+
+
+class _Collected:
+    """Metric families that were made already, as a collector."""
+
+    def __init__(self, families: Iterable[Metric]):
+        self._families = list(families)
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
+
+
+def _families(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
+    for name, value in stats.items():
+        if isinstance(value, Mapping) and "buckets" in value:
+            histogram = HistogramMetricFamily(PREFIX + name, HELP[name], labels=("model_name",))
+            histogram.add_metric((model_name,), list(value["buckets"].items()), value["sum"])
+            yield histogram
+            continue
+        family = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
+        label = (LABELS[name],) if isinstance(value, Mapping) else ()
+        metric = family(PREFIX + name, HELP[name], labels=("model_name", *label))
+        for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
+            metric.add_metric((model_name, *([] if key is None else [str(key)])), number)
+        yield metric

@@ -1,0 +1,77 @@
+"""The work of requests that must not hold the event loop up, on a few threads: reading, templates, encoding, checks, grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from jaxpage.engine.calls import Order, checked
+from jaxpage.engine.engine import Engine
+from jaxpage.prompts import Prompt
+from jaxpage.serving.submitted import QueueFull
+from jaxpage.serving.wire.exchange import Job
+
+_Result = TypeVar("_Result")
+_READING_THREADS = 2  # tokenizers and parsers let the engine's thread run meanwhile, or are short
+_GRAMMAR_THREADS = 1  # grammars are compiled one at a time
+
+
+class Workers:
+    """A few threads with a bounded number of things to do."""
+
+    def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"jaxpage-{name}")
+        self._places = threading.BoundedSemaphore(num_threads + max_waiting)
+
+    async def run(self, function: Callable[[], _Result]) -> _Result:
+        """The function's result. Who stops waiting takes it back, unless it has begun. Raises QueueFull, and what it raises."""
+        if not self._places.acquire(blocking=False):
+            raise QueueFull("Too many requests are being read; try again later")
+        try:
+            future = self._pool.submit(function)
+        except BaseException:
+            self._places.release()
+            raise
+        future.add_done_callback(self._is_done)
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """What has not begun never does."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _is_done(self, future: Future[Any]) -> None:
+        self._places.release()
+
+
+class Preparing:
+    """Makes orders for an engine that runs elsewhere meanwhile."""
+
+    def __init__(self, engine: Engine, max_waiting: int) -> None:
+        self._engine = engine
+        self._reading = Workers("reading", _READING_THREADS, max_waiting)
+        self._grammars = Workers("grammars", _GRAMMAR_THREADS, max_waiting)  # of their own: each may take seconds
+
+    async def run(self, function: Callable[[], _Result]) -> _Result:
+        """Anything else that a request needs done. Raises QueueFull, and what it raises."""
+        return await self._reading.run(function)
+
+    async def orders(self, jobs: Sequence[Job]) -> list[Order]:
+        """Raises QueueFull, and what is wrong with one of the jobs: see `checked` and `Engine.compiled`."""
+        orders = await self._reading.run(lambda: [self._checked(job) for job in jobs])
+        for index, order in enumerate(orders):
+            if getattr(order.params, "structured_outputs", None) is not None:
+                grammar = await self._grammars.run(partial(self._engine.compiled, order.params))
+                orders[index] = order._replace(grammar=grammar)
+        return orders
+
+    def close(self) -> None:
+        self._reading.close()
+        self._grammars.close()
+
+    def _checked(self, job: Job) -> Order:
+        text, token_ids = (job.prompt, None) if isinstance(job.prompt, str) else (None, job.prompt)
+        return checked(self._engine, Prompt(text, token_ids), job.params, add_special_tokens=job.add_special_tokens)

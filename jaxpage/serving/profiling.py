@@ -1,0 +1,72 @@
+"""Traces of the JAX profiler, for debugging: only where `profile_directory` asks for them, and none longer than a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import jax
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from jaxpage.serving.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+LONGEST_SECONDS = 60.0  # a trace grows in memory until it ends
+
+
+class Profiler:
+    """One trace at a time, of everything that this process does. Used on one event loop."""
+
+    def __init__(self, directory: str):
+        self._directory = directory
+        self._trace: asyncio.Task[None] | None = None
+        self._enough = asyncio.Event()
+
+    async def start(self) -> bool:
+        """Begins a trace; one that nobody ends ends by itself. False if there is one already."""
+        if self._trace is not None and not self._trace.done():
+            return False
+        await asyncio.to_thread(jax.profiler.start_trace, self._directory)
+        self._enough.clear()
+        self._trace = asyncio.create_task(self._until_enough())
+        return True
+
+    async def stop(self) -> bool:
+        """Ends the trace, and waits until it is written. False if there is none."""
+        if self._trace is None or self._trace.done():
+            return False
+        self._enough.set()
+        await self._trace
+        return True
+
+    async def _until_enough(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._enough.wait(), LONGEST_SECONDS)
+        await asyncio.to_thread(jax.profiler.stop_trace)
+        logger.info("a trace of the JAX profiler was written to %s", self._directory)
+
+
+def profiler_routes(config: ServerConfig) -> list[Route]:
+    """POST /start_profile and /stop_profile, vLLM's names; none without `profile_directory`."""
+    if config.profile_directory is None:
+        return []
+    profiler = Profiler(config.profile_directory)
+
+    async def start_profile(request: Request) -> JSONResponse:
+        return _answer(await profiler.start(), "started", "A trace is being taken already")
+
+    async def stop_profile(request: Request) -> JSONResponse:
+        return _answer(await profiler.stop(), "written", "No trace is being taken")
+
+    return [Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]) for endpoint in (start_profile, stop_profile)]
+
+
+def _answer(done: bool, status: str, refusal: str) -> JSONResponse:
+    if done:
+        return JSONResponse({"status": status})
+    error = {"message": refusal, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status_code=409)

@@ -1,0 +1,203 @@
+"""A server from its first connection to its exit status: uvicorn, the engine's thread, signals, and the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from jaxpage.engine.build import Built
+from jaxpage.errors import JaxpageError
+from jaxpage.serving.app import Server, build_app
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.http.connection import MAX_HEADER_BYTES, Connection
+from jaxpage.serving.logs import log_activity
+from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.wire.context import ModelContext
+
+logger = logging.getLogger(__name__)
+HEADER_SECONDS = 5.0  # beside the time for the body
+PARTING_SECONDS = 5.0  # for what ended early to be told so, and for the engine's thread to end
+KEEP_ALIVE_SECONDS = 5  # that a connection may be silent behind an answer
+
+
+def run_server(
+    built: Built,
+    config: ServerConfig,
+    context: ModelContext,
+    listener: socket.socket,
+    *,
+    metrics: ServerMetrics,
+    capabilities: Mapping[str, Any],
+    api_keys: Sequence[str],
+    announce: Callable[[], None],
+) -> int:
+    """Serves until a signal comes or the engine dies. The first signal lets finish what runs, the second ends it at once.
+
+    Args:
+        listener: bound, not listening.
+        announce: called once connections are answered.
+
+    Returns: the exit status. 0: it was asked to end, and did, at its deadline at the latest; 1: it was hurried, or the engine has died.
+    """
+    loop = EngineLoop(
+        built,
+        max_queued_requests=config.max_queued_requests,
+        request_timeout_seconds=config.request_timeout_seconds,
+    )
+    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys)
+    status = asyncio.run(_serve(app, loop, config, listener, announce))
+    if not loop.stop(PARTING_SECONDS):
+        logger.critical("the engine is still in a step; the process ends without it")
+        os._exit(1)
+    return status
+
+
+async def _serve(
+    app: Starlette, loop: EngineLoop, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]
+) -> int:
+    serving = Serving(app, loop, config, listener, announce)
+    with _handled_signals(serving.signal):
+        return await serving.run()
+
+
+class Serving:
+    """One run of a server, on its event loop."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        loop: EngineLoop,
+        config: ServerConfig,
+        listener: socket.socket,
+        announce: Callable[[], None],
+    ) -> None:
+        self._server: Server = app.state.server
+        self._loop = loop
+        self._shutdown_seconds = config.shutdown_timeout_seconds
+        self._listener = listener
+        self._num_signals = 0
+        self._signalled = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._uvicorn = _Uvicorn(_settings(app, config), announce)
+
+    def signal(self) -> None:
+        """Asks it to end; the second time, at once. On the event loop."""
+        (self._hurried if self._signalled.is_set() else self._signalled).set()
+
+    async def run(self) -> int:
+        """Starts the engine's thread; stopping it is left to the caller. Returns the exit status."""
+        self._loop.start()
+        serving = asyncio.ensure_future(self._uvicorn.serve([self._listener]))
+        died = asyncio.ensure_future(_ended(self._loop))
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        hurried = asyncio.ensure_future(self._hurried.wait())
+        activity = asyncio.ensure_future(log_activity(self._loop.stats))
+        try:
+            await _first(serving, died, signalled)
+            self._server.visitors.is_closed = True
+            await _first(self._server.visitors.left(self._shutdown_seconds), died, hurried)
+            status = 1 if died.done() else 0
+            await _first(self._part(), hurried)
+            if hurried.done():
+                status = 1
+                self._uvicorn.cut()
+            self._uvicorn.should_exit = True
+            await serving
+            return status
+        finally:
+            for task in (died, signalled, hurried, activity):
+                task.cancel()
+            await asyncio.gather(died, signalled, hurried, activity, return_exceptions=True)
+            self._server.preparing.close()
+
+    async def _part(self) -> None:
+        """Ends what is left with an error, and lets that be told."""
+        with contextlib.suppress(TimeoutError, JaxpageError):
+            await asyncio.wait_for(self._loop.drain(0), PARTING_SECONDS)
+        await self._server.visitors.left(PARTING_SECONDS)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without its own signal handlers, which would end the process by the signal instead of with a status."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
+
+    def cut(self) -> None:
+        """All connections, whatever they wait for."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _settings(app: Starlette, config: ServerConfig) -> uvicorn.Config:
+    connection: Any = functools.partial(
+        Connection,
+        receive_seconds=HEADER_SECONDS + config.body_timeout_seconds,
+        send_seconds=config.slow_reader_seconds,
+        max_connections=config.max_connections,
+    )
+    return uvicorn.Config(
+        app,
+        http=connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(PARTING_SECONDS),
+    )
+
+
+@contextlib.contextmanager
+def _handled_signals(handle: Callable[[], None]) -> Iterator[None]:
+    """Signals arrive in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+async def _ended(loop: EngineLoop) -> None:
+    with contextlib.suppress(Exception):  # it is in the log
+        await asyncio.wrap_future(loop.ended)
+
+
+async def _first(*awaitables: Awaitable[Any]) -> None:
+    """Waits until one of them is done; coroutines are broken off then, other tasks go on."""
+    tasks = [asyncio.ensure_future(one) for one in awaitables]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, one in zip(tasks, awaitables, strict=True):
+        if task is not one:
+            task.cancel()

@@ -1,0 +1,117 @@
+"""From settings to a server that answers, with what happens on the way on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxpage.config import EngineConfig
+from jaxpage.engine.build import PHASES
+from jaxpage.errors import ConfigError
+from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig
+
+logger = logging.getLogger(__name__)
+
+
+class StartUp:
+    """Tells what begins and how long what came before took: lines for people, or records for programs."""
+
+    def __init__(self, *, as_records: bool):
+        self._as_records = as_records
+        self._began = self._phase_began = time.monotonic()
+        self._phase: str | None = None
+
+    def phase(self, name: str) -> None:
+        """A phase begins, one of PHASES."""
+        self._end_phase()
+        self._phase, self._phase_began = name, time.monotonic()
+        if not self._as_records:
+            print(f"[{PHASES.index(name) + 1}/{len(PHASES)}] {name.capitalize()}", file=sys.stderr, flush=True)
+
+    def ready(self, text: str, address: str) -> None:
+        """The server answers at `address`; `text` says how it is asked."""
+        self._end_phase()
+        seconds = time.monotonic() - self._began
+        if self._as_records:
+            logger.info("ready", extra={"address": address, "seconds": round(seconds, 3)})
+        else:
+            print(f"\nReady after {seconds:.1f} s.\n\n{text}\n", file=sys.stderr, flush=True)
+
+    def _end_phase(self) -> None:
+        seconds = time.monotonic() - self._phase_began
+        if self._phase and self._as_records:
+            logger.info(self._phase, extra={"seconds": round(seconds, 3)})
+        elif self._phase:
+            print(f"      {seconds:.1f} s", file=sys.stderr, flush=True)
+        self._phase = None
+
+
+@contextlib.contextmanager
+def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
+    """The server's address is ours, and nobody can connect yet: whether it can be had is known before a model is loaded.
+
+    Raises ConfigError if it cannot.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from None
+        yield listener
+
+
+def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
+    """What clients call the model: as they were told, or as the engine was; of a directory the last part, since the rest is ours."""
+    if server.served_model_name:
+        return server.served_model_name
+    path = Path(engine.model)
+    return (path.resolve().name if path.is_dir() else engine.model,)
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a bound socket, from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def how_to_ask(address: str, model: str, *, chat: bool, has_keys: bool) -> str:
+    """A curl line and a program, to be copied as they are."""
+    path, call, answer = "completions", "completions", "choices[0].text"
+    asked: dict[str, Any] = {"model": model, "prompt": "Once upon a time", "max_tokens": 32}
+    if chat:
+        path, call, answer = "chat/completions", "chat.completions", "choices[0].message.content"
+        asked = {"model": model, "messages": [{"role": "user", "content": "Once upon a time"}], "max_tokens": 32}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_keys else ""
+    api_key = f'os.environ["{API_KEY_VARIABLE}"]' if has_keys else '"none"'
+    return f"""\
+The server is at {address}/v1, the model is called {model}. Ctrl-C ends it.
+
+  curl {address}/v1/{path} -H "Content-Type: application/json"{key} -d {shlex.quote(json.dumps(asked))}
+
+  {"import os; " if has_keys else ""}from openai import OpenAI
+  client = OpenAI(base_url="{address}/v1", api_key={api_key})
+  print(client.{call}.create({arguments}).{answer})"""
+
+
+@contextlib.contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,100 @@
+"""Settings as immutable classes that check themselves as a whole: the base of `EngineConfig` and of the server's `ServerConfig`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jaxpage.argument_checks import shown
+from jaxpage.errors import ConfigError, UnsupportedError
+
+Problem = tuple[str, str]  # (setting, what is wrong with it)
+
+
+class InvalidSettings(ConfigError):
+    """One or more settings are wrong; `problems` has them one by one, so that a caller can add where each came from."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"{name}: {text}" if name else text for name, text in self.problems))
+
+
+class UnsupportedSettings(UnsupportedError):
+    """One or more settings are understood but not honoured by this version; `problems` has them one by one."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"{name}: {text}" for name, text in self.problems))
+
+
+class Settings(BaseModel):
+    """A group of settings. Nothing is converted silently (`"8"` is no integer, `True` is not 1).
+
+    Raises:
+        ConfigError: unknown settings (with the nearest name), wrong types, values out of range, contradictions; all of them.
+        UnsupportedError: settings that this version understands but cannot honour.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    nested: ClassVar[Mapping[str, type[BaseModel]]] = {}  # settings that have settings
+    plain_text: ClassVar[frozenset[str]] = frozenset()  # taken as they are: a revision may look like a number
+
+    if not TYPE_CHECKING:  # type checkers see the fields as keyword arguments
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise InvalidSettings(self._explained(error)) from None
+            if contradictions := list(self.contradictions()):
+                raise InvalidSettings(contradictions)
+            if refused := list(self.refused()):
+                raise UnsupportedSettings(refused)
+
+    def contradictions(self) -> Iterable[Problem]:
+        """What is wrong with the settings taken together."""
+        return ()
+
+    def refused(self) -> Iterable[Problem]:
+        """What this version cannot honour."""
+        return ()
+
+    def replace(self, **settings: Any) -> Self:
+        """The same settings but for those given, checked again as a whole."""
+        return type(self)(**{**self.model_dump(), **settings})
+
+    @classmethod
+    def unknown(cls, name: str) -> Problem:
+        """The problem with a name that no setting has, with the name that was probably meant. Dots lead into settings that have
+        settings."""
+        group, _, last = name.rpartition(".")
+        names = cls.nested.get(group, cls).model_fields
+        nearest = nearest_name(last, names)
+        hint = f"did you mean {nearest!r}?" if nearest else f"settings are {', '.join(names)}"
+        return name, f"unknown setting; {hint}"
+
+    @classmethod
+    def _explained(cls, error: ValidationError) -> Iterable[Problem]:
+        found: dict[str, list[str]] = {}  # where one of several kinds of values would do: all of them
+        for item in error.errors(include_url=False, include_context=False):
+            name = ".".join(str(part) for part in item["loc"][:2])  # what follows says which kind was tried
+            message = item["msg"].replace("Input should", "must").replace("String should", "must")
+            if item["type"] == "extra_forbidden":
+                found[name] = [cls.unknown(name)[1]]
+            elif item["type"] == "missing":
+                found[name] = ["is required"]
+            elif name in found:
+                found[name].insert(-1, f" or {message.removeprefix('must be ')}")
+            else:
+                found[name] = [message, f", got {shown(item['input'])}"]
+        return ((name, "".join(parts)) for name, parts in found.items())
+
+
+def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that was probably meant, if one is at least `cutoff` alike (0 to 1)."""
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1, cutoff=cutoff)
+    return close[0] if close else None

@@ -1,0 +1,255 @@
+"""ServerConfig, where it comes from, the API keys, and what the start says before there is a server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpage import cli
+from jaxpage.cli_flags import ENGINE_FLAGS, SERVER_FLAGS
+from jaxpage.config import EngineConfig
+from jaxpage.config_sources import resolve_config
+from jaxpage.errors import ConfigError
+from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
+from jaxpage.serving.startup import address_of, bound_socket, model_names
+from jaxpage.settings import nearest_name
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "server.yaml"
+    path.write_text(text)
+    return path
+
+
+def resolve(path: Path | None = None, environment: dict[str, str] | None = None, **settings: Any) -> ServerConfig:
+    return resolve_both(path, {}, settings, environment=environment or {})[1].config
+
+
+# ---- values
+
+
+def test_it_is_closed_unless_somebody_opens_it() -> None:
+    config = ServerConfig()
+    assert (config.host, config.is_local, config.ui, config.log_requests) == ("127.0.0.1", True, False, False)
+    assert config.profile_directory is None and config.max_body_bytes == 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("port", 65536, "port: must be less than 65536, got 65536"),
+        ("port", -1, "port: must be greater than or equal to 0, got -1"),
+        ("port", "80", "port: must be a valid integer, got '80'"),
+        ("port", True, "port: must be a valid integer, got True"),
+        ("host", "", "host: must have at least 1 character, got ''"),
+        ("served_model_name", ["a", "b c"], "served_model_name.1: must match pattern"),
+        ("served_model_name", ["a", "a"], "served_model_name: a name is given twice: a, a"),
+        ("served_model_name", 5, "served_model_name: must be a valid tuple, got 5"),
+        ("max_queued_requests", 0, "max_queued_requests: must be greater than or equal to 1, got 0"),
+        ("request_timeout_seconds", 0, "request_timeout_seconds: must be greater than 0, got 0"),
+        ("request_timeout_seconds", float("inf"), "request_timeout_seconds: must be a finite number, got inf"),
+        ("shutdown_timeout_seconds", -1.0, "shutdown_timeout_seconds: must be greater than or equal to 0, got -1.0"),
+        ("max_body_bytes", 2**40, "max_body_bytes: must be less than or equal to 1073741824"),
+        ("tool_parser", "xml", "tool_parser: must be 'hermes' or 'llama3_json', got 'xml'"),
+        ("log_level", "loud", "log_level: must be 'debug', 'info', 'warning' or 'error', got 'loud'"),
+        ("log_json", "yes", "log_json: must be a valid boolean, got 'yes'"),
+        ("ui_show_prompts", True, "ui_show_prompts: cannot be true while ui is false"),
+        ("prot", 80, "prot: unknown setting; did you mean 'port'?"),
+    ],
+)
+def test_a_bad_value_is_refused_with_name_and_value(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ServerConfig(**{name: value})
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        *(("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True)),
+        *(("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.org", False)),
+    ],
+)
+def test_which_addresses_are_this_machine_s_own(host: str, local: bool) -> None:
+    assert ServerConfig(host=host).is_local is local
+
+
+# ---- sources
+
+
+def test_precedence_and_origins(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "model: demo\nserver:\n  port: 1\n  host: a.example\n  served_model_name: [x, y]\n  ui: true\n"
+    )
+    environment = {"JAXPAGE_PORT": "2", "JAXPAGE_HOST": "1e3", "JAXPAGE_LOG_JSON": "true", "JAXPAGE_API_KEY": "secret"}
+    engine, server = resolve_both(path, {"seed": 5}, {"port": 3}, environment=environment, overrides_origin="by hand")
+    assert (server.config.port, server.origins["port"]) == (3, "by hand")
+    assert (server.config.host, server.origins["host"]) == ("1e3", "JAXPAGE_HOST"), "text settings are not parsed"
+    assert (server.config.ui, server.origins["ui"]) == (True, f"{path}:6")
+    assert server.config.log_json and server.config.served_model_name == ("x", "y")
+    assert server.origins["log_level"] == "built-in"
+    assert engine.origins["model"] == f"{path}:1" and engine.config.seed == 5
+
+
+def test_the_engine_leaves_the_server_s_section_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "max_num_seqs: 2\nserver:\n  port: 1\n")
+    monkeypatch.setenv("JAXPAGE_PORT", "2")
+    assert resolve_config(path).config == EngineConfig(max_num_seqs=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: 80\n", "server.yaml:1: port: this setting is the server's: write it below 'server:'"),
+        ("server:\n  model: demo\n", "server.yaml:2: model: this setting is the engine's: write it at the top level"),
+        ("server:\n  prot: 80\n", "server.yaml:2: prot: unknown setting; did you mean 'port'?"),
+        ("server:\n\n  port: eighty\n", "server.yaml:3: port: must be a valid integer, got 'eighty'"),
+        ("server: 80\n", "server.yaml:1: server must be a mapping, not a single value"),
+        ("server:\n  - port\n", "server.yaml:2: server must be a mapping, not a list"),
+        ("server:\n  port: 1\n  port: 2\n", "server.yaml:3: 'port' is given twice, first in line 2"),
+        ("servers:\n  port: 1\n", "server.yaml:1: servers: unknown setting"),
+    ],
+)
+def test_a_file_s_mistakes_are_told_with_their_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(write(tmp_path, text))
+    assert message in str(error.value) and str(error.value).count("\n") == 0
+
+
+def test_mistakes_in_the_environment() -> None:
+    with pytest.raises(ConfigError, match="JAXPAGE_PORT: port: must be a valid integer, got 'abc'"):
+        resolve(environment={"JAXPAGE_PORT": "abc"})
+    with pytest.raises(ConfigError, match="JAXPAGE_LOG_LEVL: unknown setting; did you mean 'log_level'"):
+        resolve(environment={"JAXPAGE_LOG_LEVL": "info"})
+
+
+def test_what_kubernetes_says_of_a_service_called_jaxpage_is_no_setting() -> None:
+    environment = {
+        "JAXPAGE_PORT": "tcp://10.0.0.1:8000",
+        "JAXPAGE_SERVICE_HOST": "10.0.0.1",
+        "JAXPAGE_SERVICE_PORT": "8000",
+        "JAXPAGE_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "JAXPAGE_PORT_8000_TCP_PROTO": "tcp",
+        "JAXPAGE_PORT_8000_TCP_PORT": "8000",
+        "JAXPAGE_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }
+    assert resolve(environment=environment) == ServerConfig()
+
+
+def test_no_setting_of_one_is_taken_for_a_misspelt_one_of_the_other() -> None:
+    """Both read the same variables, each its own."""
+    for names, others in (
+        (EngineConfig.model_fields, ServerConfig.model_fields),
+        (ServerConfig.model_fields, EngineConfig.model_fields),
+    ):
+        assert not [name for name in names if nearest_name(name, others, cutoff=0.8)]
+
+
+def test_flags_cover_every_setting() -> None:
+    assert {flag.setting for flag in SERVER_FLAGS} == set(ServerConfig.model_fields)
+    assert not {flag.setting for flag in SERVER_FLAGS} & {flag.setting for flag in ENGINE_FLAGS}
+
+
+def test_config_show_is_a_file_that_loads_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAXPAGE_API_KEY", "do-not-show-me")
+    words = ["--served-model-name", "a", "b", "--request-timeout-seconds", "none", "--max-body-bytes", "1MiB", "--ui"]
+    assert cli.main(["config", "show", "--block-size", "8", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "do-not-show-me" not in shown
+    engine, server = resolve_both(write(tmp_path, shown), {}, {}, environment={})
+    assert engine.config == EngineConfig(block_size=8)
+    assert server.config == ServerConfig(
+        served_model_name=("a", "b"), request_timeout_seconds=None, max_body_bytes=2**20, ui=True
+    )
+
+
+def test_config_validate_looks_at_the_server_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "validate", str(write(tmp_path, "server:\n  port: x\n"))]) == 2
+    assert "server.yaml:2: port: must be a valid integer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_configs_of_the_repository_are_valid(path: Path) -> None:
+    resolve(path)
+
+
+def test_checks_hold_under_python_optimised() -> None:
+    program = "from jaxpage.serving.config import *\ntry:\n    ServerConfig(port=-1)\nexcept ValueError as error:\n    print(error)"
+    result = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "port: must be greater than or equal to 0, got -1"
+
+
+# ---- API keys
+
+
+def test_keys_come_from_the_file_and_from_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# of the team\nfirst\n\n  second  \nfirst\n")
+    config = ServerConfig(api_key_file=str(path))
+    assert read_api_keys(config, {"JAXPAGE_API_KEY": "third, second"}) == ("third", "second", "first")
+    assert read_api_keys(config, {}) == ("first", "second")
+    assert read_api_keys(ServerConfig(), {}) == ()
+
+
+@pytest.mark.parametrize("content", ["", "\n# none\n", "two words\n", "ümlaut\n", "a\x00b\n", "\x7f\n", "k" * 2**17])
+def test_a_source_without_a_usable_key_is_no_open_door(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        read_api_keys(ServerConfig(api_key_file=str(path)), {})
+    assert content.strip() == "" or content not in str(error.value), "keys are not told"
+    if "\n# " not in content and len(content) < 100:
+        with pytest.raises(ConfigError, match="JAXPAGE_API_KEY"):
+            read_api_keys(ServerConfig(), {"JAXPAGE_API_KEY": content})
+
+
+def test_a_key_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("missing", "", "binary", "pipe"):
+        with pytest.raises(ConfigError, match="api_key_file"):
+            read_api_keys(ServerConfig(api_key_file=str(tmp_path / name)), {})
+
+
+# ---- before there is a server
+
+
+def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
+    with bound_socket(ServerConfig(port=0)) as listener:
+        port = listener.getsockname()[1]
+        assert address_of(listener) == f"http://127.0.0.1:{port}"
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+        listener.listen()
+        command = [sys.executable, "-m", "jaxpage", "serve", "demo", "--port", str(port)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == f"jaxpage: error: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+    with (
+        pytest.raises(ConfigError, match="cannot listen on 192.0.2.1 port 0: "),
+        bound_socket(ServerConfig(host="192.0.2.1", port=0)),
+    ):
+        pass
+
+
+def test_every_address_is_told_as_one_that_can_be_asked() -> None:
+    with bound_socket(ServerConfig(host="0.0.0.0", port=0)) as listener:
+        assert address_of(listener).startswith("http://127.0.0.1:")
+
+
+def test_what_clients_call_the_model(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    assert model_names(EngineConfig(), ServerConfig()) == ("demo",)
+    assert model_names(EngineConfig(model="organisation/name"), ServerConfig()) == ("organisation/name",)
+    assert model_names(EngineConfig(model=f"{tmp_path}/my-model/"), ServerConfig()) == ("my-model",)
+    assert model_names(EngineConfig(), ServerConfig(served_model_name=("a", "b"))) == ("a", "b")

@@ -1,0 +1,326 @@
+"""What is measured, and how it is told: Prometheus' own parser reads the same facts that `llm.stats()` has. And the server's log."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.engine.latencies import Latencies
+from jaxpage.histogram import SECONDS, TOKENS, Histogram
+from jaxpage.outputs import RequestMetrics, RequestOutput
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.serving import logs
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.metric_texts import HELP, LABELS
+from jaxpage.serving.metrics import ABORTIONS, REJECTIONS, ServerMetrics
+from tests.support.engines import LLAMA, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    speculation = {"method": "ngram", "num_speculative_tokens": 2}
+    with make_llm(random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA), speculative_config=speculation) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def outputs(llm: LLM) -> list[RequestOutput]:
+    """Requests of several kinds, some of which wait for others; all that `llm` ever had."""
+    prompts = [list(range(1, 20 + 7 * index)) for index in range(7)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    params: list[Any] = [greedy] * 4
+    params += [
+        SamplingParams(n=3, max_tokens=5, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=1, ignore_eos=True),
+    ]
+    params += [BeamSearchParams(beam_width=2, max_tokens=4)]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+# ---- histograms
+
+
+@pytest.mark.parametrize("bounds", [SECONDS, TOKENS])
+def test_bounds_rise_in_steps_of_one_two_five(bounds: tuple[float, ...]) -> None:
+    shown = [float(bound) for bound in list(Histogram(bounds).snapshot()["buckets"])[:-1]]
+    assert shown == sorted(set(shown)) and {f"{bound:e}"[0] for bound in shown} == {"1", "2", "5"}
+
+
+def test_a_value_counts_in_every_bucket_that_holds_it() -> None:
+    histogram, values = Histogram((1, 2, 5)), [0.5, 1, 1.5, 2, 2, 4, 5, 9, 0]
+    for value in values:
+        histogram.observe(value)
+    assert histogram.snapshot() == {
+        "buckets": {"1.0": 3, "2.0": 6, "5.0": 8, "+Inf": 9},
+        "sum": sum(values),
+        "count": len(values),
+    }
+
+
+def test_latencies_are_recounted_from_the_requests(llm: LLM, outputs: list[RequestOutput]) -> None:
+    """Each request carries its times; the histograms are made of them again, with sums and buckets."""
+    stats = llm.stats()
+    requests = [output.metrics for output in outputs]
+    tokens = [sum(len(one.token_ids) for one in output.outputs) for output in outputs]
+    longest = [max(len(one.token_ids) for one in output.outputs) for output in outputs]
+    found = {
+        "time_to_first_token_seconds": [m.first_token_time - m.arrival_time for m in requests],
+        "e2e_request_latency_seconds": [m.finished_time - m.arrival_time for m in requests],
+        "request_queue_time_seconds": [m.first_scheduled_time - m.arrival_time for m in requests],
+        "request_prefill_time_seconds": [m.first_token_time - m.first_scheduled_time for m in requests],
+        "request_decode_time_seconds": [m.last_token_time - m.first_token_time for m in requests],
+        "request_prompt_tokens": [len(output.prompt_token_ids) for output in outputs],
+        "request_time_per_output_token_seconds": [
+            (m.last_token_time - m.first_token_time) / (count - 1)
+            for m, count in zip(requests, longest, strict=True)
+            if count > 1
+        ],
+    }
+    for name, values in found.items():
+        histogram = stats[name]
+        assert histogram["count"] == len(values), name
+        assert histogram["sum"] == pytest.approx(sum(values)), name
+        values.sort()
+        for bound, count in histogram["buckets"].items():
+            assert count == bisect.bisect_right(values, float(bound)), (name, bound)
+    assert stats["request_generation_tokens"]["count"] == len(outputs)
+    assert stats["request_generation_tokens"]["sum"] >= sum(tokens), "beams that fell out were generated too"
+    gaps = stats["inter_token_latency_seconds"]
+    assert gaps["sum"] == pytest.approx(sum(found["request_decode_time_seconds"])), "the gaps between tokens add up"
+    assert stats["engine_step_seconds"]["count"] == stats["engine_steps_total"] > gaps["count"] / 4
+    assert all(m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.last_token_time for m in requests)
+
+
+def test_what_is_aborted_has_no_latency(llm: LLM, outputs: list[RequestOutput]) -> None:
+    before = llm.stats()
+    with llm.stream([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True)) as chunks:
+        next(chunks)
+    after = llm.stats()
+    assert after["request_success_total"]["abort"] == before["request_success_total"].get("abort", 0) + 1
+    assert after["time_to_first_token_seconds"]["count"] == before["time_to_first_token_seconds"]["count"] + 1
+    assert after["e2e_request_latency_seconds"] == before["e2e_request_latency_seconds"]
+
+
+# ---- Prometheus
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    return {family.name: family for family in text_string_to_metric_families(text.decode())}
+
+
+def test_metrics_have_the_facts_of_stats(llm: LLM, outputs: list[RequestOutput]) -> None:
+    stats = llm.stats()
+    families = parsed(ServerMetrics("my model").exposition(stats))
+    samples = {
+        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "model_name")): sample
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert len(samples) == sum(len(family.samples) for family in families.values()), "no sample comes twice"
+    wanted: dict[tuple[str, ...], float] = {}
+    for name, value in stats.items():
+        if isinstance(value, dict) and "buckets" in value:
+            wanted |= {(f"jaxpage_{name}_bucket", bound): count for bound, count in value["buckets"].items()}
+            wanted |= {(f"jaxpage_{name}_sum",): value["sum"], (f"jaxpage_{name}_count",): value["count"]}
+        elif isinstance(value, dict):
+            wanted |= {(f"jaxpage_{name}", str(key)): number for key, number in value.items()}
+        else:
+            wanted[(f"jaxpage_{name}",)] = value
+    engine = {key: sample.value for key, sample in samples.items() if key in wanted}
+    assert engine == wanted and stats["num_preemptions_total"] and stats["request_success_total"]
+    assert all(samples[key].labels["model_name"] == "my model" for key in wanted)
+    own = {"jaxpage_rejected", "jaxpage_aborted", "jaxpage_build_info"}
+    assert {name for name in families if not name.startswith("process_")} == own | {
+        f"jaxpage_{name}" if name == "num_blocks_total" else f"jaxpage_{name}".removesuffix("_total") for name in stats
+    }
+
+
+def test_every_metric_says_what_it_is(llm: LLM, outputs: list[RequestOutput]) -> None:
+    stats = llm.stats()
+    assert {"rejected_total", "aborted_total", *stats} == set(HELP)
+    labelled = {name for name, value in stats.items() if isinstance(value, dict) and "buckets" not in value}
+    assert {"rejected_total", "aborted_total", *labelled} == set(LABELS)
+    families = parsed(ServerMetrics("m").exposition(stats))
+    types = {name: family.type for name, family in families.items() if name.startswith("jaxpage_")}
+    histograms = {f"jaxpage_{name}" for name, value in stats.items() if isinstance(value, dict) and "buckets" in value}
+    assert {name for name, kind in types.items() if kind == "histogram"} == histograms
+    assert types["jaxpage_num_blocks_total"] == types["jaxpage_num_requests_running"] == "gauge"
+    assert types["jaxpage_compile"] == types["jaxpage_request_success"] == "counter"
+    assert all(family.documentation for family in families.values())
+
+
+def test_metrics_of_the_interface_are_there(llm: LLM, outputs: list[RequestOutput]) -> None:
+    """The names that dashboards made for vLLM ask for, with our prefix."""
+    text = ServerMetrics("m").exposition(llm.stats()).decode()
+    for suffix in (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total"),
+        *("prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total"),
+        *("request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+        *("request_time_per_output_token_seconds_sum", "e2e_request_latency_seconds_count"),
+        *("request_queue_time_seconds_sum", "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"),
+        *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    ):
+        assert f"\njaxpage_{suffix}{{" in text, suffix
+    assert 'jaxpage_request_success_total{finished_reason="length"' in text
+
+
+def test_reasons_are_a_closed_set() -> None:
+    metrics = ServerMetrics("m")
+    size = len(metrics.exposition({}).splitlines())
+    for index in range(1000):
+        metrics.rejected(f"GET{index}")
+        metrics.aborted(f"{index}\n")
+    metrics.rejected("queue_full")
+    families = parsed(metrics.exposition({}))
+    assert len(metrics.exposition({}).splitlines()) == size
+    for name, reasons, counted in (
+        ("rejected", REJECTIONS, {"other": 1000, "queue_full": 1}),
+        ("aborted", ABORTIONS, {"other": 1000}),
+    ):
+        values = {sample.labels["reason"]: sample.value for sample in families[f"jaxpage_{name}"].samples}
+        assert values == {**dict.fromkeys(reasons, 0), **counted}
+
+
+def test_a_model_s_name_cannot_break_the_text() -> None:
+    name = 'a"b\\c\nd'
+    [sample] = parsed(ServerMetrics(name).exposition({"engine_steps_total": 3}))["jaxpage_engine_steps"].samples
+    assert (sample.labels["model_name"], sample.value) == (name, 3)
+
+
+# ---- the log
+
+
+@pytest.fixture
+def log(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """Configures the log and gives what was written since."""
+    root, own = logging.getLogger(), logging.getLogger("jaxpage")
+    before = root.handlers[:], root.level, own.level
+
+    def configure(**settings: Any) -> Any:
+        logs.configure(ServerConfig(**settings))
+        return lambda: capsys.readouterr().err
+
+    yield configure
+    logging.captureWarnings(False)
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    own.setLevel(before[2])
+
+
+HOSTILE = "first\r\n12:00:00 ERROR forged\x1b[2J\u2028\x85 \x7f"
+
+
+def test_a_record_is_a_line_whatever_stands_in_it(log: Any) -> None:
+    written = log()
+    logging.getLogger("jaxpage.x").info("asked: %s", HOSTILE, extra={"request_id": HOSTILE})
+    text = written()
+    assert len(text.splitlines()) == 1 and "\x1b" not in text
+    assert r"first\x0d\x0a12:00:00 ERROR forged\x1b[2J\x2028\x85 \x7f" in text
+
+
+def test_no_line_of_a_traceback_looks_like_a_record(log: Any) -> None:
+    written = log()
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("jaxpage.x").exception("failed")
+    first, *rest = written().splitlines()
+    assert first.endswith("ERROR failed") and all(line.startswith("    ") for line in rest) and len(rest) >= 3
+
+
+def test_json_records_are_objects_line_by_line(log: Any) -> None:
+    written = log(log_json=True)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("jaxpage.x").warning(
+            "asked: %s", HOSTILE, extra={"request_id": "a", "path": Path("b")}, exc_info=True
+        )
+    [line] = written().splitlines()
+    record = json.loads(line)
+    assert record["message"] == f"asked: {HOSTILE}" and record["level"] == "warning" and record["logger"] == "jaxpage.x"
+    assert record["request_id"] == "a" and record["path"] == "b" and "ValueError" in record["exception"]
+    assert abs(record["time"] - time.time()) < 600
+
+
+def test_the_level_is_that_of_jaxpage_alone(log: Any) -> None:
+    written = log(log_level="error")
+    logging.getLogger("jaxpage.x").warning("not this")
+    logging.getLogger("jaxpage.x").error("this")
+    written_text = written()
+    assert "not this" not in written_text and "this" in written_text
+    written = log(log_level="debug")
+    logging.getLogger("jaxpage.x").debug("ours")
+    logging.getLogger("somebody.else").info("theirs")
+    assert written().count("\n") == 1
+
+
+def test_activity_is_told_once_and_only_where_there_is_some(llm: LLM, outputs: list[RequestOutput]) -> None:
+    before = llm.stats()
+    assert logs.activity(before, llm.stats(), 10.0) is None
+    llm.generate(
+        [[5, 6, 7, 8] * 8] * 2, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True), use_tqdm=False
+    )
+    after = llm.stats()
+    line = logs.activity(before, after, 2.0)
+    assert line is not None and line.startswith("Running 0 · Waiting 0 · KV 0.0% · prefill ")
+    computed = after["prompt_tokens_total"] - before["prompt_tokens_total"]
+    assert f"prefill {computed / 2:.0f} tok/s · decode 10 tok/s · prefix hit " in line
+    waiting = {**after, "num_requests_waiting": 2}
+    assert "Waiting 2" in str(logs.activity(waiting, waiting, 10.0)), "a queue that does not move is something"
+    busy = {**after, "prompt_tokens_total": after["prompt_tokens_total"] + 81_230, "engine_steps_total": 10**6}
+    assert "prefill 8.1k tok/s" in str(logs.activity(after, busy, 10.0))
+
+
+def test_the_log_has_a_line_per_active_interval(log: Any) -> None:
+    """Of four snapshots the second and the third differ: one line."""
+    written = log()
+    quiet = {name: 0 for name in HELP}
+    snapshots = iter([quiet, quiet, quiet | {"engine_steps_total": 5}, quiet | {"engine_steps_total": 5}])
+
+    async def stats() -> dict[str, Any]:
+        try:
+            return next(snapshots)
+        except StopIteration:
+            raise asyncio.CancelledError from None
+
+    async def run() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await logs.log_activity(stats, seconds=0.001)
+
+    asyncio.run(run())
+    assert written().count("Running 0") == 1
+
+
+def test_latencies_of_a_failed_request_are_left_out() -> None:
+    request = Request(
+        request_id="a",
+        prompt=None,
+        prompt_token_ids=(1, 2, 3),
+        params=SamplingParams(n=2),
+        seed=0,
+        eos_token_ids=frozenset(),
+        max_total_tokens=9,
+    )
+    for reasons, counted in ((("stop", "length"), 1), (("stop", "error"), 0), (("abort",), 0), ((None,), 0)):
+        latencies = Latencies()
+        metrics = RequestMetrics(arrival_time=0.0, first_scheduled_time=1.0, finished_time=9.0)
+        latencies.has_tokens(metrics, 2.0)
+        latencies.has_tokens(metrics, 5.0)
+        sequences = [Sequence(index, index, 3, [1, 2, 3, 4, 5]) for index in range(len(reasons))]
+        for sequence, reason in zip(sequences, reasons, strict=True):
+            sequence.finish_reason = reason
+        latencies.finished(SequenceGroup(request, sequences), metrics)
+        assert latencies.snapshot()["e2e_request_latency_seconds"]["count"] == counted
+        assert latencies.snapshot()["inter_token_latency_seconds"]["sum"] == 3.0
