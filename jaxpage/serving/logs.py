@@ -6,6 +6,7 @@ Prompts are in no record unless `log_requests` asks for them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from jaxpage.errors import JaxpageError
 from jaxpage.serving.config import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -86,13 +88,14 @@ def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float
 
 async def log_activity(stats: Callable[[], Awaitable[Mapping[str, Any]]], seconds: float = ACTIVITY_SECONDS) -> None:
     """An INFO line for every `seconds` in which something goes on, until it is cancelled or there is no engine to ask."""
-    before, began = await stats(), time.monotonic()
-    while True:
-        await asyncio.sleep(seconds)
-        after, now = await stats(), time.monotonic()
-        if line := activity(before, after, now - began):
-            logger.info(line)
-        before, began = after, now
+    with contextlib.suppress(JaxpageError):
+        before, began = await stats(), time.monotonic()
+        while True:
+            await asyncio.sleep(seconds)
+            after, now = await stats(), time.monotonic()
+            if line := activity(before, after, now - began):
+                logger.info(line)
+            before, began = after, now
 
 
 def _thousands(number: float) -> str:

@@ -24,6 +24,7 @@ from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.connection import MAX_HEADER_BYTES, Connection
 from jaxpage.serving.logs import log_activity
 from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.profiling import profiler_routes
 from jaxpage.serving.wire.context import ModelContext
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ def run_server(
         max_queued_requests=config.max_queued_requests,
         request_timeout_seconds=config.request_timeout_seconds,
     )
-    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys)
+    routes = profiler_routes(config)
+    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys, routes=routes)
     status = asyncio.run(_serve(app, loop, config, listener, announce))
     if not loop.stop(PARTING_SECONDS):
         logger.critical("the engine is still in a step; the process ends without it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import shlex
@@ -14,10 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from jaxpage import __version__
 from jaxpage.config import EngineConfig
-from jaxpage.engine.build import PHASES
+from jaxpage.engine.build import PHASES, Built, build_engine
 from jaxpage.errors import ConfigError
-from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig
+from jaxpage.serving import logs
+from jaxpage.serving.capabilities import capabilities
+from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
+from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.server import run_server
+from jaxpage.serving.wire.context import ModelContext
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +96,22 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
+    """What the wire format has to know of the model."""
+    described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
+    return ModelContext(
+        model_names=model_names(engine, server),
+        max_model_len=built.memory.max_model_len,
+        vocab_size=built.engine.builder.vocab_size,
+        tokenizer=built.tokenizer,
+        sampling_defaults=built.sampling_defaults,
+        system_fingerprint=f"fp_{hashlib.blake2s(described.encode(), digest_size=6).hexdigest()}",
+        tool_parser=server.tool_parser,
+        reasoning_parser=server.reasoning_parser,
+        strict_requests=server.strict_requests,
+    )
+
+
 def how_to_ask(address: str, model: str, *, chat: bool, has_keys: bool) -> str:
     """A curl line and a program, to be copied as they are."""
     path, call, answer = "completions", "completions", "choices[0].text"
@@ -115,3 +140,30 @@ def interrupts_end_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def start(engine: EngineConfig, server: ServerConfig) -> int:
+    """Builds the engine, serves until a signal comes, and returns the exit status.
+
+    Raises JaxpageError, before a model is loaded if it can be told by then: no address, no keys, no model, no memory.
+    """
+    logs.configure(server)
+    start_up = StartUp(as_records=server.log_json)
+    api_keys = read_api_keys(server)
+    with bound_socket(server) as listener:
+        if not api_keys and not server.is_local:
+            logger.warning("whoever reaches %s may ask: set --api-key-file or %s", server.host, API_KEY_VARIABLE)
+        with interrupts_end_at_once():
+            built = build_engine(engine, progress=not server.log_json, phase=start_up.phase)
+        context, address = model_context(built, engine, server), address_of(listener)
+        name, chat = context.model_names[0], bool(getattr(built.tokenizer, "chat_template", None))
+        return run_server(
+            built,
+            server,
+            context,
+            listener,
+            metrics=ServerMetrics(name),
+            capabilities=capabilities(built, engine, server),
+            api_keys=api_keys,
+            announce=lambda: start_up.ready(how_to_ask(address, name, chat=chat, has_keys=bool(api_keys)), address),
+        )
