@@ -50,7 +50,6 @@ class Envelope:
         async def dressed_send(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
-                has_begun = True
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
                 answer["x-content-type-options"] = "nosniff"
@@ -59,6 +58,7 @@ class Envelope:
                 if (reason := _reason(message["status"])) is not None:
                     self._metrics.rejected(reason)
             await send(message)
+            has_begun = True  # not before: of a start that could not be sent the client knows nothing
 
         try:
             await self._app(scope, watched_receive, dressed_send)
