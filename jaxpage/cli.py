@@ -25,8 +25,6 @@ from jaxpage.cli_flags import (
 )
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
 
-LATER = ("bench latency", "bench serve")  # named by the interface, not in this version
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -54,9 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would report on standard error that torch is missing
     try:
-        for name in LATER:
-            if words[: len(name.split())] == name.split():
-                raise UnsupportedError(f"'jaxpage {name}' is not in this version")
         arguments = _parser().parse_args(words)
         status: int = arguments.run(arguments) or 0
         sys.stdout.flush()
@@ -202,25 +197,17 @@ def _add_bench(commands: _Commands[_Parser]) -> None:
     parser = _command(commands, "bench", "measure this engine")
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
     throughput = _command(kinds, "throughput", "offline throughput of many requests, in tokens per second")
+    _add_workload(throughput)
     add = throughput.add_argument
-    add("--num-prompts", type=int, default=64, metavar="N", help="requests; default: 64")
-    add("--dataset", default="sharegpt", metavar="NAME", help="lengths: sharegpt, alpaca or random; default: sharegpt")
-    add("--max-input", type=int, default=512, metavar="N", help="longest prompt, in tokens; default: 512")
-    add("--max-output", type=int, default=512, metavar="N", help="longest output, in tokens; default: 512")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths; default: 0")
     add("--baseline", metavar="NAME", help="transformers: the same work by static batches of transformers, beside it")
-    add(
-        "--versus",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="the same work by an engine with other settings, beside it; several with commas; repeatable",
-    )
+    _add_versus(throughput)
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="rows of a static batch; default: 16")
     add("--output-json", metavar="FILE", help="write the JSON line there as well")
     add("--plot", metavar="FILE", help="draw what the KV pool held over time: .png, .svg or .pdf; needs jaxpage[plot]")
     add_engine_flags(throughput, without=("seed",))
     throughput.set_defaults(run=_lazily("bench_throughput"))
+    _add_bench_latency(kinds)
+    _add_bench_serve(kinds)
     kv_dtype = _command(kinds, "kv-dtype", "what keys and values in int8 and fp8 change in the logits, and what fits")
     add = kv_dtype.add_argument
     add("--text", metavar="FILE", help="the text to look at; default: random token ids")
@@ -229,6 +216,57 @@ def _add_bench(commands: _Commands[_Parser]) -> None:
     add_engine_flags(kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS))
     kv_dtype.set_defaults(run=_lazily("bench_kv_dtype"))
     _add_bench_speculation(kinds)
+
+
+def _add_workload(parser: _Parser) -> None:
+    add = parser.add_argument
+    add("--num-prompts", type=int, default=64, metavar="N", help="requests; default: 64")
+    add("--dataset", default="sharegpt", metavar="NAME", help="lengths: sharegpt, alpaca or random; default: sharegpt")
+    add("--max-input", type=int, default=512, metavar="N", help="longest prompt, in tokens; default: 512")
+    add("--max-output", type=int, default=512, metavar="N", help="longest output, in tokens; default: 512")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths; default: 0")
+
+
+def _add_versus(parser: _Parser) -> None:
+    parser.add_argument(
+        "--versus",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the same work by an engine with other settings, beside it; several with commas; repeatable",
+    )
+
+
+def _add_bench_latency(kinds: _Commands[_Parser]) -> None:
+    parser = _command(kinds, "latency", "seconds of one batch, from its prompts to its last token")
+    add = parser.add_argument
+    add("--batch-size", type=int, default=8, metavar="N", help="requests of the batch; default: 8")
+    add("--input-len", type=int, default=32, metavar="N", help="tokens of each prompt; default: 32")
+    add("--output-len", type=int, default=128, metavar="N", help="tokens of each output; default: 128")
+    add("--num-iters", type=int, default=10, metavar="N", help="batches that count; default: 10")
+    add("--num-iters-warmup", type=int, default=3, metavar="N", help="batches before them; default: 3")
+    add("--seed", type=int, default=0, metavar="N", help="of the prompts; default: 0")
+    add("--baseline", metavar="NAME", help="transformers: the same batches by transformers, beside it")
+    _add_versus(parser)
+    add("--output-json", metavar="FILE", help="write the JSON line there as well")
+    add_engine_flags(parser, without=("seed",))
+    parser.set_defaults(run=_lazily("bench_latency"))
+
+
+def _add_bench_serve(kinds: _Commands[_Parser]) -> None:
+    parser = _command(kinds, "serve", "latencies and throughput of a running server, as its clients see them")
+    add = parser.add_argument
+    add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="default: http://127.0.0.1:8000")
+    add("--model", metavar="NAME", help="default: the first that the server has")
+    add("--vocab-size", type=int, metavar="N", help="of a server without /v1/capabilities")
+    _add_workload(parser)
+    add("--request-rate", type=float, default=float("inf"), metavar="X", help="per second; default: inf, all at once")
+    add("--burstiness", type=float, default=1.0, metavar="X", help="1: a Poisson process; less: in bursts; default: 1")
+    add("--max-concurrency", type=int, metavar="N", help="requests at a time; default: all")
+    add("--baseline", metavar="NAME", help="static: the same requests in batches that wait for their last, beside it")
+    add("--baseline-batch-size", type=int, default=16, metavar="N", help="requests of a static batch; default: 16")
+    add("--output-json", metavar="FILE", help="write the JSON line there as well")
+    parser.set_defaults(run=_lazily("bench_serve"))
 
 
 def _add_bench_speculation(kinds: _Commands[_Parser]) -> None:

@@ -132,6 +132,20 @@ def bench_throughput(arguments: argparse.Namespace) -> None:
     run(arguments, _resolved(arguments, without=("seed",)).config)
 
 
+def bench_latency(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench latency`."""
+    from jaxpage.bench.latency import run
+
+    run(arguments, _resolved(arguments, without=("seed",)).config)
+
+
+def bench_serve(arguments: argparse.Namespace) -> int:
+    """`jaxpage bench serve`."""
+    from jaxpage.bench.serve import run
+
+    return run(arguments)
+
+
 def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     """`jaxpage bench kv-dtype`."""
     from jaxpage.bench.kv_dtype import run

@@ -227,7 +227,6 @@ def test_wrong_use_is_status_2(
     [
         (("generate", "x", "--n", "2"), "prints one text as it comes, not n=2"),
         (("generate", "x", "--tensor-parallel-size", "2"), "tensor_parallel_size: 2 is not supported"),
-        (("bench", "serve"), "'jaxpage bench serve' is not in this version"),
     ],
 )
 def test_what_is_not_supported_is_one_line_and_status_2(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
@@ -389,6 +390,33 @@ def test_a_hostile_template_is_a_refused_request(template: str) -> None:
     error = refused(open_chat, chat(), tokenizer=with_template(template))
     assert (error.status, error.param) == (400, "messages")
     assert "secret" not in error.message and "deadbeef" not in error.message
+
+
+def test_a_template_that_reads_a_variable_does_not_lend_the_renderers_arguments() -> None:
+    lends = with_template("{{ chat_template }}{{ tokenize }}{{ bos_token }}{{ mood }}")
+    for name in ("chat_template", "tokenize", "bos_token", "sanitize_control_tokens"):
+        error = refused(open_chat, chat(chat_template_kwargs={name: "evil"}), tokenizer=lends)
+        assert "is no variable" in error.message
+    assert open_chat(chat(chat_template_kwargs={"mood": "good"}), context(tokenizer=lends)).jobs[0].prompt == "good"
+
+
+def test_a_surrogate_that_only_the_template_lays_open_is_refused() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    body = chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}])
+    parse_object(json.dumps(body).encode())
+    for function in (open_chat, tokenize):
+        assert refused(function, body).message == "messages contains invalid Unicode: a lone surrogate"
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt", "messages", "tools", "stop_token_ids", "allowed_token_ids", "bad_words", "stop"]
+)
+@pytest.mark.parametrize("item", [{}, None, [[]]])
+def test_a_million_wrong_items_are_not_a_million_errors(name: str, item: Any) -> None:
+    kind = ChatCompletionRequest if name in ("messages", "tools") else CompletionRequest
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({**(chat() if kind is ChatCompletionRequest else completion()), name: [item] * 1000})
+    assert caught.value.error_count() <= 2, "those of one item"
 
 
 def test_errors_of_the_engine_in_the_clients_terms() -> None:

@@ -117,17 +117,16 @@ def num_identical(measurements: Sequence[Measurement]) -> list[int]:
     return [sum(list(a) == list(b) for a, b in zip(first.outputs, other.outputs, strict=True)) for other in others]
 
 
-def environment() -> dict[str, Any]:
-    """What a reader needs to know to repeat or to compare."""
-    device = jax.devices()[0]
+def environment(*, with_device: bool = True) -> dict[str, Any]:
+    """What a reader needs to know to repeat or to compare. A client has no device: asking for one would take memory of a server's."""
+    device = jax.devices()[0] if with_device else None
     return {
         "jaxpage": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "device": f"{device.platform}: {device.device_kind}",
-        "num_devices": len(jax.devices()),
+        **({"device": f"{device.platform}: {device.device_kind}", "num_devices": len(jax.devices())} if device else {}),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
     }

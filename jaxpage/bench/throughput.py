@@ -27,11 +27,11 @@ _THE_WORK = ("model", "revision", "tokenizer")
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
     _check(arguments)
-    others = [(text, config.replace(**{"event_log": None, **_changes(text)})) for text in arguments.versus]
+    others = [(text, config.replace(**{"event_log": None, **changes_of(text)})) for text in arguments.versus]
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
-    with _started(config) as (llm, load_seconds):
-        max_input, max_output = _caps(arguments, llm.memory.max_model_len)
+    with started(config) as (llm, load_seconds):
+        max_input, max_output = capped(arguments, llm.memory.max_model_len)
         workload = make_workload(
             arguments.dataset,
             arguments.num_prompts,
@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         )
         measurements = [run_workload(llm, workload, load_seconds=load_seconds)]
     for text, other in others:
-        with _started(other) as (llm, load_seconds):
+        with started(other) as (llm, load_seconds):
             measurements.append(run_workload(llm, workload, load_seconds=load_seconds, name=text))
     if arguments.baseline:
-        measurements.append(_baseline(arguments, config, directory, workload))
+        measurements.append(baseline(arguments, config, directory, workload))
     line = json_line(
         measurements,
         dataset=arguments.dataset,
@@ -67,14 +67,14 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 
 @contextlib.contextmanager
-def _started(config: EngineConfig) -> Iterator[tuple[LLM, float]]:
+def started(config: EngineConfig) -> Iterator[tuple[LLM, float]]:
     """An engine, and the seconds that it took to start."""
     start = time.perf_counter()
     with LLM(**config.model_dump()) as llm:
         yield llm, time.perf_counter() - start
 
 
-def _changes(text: str) -> dict[str, Any]:
+def changes_of(text: str) -> dict[str, Any]:
     """The settings in NAME=VALUE[,NAME=VALUE...]; a value in braces may have commas. Raises UsageError if it is something else."""
     changes = {}
     for part in re.split(r",(?![^{]*\})", text):
@@ -88,18 +88,29 @@ def _changes(text: str) -> dict[str, Any]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("num_prompts", "max_input", "max_output", "baseline_batch_size"):
+    check_workload(arguments)
+    if arguments.baseline_batch_size < 1:
+        raise UsageError(f"--baseline-batch-size must be at least 1, got {arguments.baseline_batch_size}")
+    check_baseline(arguments)
+
+
+def check_baseline(arguments: argparse.Namespace) -> None:
+    if arguments.baseline not in (None, *BASELINES):
+        raise UsageError(f"--baseline must be one of {', '.join(BASELINES)}, got {arguments.baseline!r}")
+
+
+def check_workload(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for a workload that cannot be."""
+    for name in ("num_prompts", "max_input", "max_output"):
         if getattr(arguments, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    for name, known in (("dataset", tuple(DATASETS)), ("baseline", (None, *BASELINES))):
-        if getattr(arguments, name) not in known:
-            names = ", ".join(str(item) for item in known if item)
-            raise UsageError(f"--{name} must be one of {names}, got {getattr(arguments, name)!r}")
+    if arguments.dataset not in DATASETS:
+        raise UsageError(f"--dataset must be one of {', '.join(DATASETS)}, got {arguments.dataset!r}")
     if arguments.seed < 0:
         raise UsageError(f"--seed must not be negative, got {arguments.seed}")
 
 
-def _caps(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
+def capped(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
     """The longest prompt and output, such that both together fit the model; says so where they are less than asked for."""
     max_input = min(arguments.max_input, max_model_len // 2)
     max_output = min(arguments.max_output, max_model_len - max_input)
@@ -124,9 +135,10 @@ def _plotter(path: str) -> Callable[..., Any]:
     return draw
 
 
-def _baseline(
+def baseline(
     arguments: argparse.Namespace, config: EngineConfig, directory: Path, workload: list[WorkItem]
 ) -> Measurement:
+    """The same work by static batches of transformers. Raises UsageError where there is no torch."""
     try:
         from jaxpage.bench.baseline_transformers import run_baseline  # torch is optional
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
@@ -116,6 +117,14 @@ class BlockPool:
     def cached_blocks(self) -> list[int]:
         """The free blocks whose content is kept, the first to be handed out anew first."""
         return list(self._cached)
+
+    def kept_blocks(self) -> list[int]:
+        """The blocks whose content is kept, in use or free, ascending."""
+        return list(itertools.compress(range(self.num_blocks), self._kept))
+
+    def ref_counts(self) -> list[int]:
+        """Of every block, the null block included, which has none."""
+        return self._ref_counts.copy()
 
     def check(self) -> None:
         """Asserts that every block but the null block is either free or referred to, and none is both."""

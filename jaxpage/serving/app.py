@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,11 @@ from jaxpage.serving.http.answers import error_answer, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.limits import Limits, check_is_json
+from jaxpage.serving.inspector.routes import open_paths as page_paths
+from jaxpage.serving.inspector.routes import routes as page_routes
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.profiling import profiler_routes
 from jaxpage.serving.visitors import Visitors
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
@@ -152,25 +155,23 @@ def build_app(
     *,
     capabilities: Mapping[str, Any] | None = None,
     api_keys: Sequence[str] = (),
-    routes: Sequence[BaseRoute] = (),
-    open_paths: Collection[str] = (),
 ) -> Starlette:
     """The application with its middlewares. `app.state.server` is the `Server`, for who closes it.
 
     Args:
         capabilities: what `/v1/capabilities` answers.
-        routes: more of them: those of the page.
-        open_paths: for which no key is needed, besides `OPEN_PATHS`. Exact paths of files that tell nothing of this server.
+        api_keys: one of them is needed for every path but those that are open; none: for no path.
     """
     server = Server(loop, context, config, metrics, capabilities or {})
     middleware = [
         Middleware(Envelope, metrics=metrics),
-        Middleware(ApiKeys, keys=api_keys, open_paths={*OPEN_PATHS, *open_paths}),
+        Middleware(ApiKeys, keys=api_keys, open_paths=OPEN_PATHS | page_paths() if config.ui else OPEN_PATHS),
         Middleware(Limits, max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_timeout_seconds),
     ]
-    app = Starlette(
-        routes=[*server.routes, *routes], middleware=middleware, exception_handlers={HTTPException: _http_error}
-    )
+    pages = page_routes(loop, config) if config.ui else []
+    handlers = {HTTPException: _http_error}
+    routes = [*server.routes, *profiler_routes(config), *pages]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.router.redirect_slashes = False  # a path is right or not found
     return app

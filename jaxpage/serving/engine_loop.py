@@ -147,6 +147,8 @@ class EngineLoop:
             self._refusal = self._refusal or ShuttingDown("The server is shutting down")
         drained: Future[None] = Future()
         await self.snapshot(lambda engine: self._drain(drained))
+        if drained.done():
+            return True
         try:
             await asyncio.wait_for(asyncio.wrap_future(drained), timeout)
         except TimeoutError:

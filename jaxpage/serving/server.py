@@ -24,7 +24,6 @@ from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.connection import MAX_HEADER_BYTES, Connection
 from jaxpage.serving.logs import log_activity
 from jaxpage.serving.metrics import ServerMetrics
-from jaxpage.serving.profiling import profiler_routes
 from jaxpage.serving.wire.context import ModelContext
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,7 @@ def run_server(
         max_queued_requests=config.max_queued_requests,
         request_timeout_seconds=config.request_timeout_seconds,
     )
-    routes = profiler_routes(config)
-    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys, routes=routes)
+    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys)
     status = asyncio.run(_serve(app, loop, config, listener, announce))
     if not loop.stop(PARTING_SECONDS):
         logger.critical("the engine is still in a step; the process ends without it")
@@ -125,10 +123,11 @@ class Serving:
             self._server.preparing.close()
 
     async def _part(self) -> None:
-        """Ends what is left with an error, and lets that be told."""
+        """Ends what is left with an error, lets that be told, and ends the engine's thread, and with it who looks at the engine."""
         with contextlib.suppress(TimeoutError, JaxpageError):
             await asyncio.wait_for(self._loop.drain(0), PARTING_SECONDS)
         await self._server.visitors.left(PARTING_SECONDS)
+        await asyncio.to_thread(self._loop.stop, PARTING_SECONDS)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -12,7 +12,7 @@ from jaxpage.argument_checks import shown
 from jaxpage.serving.wire.errors import ApiError
 
 MAX_DEPTH = 128
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

@@ -80,6 +80,7 @@ class ChatAnswer(Answer):
         super().__init__(request, context, [job], ignored_fields)
         self._parameter_names = {
             **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
+            "beam_width": "n",
             "structured_outputs": tools.parameter or format_parameter(request),
         }
         self._is_named = tools.is_named

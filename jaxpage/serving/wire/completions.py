@@ -75,7 +75,11 @@ class CompletionAnswer(Answer):
 
     def __init__(self, request: CompletionRequest, context: ModelContext, jobs: list[Job], ignored: tuple[str, ...]):
         super().__init__(request, context, jobs, ignored)
-        self._parameter_names = {"prompt_token_ids": "prompt", "structured_outputs": format_parameter(request)}
+        self._parameter_names = {
+            "prompt_token_ids": "prompt",
+            "beam_width": "n",
+            "structured_outputs": format_parameter(request),
+        }
         self._texts = TokenTexts(context.tokenizer)
         self._echoed: set[int] = set()  # choices of a stream that have their prompt
         self._prompt_logprobs: dict[int, Entries] = {}  # by job: they come once

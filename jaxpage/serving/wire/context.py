@@ -51,4 +51,13 @@ class ModelContext:
         if len(prompt) > self.max_prompt_characters:
             message = f"The prompt has {len(prompt)} characters, which cannot fit in max_model_len={self.max_model_len} tokens"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return prompt
+        return valid_text(prompt, param)
+
+
+def valid_text(text: str, param: str) -> str:
+    """Text that UTF-8 can express: tokenizers take no other. Raises ApiError for a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, f"{param} contains invalid Unicode: a lone surrogate", param=param) from None
+    return text

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.errors import CapacityError, UnsupportedError
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 _TYPES = {
     401: "authentication_error",
@@ -23,7 +24,7 @@ INTERNAL = "The server failed to answer this request"
 _OF_THE_MACHINE = re.compile(
     r"0x[0-9a-fA-F]+|<[\w.]+ object[^>]*>|object at\b|(?<![\w/])/(?!v1/)(?:[\w.+@-]+/)+[\w.+@-]*|site-packages|Traceback"
 )
-_PARAMETER = re.compile(r"([a-z_]+)(?:\[[^\]]*\])?(?: key)?(?: must| has|=| of|:| does)")
+_PARAMETERS = {*SamplingParams.__annotations__, *BeamSearchParams.__annotations__, "prompt", "prompt_token_ids"}
 
 
 class ApiError(Exception):
@@ -68,8 +69,8 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
         return ApiError(500, INTERNAL)
     if message.startswith("The prompt has") and "max_model_len" in message:
         return ApiError(400, message, param=(names or {}).get("prompt", "prompt"), code="context_length_exceeded")
-    found = _PARAMETER.match(message)
-    param = found[1] if found else "prompt" if message.lower().startswith("the prompt") else None
+    word = re.match(r"(?:[Tt]he )?(\w*)", message)
+    param = word[1] if word and word[1] in _PARAMETERS else None
     return ApiError(400, message, param=(names or {}).get(param or "", param))
 
 

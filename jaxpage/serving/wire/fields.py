@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator
-from pydantic_core import PydanticCustomError, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
 from jaxpage.argument_checks import INT32_MAX
 from jaxpage.sampling_params import MAX_BAD_WORDS, MAX_CACHE_SALT_CHARACTERS, MAX_LOGPROBS, MAX_USER_CHARACTERS
@@ -16,6 +15,10 @@ MAX_STOP_CHARACTERS = 256
 MAX_BIASES = 1024
 MAX_COMPLETION_LOGPROBS = 5
 
+Item = TypeVar("Item")
+Items = Annotated[
+    list[Item], Field(fail_fast=True)
+]  # a body has room for a million wrong items, each with an error of its own
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -29,7 +32,7 @@ def one_of(wanted: str) -> WrapValidator:
         try:
             return handler(value)
         except ValidationError:
-            raise PydanticCustomError("union", "must be {wanted}", {"wanted": wanted}) from None
+            raise ValueError(f"must be {wanted}") from None
 
     return WrapValidator(validate)
 
@@ -100,17 +103,17 @@ class GenerationRequest(Fields):
         ]
         | None
     ) = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1)] | None = None
+    bad_words: Annotated[Items[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: (
         Annotated[
-            Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)],
+            Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)],
             one_of(f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOPS} of them"),
         ]
         | None
     ) = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Items[TokenId] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -132,7 +135,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        str | list[str] | list[TokenId] | list[list[TokenId]],
+        str | Items[str] | Items[TokenId] | Items[Items[TokenId]],
         one_of("a string, a list of strings, a list of token ids, or a list of lists of token ids"),
     ]
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0: with echo, nothing but the prompt
@@ -147,7 +150,7 @@ class TextPart(Fields):
 
 
 Content = Annotated[
-    str | list[TextPart], one_of("a string, or a list of parts of type 'text': nothing else is supported")
+    str | Items[TextPart], one_of("a string, or a list of parts of type 'text': nothing else is supported")
 ]
 
 
@@ -178,7 +181,7 @@ class AssistantMessage(Fields):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     name: str | None = None
 
 
@@ -220,8 +223,8 @@ class NamedTool(Fields):
 class ConversationFields(Fields):
     """What a chat template is given."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    tools: Items[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -265,4 +268,4 @@ class DetokenizeRequest(Fields):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]

@@ -54,18 +54,21 @@ class Thinking:
         """is_open: the prompt ends with the opening mark already."""
         self._rest = rest
         self._state: Literal["before", "inside", "behind"] = "inside" if is_open else "before"
-        self._held = ""
+        self._space: list[str] = []  # before all
+        self._held = ""  # the beginning of a mark, perhaps
 
     def push(self, text: str) -> Iterator[Piece]:
         if self._state == "before":
-            self._held += text
-            begun = self._held.lstrip()
+            begun = self._held + (text if self._held else text.lstrip())
+            self._space.append(text[: len(self._held) + len(text) - len(begun)])
             if self.OPEN.startswith(begun) and begun != self.OPEN:
+                self._held = begun
                 return
+            self._held = ""
             if begun.startswith(self.OPEN):
-                self._state, text, self._held = "inside", begun[len(self.OPEN) :], ""
+                self._state, text = "inside", begun[len(self.OPEN) :]
             else:
-                self._state, text, self._held = "behind", self._held, ""
+                self._state, text = "behind", "".join(self._space) + begun
         if self._state == "inside":
             text, self._held = self._held + text, ""
             end = text.find(self.CLOSE)
@@ -81,9 +84,8 @@ class Thinking:
         yield from self._rest.push(text)
 
     def finish(self) -> Iterator[Piece]:
-        if self._held:
-            if self._state == "inside":
-                yield Piece("reasoning", self._held)
-            else:
-                yield from self._rest.push(self._held)
+        if self._state == "before":
+            yield from self._rest.push("".join(self._space) + self._held)
+        elif self._held:
+            yield Piece("reasoning", self._held)
         yield from self._rest.finish()

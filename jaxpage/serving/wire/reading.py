@@ -104,7 +104,7 @@ def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
     path = _path(first["loc"], body)
     if first["type"] == "missing":
         return ApiError(400, f"{path} is required", param=path)
-    message = _MESSAGES.get(first["type"], first["msg"])
+    message = _MESSAGES.get(first["type"], first["msg"]).removeprefix("Value error, ")
     message = re.sub(r"^\w+ should ", "must ", message)
     return ApiError(400, f"{path} {message}, got {shown(first['input'])}", param=path)
 

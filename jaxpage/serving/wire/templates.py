@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from typing import Any
 
@@ -50,7 +51,7 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
         message = "continue_final_message needs a last message of the assistant"
         raise ApiError(400, message, param="continue_final_message")
     messages = [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
-    variables = _variables(request.chat_template_kwargs or {}, template)
+    variables = _variables(request.chat_template_kwargs or {}, template, context)
     try:
         with templates_end_within(RENDER_SECONDS):
             return str(
@@ -129,12 +130,19 @@ def _tool(tool: Tool) -> dict[str, Any]:
     }
 
 
-def _variables(given: dict[str, Any], template: str) -> dict[str, Any]:
-    """The variables of a request for a template: only those that it has, and nothing that could make it long."""
+def _variables(given: dict[str, Any], template: str, context: ModelContext) -> dict[str, Any]:
+    """The variables of a request for a template: only those that it has, and nothing that could make it long.
+
+    Never an argument of the renderer itself, such as `chat_template`, whatever a template calls its variables.
+    """
+    if not given:
+        return given
+    arguments = inspect.signature(context.tokenizer.apply_chat_template).parameters  # type: ignore[union-attr]
+    known = variables_of(template) - arguments.keys()
+    param = "chat_template_kwargs"
     for name, value in given.items():
-        param = "chat_template_kwargs"
-        if name not in variables_of(template):
-            own = sorted(variables_of(template))[:_MAX_VARIABLES]
+        if name not in known:
+            own = sorted(known)[:_MAX_VARIABLES]
             raise ApiError(
                 400, f"{param}: {shown(name)} is no variable of the model's template; it has {own}", param=param
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.context import ModelContext, valid_text
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from jaxpage.serving.wire.reading import read
@@ -17,6 +17,7 @@ def tokenize(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
     text, request = _conversation(body, context) if "messages" in body else _text(body, context)
     if len(text) > (longest := context.limits.max_tokenize_characters):
         raise ApiError(400, f"prompt has {len(text)} characters; at most {longest} are allowed", param="prompt")
+    text = valid_text(text, "messages" if "messages" in body else "prompt")
     token_ids = tokenizer(text, add_special_tokens=request.add_special_tokens)["input_ids"]
     return {
         "count": len(token_ids),

@@ -72,8 +72,9 @@ class Hermes:
         if self._is_inside:
             self._is_inside = False
             yield from self._said(self.OPEN + "".join(self._inside))
-        if self._space and not self._has_called:
-            yield Piece("content", "".join(self._space))
+        space = "".join(self._space)
+        if space and not self._has_called:
+            yield Piece("content", space)
 
     def _said(self, text: str) -> Iterator[Piece]:
         if self._is_inside:
@@ -117,7 +118,8 @@ class JsonCalls:
 
     def push(self, text: str) -> Iterator[Piece]:
         if self._is_content:
-            yield Piece("content", text)
+            if text:
+                yield Piece("content", text)
             return
         for position, character in enumerate(text):
             self._held.append(character)

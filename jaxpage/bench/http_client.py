@@ -1,0 +1,118 @@
+"""A client that times what a server streams: OpenAI's completions over HTTP/1.1, one connection per request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+
+from jaxpage.cli_flags import UsageError
+
+READ_BYTES = 1 << 16
+CONNECT_SECONDS = 10.0
+
+
+@dataclass
+class Answer:
+    """What came of a request. Seconds of `time.perf_counter`."""
+
+    due: float  # when it was to be sent: waiting for a place counts
+    outputs: list[float] = field(default_factory=list)  # when each streamed output came
+    ended: float = 0.0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str | None = None
+
+
+class Client:
+    """Asks one server; the key is $JAXPAGE_API_KEY, if there is one."""
+
+    def __init__(self, base_url: str) -> None:
+        """Raises UsageError if it is no URL."""
+        url = urlsplit(base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise UsageError(f"--base-url must be a URL such as http://127.0.0.1:8000, got {base_url!r}")
+        self._host, self._is_secure = url.hostname, url.scheme == "https"
+        self._port = url.port or (443 if self._is_secure else 80)
+        self._path = url.path.rstrip("/").removesuffix("/v1")
+        key = os.environ.get("JAXPAGE_API_KEY", "").partition(",")[0]
+        self._headers = [("host", url.netloc), ("connection", "close"), ("content-type", "application/json")]
+        self._headers += [("authorization", f"Bearer {key}")] if key else []
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """A JSON answer. Raises UsageError if the server cannot be reached or has no such path."""
+        try:
+            data = b"".join([part async for part in self._exchange("GET", path, b"")])
+            answer: dict[str, Any] = json.loads(data)
+        except (OSError, TimeoutError, ValueError, h11.ProtocolError) as error:
+            raise UsageError(f"{path} of the server cannot be had: {error or type(error).__name__}") from None
+        return answer
+
+    async def complete(self, body: dict[str, Any], due: float) -> Answer:
+        """One streamed completion. What goes wrong is in the answer."""
+        answer = Answer(due)
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            async with aclosing(
+                _events(self._exchange("POST", "/v1/completions", json.dumps(asked).encode()))
+            ) as events:
+                async for event in events:
+                    now = time.perf_counter()
+                    if error := event.get("error"):
+                        raise ValueError(error.get("message"))
+                    if event.get("choices"):
+                        answer.outputs.append(now)
+                    if usage := event.get("usage"):
+                        answer.num_prompt_tokens = usage["prompt_tokens"]
+                        answer.num_output_tokens = usage["completion_tokens"]
+            if not answer.outputs or not answer.num_output_tokens:
+                raise ValueError("the stream ended without an output or without usage")
+        except (OSError, TimeoutError, ValueError, h11.ProtocolError) as error:
+            answer.error = str(error) or type(error).__name__
+        answer.ended = time.perf_counter()
+        return answer
+
+    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncIterator[bytes]:
+        """The parts of the answer's body as they come. Raises ValueError for a status that is not 200."""
+        connecting = asyncio.open_connection(self._host, self._port, ssl=self._is_secure or None)
+        reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
+        try:
+            connection = h11.Connection(h11.CLIENT)
+            headers = [*self._headers, ("content-length", str(len(body)))]
+            request = h11.Request(method=method, target=self._path + path, headers=headers)
+            for part in (request, h11.Data(body), h11.EndOfMessage()):
+                writer.write(connection.send(part) or b"")
+            status = 0
+            event: Any
+            while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+                if event is h11.NEED_DATA:
+                    connection.receive_data(await reader.read(READ_BYTES))
+                elif isinstance(event, h11.Response):
+                    status = event.status_code
+                elif isinstance(event, h11.Data) and status == 200:
+                    yield bytes(event.data)
+                elif isinstance(event, h11.ConnectionClosed):
+                    raise ValueError("the server closed the connection")
+            if status != 200:
+                raise ValueError(f"status {status}")
+        finally:
+            writer.close()
+
+
+async def _events(parts: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:
+    """The JSON objects of server-sent events, up to [DONE]."""
+    buffer = b""
+    async for part in parts:
+        *lines, buffer = (buffer + part).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data: ")
+            if data != line and data.strip() != b"[DONE]":
+                yield json.loads(data)

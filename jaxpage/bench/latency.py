@@ -1,0 +1,127 @@
+"""`jaxpage bench latency`: how long one batch takes from its prompts to its last token, again and again, beside a baseline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxpage.bench.measure import parameters
+from jaxpage.bench.report import environment
+from jaxpage.bench.throughput import baseline, changes_of, check_baseline, started
+from jaxpage.bench.workloads import WorkItem
+from jaxpage.checkpoints import read_config, resolve_model
+from jaxpage.cli_flags import UsageError
+from jaxpage.config import EngineConfig
+from jaxpage.llm import LLM
+from jaxpage.tables import aligned
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Seconds of every iteration of one engine; of a baseline that tells only their sum, the mean."""
+
+    engine: str
+    seconds: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Under the names of vLLM's benchmark results."""
+        percentiles = np.percentile(self.seconds, PERCENTILES).tolist() if len(self.seconds) > 1 else []
+        return {
+            "engine": self.engine,
+            "avg_latency": self.mean,
+            "latencies": list(self.seconds),
+            "percentiles": {str(percent): value for percent, value in zip(PERCENTILES, percentiles, strict=False)},
+        }
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
+    _check(arguments)
+    settings = [("jaxpage", config), *((text, config.replace(**changes_of(text))) for text in arguments.versus)]
+    directory = resolve_model(config.model, config.revision)
+    draw = np.random.default_rng(arguments.seed)
+    shape = (arguments.num_iters_warmup + arguments.num_iters, arguments.batch_size, arguments.input_len)
+    prompts = draw.integers(0, read_config(directory)["vocab_size"], shape).tolist()
+    measured = []
+    for name, one in settings:
+        with started(one) as (llm, _):
+            _check_length(arguments, llm)
+            measured.append(_measured(llm, name, arguments, prompts))
+    if arguments.baseline:
+        items = [WorkItem(tuple(prompt), arguments.output_len) for batch in prompts for prompt in batch]
+        arguments.baseline_batch_size = arguments.batch_size
+        beside = baseline(arguments, config, directory, items[-arguments.num_iters * arguments.batch_size :])
+        measured.append(Latencies(beside.engine, (beside.duration / arguments.num_iters,)))
+    print(_table(measured), "\n")
+    names = ("batch_size", "input_len", "output_len", "num_iters", "seed")
+    line = json.dumps(
+        {
+            **measured[0].as_dict(),
+            **{name: getattr(arguments, name) for name in names},
+            "baselines": [one.as_dict() for one in measured[1:]],
+            "config": config.model_dump(),
+            "environment": environment(),
+        },
+        allow_nan=False,
+    )
+    if arguments.output_json:
+        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name, least in (
+        ("batch_size", 1),
+        ("input_len", 1),
+        ("output_len", 1),
+        ("num_iters", 1),
+        ("num_iters_warmup", 0),
+    ):
+        if getattr(arguments, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+    if arguments.seed < 0:
+        raise UsageError(f"--seed must not be negative, got {arguments.seed}")
+    check_baseline(arguments)
+
+
+def _check_length(arguments: argparse.Namespace, llm: LLM) -> None:
+    if (length := arguments.input_len + arguments.output_len) > llm.memory.max_model_len:
+        raise UsageError(
+            f"--input-len {arguments.input_len} and --output-len {arguments.output_len} are {length} tokens together, "
+            f"and max_model_len is {llm.memory.max_model_len}"
+        )
+
+
+def _measured(llm: LLM, name: str, arguments: argparse.Namespace, prompts: Sequence[list[list[int]]]) -> Latencies:
+    """The first iterations warm up. No iteration finds what another computed: every prompt is new, and so is the prefix cache."""
+    seconds = []
+    for batch in tqdm(prompts, desc=name, unit="batch", disable=None):
+        llm.reset_prefix_cache()
+        start = perf_counter()
+        outputs = llm.generate(batch, parameters(arguments.output_len), use_tqdm=False)
+        seconds.append(perf_counter() - start)
+        if any(len(output.outputs[0].token_ids) != arguments.output_len for output in outputs):
+            raise RuntimeError(f"{name} gave fewer tokens than were asked for")
+    return Latencies(name, tuple(seconds[arguments.num_iters_warmup :]))
+
+
+def _table(measured: Sequence[Latencies]) -> str:
+    rows = [["", *(one.engine for one in measured)], ["mean (s)", *(f"{one.mean:.4f}" for one in measured)]]
+    results = [one.as_dict()["percentiles"] for one in measured]
+    for percent in map(str, PERCENTILES):
+        rows.append([f"p{percent} (s)", *(f"{r[percent]:.4f}" if percent in r else "-" for r in results)])
+    return "\n".join(aligned(rows, num_words=1))

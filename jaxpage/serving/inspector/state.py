@@ -1,0 +1,119 @@
+"""A snapshot of an engine as JSON, made between two steps: who owns which block, who runs, who waits, and what the last steps were.
+
+The page makes the same form of a recorded event log (static/log.js), so that one drawing serves both. docs/inspector.md describes it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from jaxpage.engine.engine import Engine
+from jaxpage.memory import BlockManager
+from jaxpage.request import Sequence, SequenceGroup
+from jaxpage.serving.inspector.watching import Timeline, Track, Watcher
+
+Snapshot = dict[str, Any]
+MOST_COPIES = 24  # of the last steps
+
+
+class Inspector:
+    """Looks at one engine. To be called by whoever may step it; nothing is kept of an engine that nobody looks at."""
+
+    def __init__(self, *, show_prompts: bool = False) -> None:
+        """show_prompts: snapshots have the prompts of requests in them. Otherwise neither text nor token ids leave the engine here."""
+        self._show_prompts = show_prompts
+        self._epoch = time.monotonic()  # what times count from
+        self._watcher: Watcher | None = None
+
+    def inspect(self, engine: Engine) -> Snapshot:
+        """The state of the engine now. Costs a walk over the block tables of running requests, and copies of what it returns."""
+        watcher = self._watcher
+        if watcher is None or not watcher.is_listening:
+            watcher = self._watcher = Watcher(engine)
+        watcher.looked()
+        scheduler, executables = engine.scheduler, engine.runner.executables
+        manager = scheduler.block_manager
+        groups = [(group, "running") for group in scheduler.running]
+        groups += [(group, _waiting_state(group, manager)) for group in scheduler.waiting]
+        requests = [
+            self._request(group, state, manager, watcher.tracks[group.request.request_id].timeline)
+            for group, state in groups
+        ]
+        requests += [self._finished(track, manager) for track in watcher.finished]
+        steps = list(watcher.steps)
+        return {
+            "clock": {"unit": "seconds", "now": round(watcher.last_look - self._epoch, 4)},
+            "pool": _pool(manager),
+            "requests": requests,
+            "step": steps[-1] if steps else None,
+            "history": [[one["step"], _num_tokens(one), one["bucket"][0], one["seconds"]] for one in steps],
+            "copies": [[one["step"], *pair] for one in steps for pair in one["copies"]][-MOST_COPIES:],
+            "num_steps": engine.metrics.engine_steps_total,
+            "compiles": {"total": executables.compile_total, "seconds": round(executables.compile_seconds, 3)},
+        }
+
+    def _finished(self, track: Track, manager: BlockManager) -> Snapshot:
+        reasons = [sequence.finish_reason for sequence in track.group.sequences]
+        return {**self._request(track.group, "finished", manager, track.timeline), "reasons": reasons}
+
+    def _request(self, group: SequenceGroup, state: str, manager: BlockManager, timeline: Timeline) -> Snapshot:
+        request = group.request
+        shown = {"prompt": request.prompt or list(request.prompt_token_ids)} if self._show_prompts else {}
+        return {
+            "number": group.arrival,  # from 1, in order of arrival
+            "id": request.request_id,
+            "state": state,  # running, waiting, preempted, swapped, finished
+            "beam_width": request.beam.beam_width if request.beam else 0,
+            "num_sequences": request.num_sequences,
+            "prompt_tokens": len(request.prompt_token_ids),
+            "max_total_tokens": request.max_total_tokens,
+            "cached_tokens": group.num_cached_tokens or 0,
+            "num_preemptions": group.num_preemptions,
+            "sequences": [_sequence(sequence, manager) for sequence in group.sequences],
+            "timeline": [self._since_epoch(segment) for segment in timeline.segments],
+            **shown,
+        }
+
+    def _since_epoch(self, segment: list[Any]) -> list[Any]:
+        kind, start, end, num_tokens = segment
+        return [kind, round(start - self._epoch, 4), None if end is None else round(end - self._epoch, 4), num_tokens]
+
+
+def _num_tokens(step: Snapshot) -> int:
+    return sum(num_tokens for _, _, _, num_tokens, _ in step["rows"])
+
+
+def _waiting_state(group: SequenceGroup, manager: BlockManager) -> str:
+    if any(sequence.sequence_id in manager.swapped for sequence in group.unfinished):
+        return "swapped"
+    return "preempted" if group.num_preemptions else "waiting"
+
+
+def _sequence(sequence: Sequence, manager: BlockManager) -> Snapshot:
+    sequence_id = sequence.sequence_id
+    owns = sequence.finish_reason is None and sequence_id in manager.sequence_ids
+    swapped = sequence.finish_reason is None and sequence_id in manager.swapped
+    return {
+        "id": sequence_id,
+        "sample": sequence.sample_index,
+        "known": sequence.num_known_tokens,
+        "computed": sequence.num_computed_tokens,
+        "blocks": manager.block_table(sequence_id) if owns else (),
+        "host_blocks": list(manager.swapped.table(sequence_id)) if swapped else [],
+    }
+
+
+def _pool(manager: BlockManager) -> Snapshot:
+    host_pool = manager.swapped.pool
+    return {
+        "block_size": manager.block_size,
+        "num_blocks": manager.pool.num_blocks,  # the null block included
+        "num_host_blocks": 0 if host_pool is None else host_pool.num_usable,
+        "ref_counts": manager.pool.ref_counts(),  # by block
+        "kept": manager.pool.kept_blocks(),  # whose content the prefix index finds
+        "pins": [
+            {"id": pin_id, "tokens": len(pin.token_ids), "blocks": manager.block_table(pin_id)}
+            for pin_id, pin in manager.pins.items()
+        ],
+    }

@@ -1,0 +1,77 @@
+// What the drawings ask of a snapshot: who refers to each block, and how much of it is filled.
+// A snapshot is what /debug/state answers (jaxpage/serving/inspector/state.py), or what log.js makes of a recorded event log.
+
+/** The blocks of a snapshot, each with `kind` ("null", "free", "cached", "used"), its references and its flags; and the counts. */
+export function blocksOf(snapshot) {
+  const { num_blocks, block_size, ref_counts, kept, pins } = snapshot.pool;
+  const blocks = Array.from({ length: num_blocks }, (_, id) => ({
+    id,
+    kind: id === 0 ? "null" : ref_counts[id] ? "used" : "free",
+    refCount: ref_counts[id],
+    references: [], // {request, sequence, place}; of a pin {pin, place}
+    kept: false,
+    pinned: false,
+    slots: block_size,
+    filled: 0, // slots whose keys and values are computed
+    known: 0, // slots whose token is known
+  }));
+  for (const id of kept) {
+    blocks[id].kept = true;
+    if (blocks[id].kind === "free") blocks[id].kind = "cached";
+  }
+  const refer = (id, reference, computed, known) => {
+    if (id === 0) return; // stands for what fell out of a sliding window
+    const block = blocks[id];
+    const before = reference.place * block_size;
+    block.references.push(reference);
+    block.filled = Math.max(block.filled, clamp(computed - before, block_size));
+    block.known = Math.max(block.known, clamp(known - before, block_size));
+  };
+  for (const request of snapshot.requests)
+    for (const sequence of request.sequences)
+      sequence.blocks.forEach((id, place) => refer(id, { request, sequence, place }, sequence.computed, sequence.known));
+  for (const pin of pins)
+    pin.blocks.forEach((id, place) => {
+      refer(id, { pin, place }, pin.tokens, pin.tokens);
+      if (id) blocks[id].pinned = true;
+    });
+  return blocks;
+}
+
+const clamp = (value, most) => Math.min(Math.max(value, 0), most);
+
+/** How many blocks are what. `saved`: references beyond the first, each of which would be a block without sharing. */
+export function countsOf(blocks) {
+  const counts = { total: blocks.length - 1, used: 0, cached: 0, free: 0, shared: 0, saved: 0 };
+  for (const { kind, refCount } of blocks) {
+    if (kind === "null") continue;
+    counts[kind] += 1;
+    counts.shared += refCount > 1;
+    counts.saved += Math.max(0, refCount - 1);
+  }
+  return counts;
+}
+
+/** The cells of host memory: who lies in which block there. */
+export function hostBlocksOf(snapshot) {
+  const blocks = Array.from({ length: snapshot.pool.num_host_blocks }, (_, index) => ({
+    id: index + 1, isHost: true, kind: "free", refCount: 0, references: [], slots: snapshot.pool.block_size, filled: 0, known: 0,
+  }));
+  for (const request of snapshot.requests)
+    for (const sequence of request.sequences)
+      sequence.host_blocks.forEach((id, place) => {
+        if (!id) return;
+        const block = blocks[id - 1];
+        block.kind = "used";
+        block.refCount += 1;
+        block.references.push({ request, sequence, place });
+        block.filled = block.known = snapshot.pool.block_size;
+      });
+  return blocks;
+}
+
+/** "#3", or of a request with several sequences "#3.1" */
+export const nameOf = ({ request, sequence, pin }) =>
+  pin ? `pin ${-pin.id}` : request.num_sequences > 1 && sequence ? `#${request.number}·${label(request, sequence)}` : `#${request.number}`;
+
+const label = (request, sequence) => request.sequences.indexOf(sequence) + 1;

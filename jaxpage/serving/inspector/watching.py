@@ -1,0 +1,202 @@
+"""What a look at an engine cannot see: the course of its requests and its last steps. Noted while somebody looks, and not otherwise."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage.decoding import Edit
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.events import Events
+from jaxpage.outputs import RequestMetrics
+from jaxpage.request import SequenceGroup
+from jaxpage.scheduling.plan import Row, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+MOST_SEGMENTS = 200  # of a timeline; an older one is merged or left out
+NUM_STEPS = 160  # that are remembered
+NUM_FINISHED = 12  # requests that are remembered
+PATIENCE_SECONDS = 10.0  # without a look, and nothing more is noted
+
+
+@dataclass
+class Timeline:
+    """What a request was doing: segments [kind, start, end or None, tokens], in seconds of `time.monotonic`.
+
+    Kinds: queued, chunk (tokens that were known: a prompt, or all of it again after a preemption), decode, preempted, swapped.
+    """
+
+    segments: list[list[Any]] = field(default_factory=list)
+    last_step: int = 0
+
+    def wait(self, kind: str, at: float) -> None:
+        self.close(at)
+        self.segments.append([kind, at, None, 0])
+
+    def compute(self, kind: str, began: float, ended: float, num_tokens: int, step: int) -> None:
+        """A row of a step. Decodes of steps in a row become one segment; every chunk is its own."""
+        self.close(began)
+        last = self.segments[-1] if self.segments else None
+        goes_on = kind == "decode" and self.last_step == step - 1
+        if last is not None and last[0] == kind and (goes_on or len(self.segments) >= MOST_SEGMENTS):
+            last[2], last[3] = ended, last[3] + num_tokens
+        else:
+            self.segments.append([kind, began, ended, num_tokens])
+            del self.segments[:-MOST_SEGMENTS]
+        self.last_step = step
+
+    def close(self, at: float) -> None:
+        if self.segments and self.segments[-1][2] is None:
+            self.segments[-1][2] = at
+
+    @classmethod
+    def begun(cls, metrics: RequestMetrics, now: float) -> Timeline:
+        """Of a request that nobody looked at until now, from the times that are kept of every request."""
+        line = cls()
+        line.wait("queued", metrics.arrival_time)
+        if metrics.first_scheduled_time is not None:
+            line.compute("chunk", metrics.first_scheduled_time, metrics.first_token_time or now, 0, 0)
+        if metrics.first_token_time is not None:
+            line.compute("decode", metrics.first_token_time, now, 0, 0)
+        return line
+
+
+@dataclass
+class Track:
+    """A request that is followed."""
+
+    group: SequenceGroup
+    timeline: Timeline
+
+
+def is_chunk(row: Row, num_prompt_tokens: int) -> bool:
+    """Whether the row computes tokens that were known already: of a prompt, or after a preemption."""
+    return row.start < num_prompt_tokens or len(row.token_ids) - len(row.parents) > 1
+
+
+class Watcher(Events):
+    """Listens to an engine in front of whoever listens already, and tells that one everything. Leaves when nobody has looked for a while.
+
+    What goes wrong in here costs the page its history and no request anything.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.tracks: dict[str, Track] = {}  # by request id; those that are gone go at the next look
+        self.finished: deque[Track] = deque(maxlen=NUM_FINISHED)
+        self.steps: deque[dict[str, Any]] = deque(maxlen=NUM_STEPS)
+        self.last_look = now = time.monotonic()
+        self._engine = engine
+        self._listener = engine.events
+        self._began = now
+        for group in (*engine.scheduler.running, *engine.scheduler.waiting):
+            metrics = engine.metrics.requests[group.request.request_id]
+            self.tracks[group.request.request_id] = Track(group, Timeline.begun(metrics, now))
+        engine.events = self
+
+    @property
+    def is_listening(self) -> bool:
+        return self._engine.events is self
+
+    def looked(self) -> None:
+        """Somebody looks now. Who is gone joins the finished ones."""
+        self.last_look = time.monotonic()
+        scheduler = self._engine.scheduler
+        present = {group.request.request_id for group in (*scheduler.running, *scheduler.waiting)}
+        for request_id in [one for one in self.tracks if one not in present]:
+            self.finished.append(self.tracks.pop(request_id))
+            self.finished[-1].timeline.close(self.last_look)
+
+    def arrived(self, group: SequenceGroup) -> None:
+        self._listener.arrived(group)
+        track = self.tracks[group.request.request_id] = Track(group, Timeline())
+        track.timeline.wait("queued", time.monotonic())
+
+    def aborted(self, group: SequenceGroup) -> None:
+        self._listener.aborted(group)
+        self._close(group)
+
+    def pinned(self, group: SequenceGroup, pin_id: int) -> None:
+        self._listener.pinned(group, pin_id)
+        self._close(group)
+
+    def unpinned(self, pin_id: int) -> None:
+        self._listener.unpinned(pin_id)
+
+    def planned(self, plan: StepPlan) -> None:
+        self._listener.planned(plan)
+        self._began = time.monotonic()
+
+    def drawn(self, plan: StepPlan, result: StepResult, edits: list[Edit]) -> None:
+        self._listener.drawn(plan, result, edits)
+        now = time.monotonic()
+        if now - self.last_look > PATIENCE_SECONDS:
+            self._leave()
+            return
+        try:
+            self._note(plan, now)
+        except Exception:
+            logger.exception("the page's history of the engine ends here; it begins anew at the next look")
+            self._leave()
+
+    def failed(self, plan: StepPlan, error: Exception) -> None:
+        self._listener.failed(plan, error)
+
+    def pages_rebuilt(self) -> None:
+        self._listener.pages_rebuilt()
+
+    def prefix_cache_reset(self) -> None:
+        self._listener.prefix_cache_reset()
+
+    def closed(self) -> None:
+        self._listener.closed()
+
+    def _leave(self) -> None:
+        if self.is_listening:
+            self._engine.events = self._listener
+
+    def _close(self, group: SequenceGroup) -> None:
+        if track := self.tracks.get(group.request.request_id):
+            track.timeline.close(time.monotonic())
+
+    def _note(self, plan: StepPlan, now: float) -> None:
+        """Books a step that ran; nothing of it is committed yet."""
+        scheduler = self._engine.scheduler
+        group_of = {s.sequence_id: group for group in scheduler.running for s in group.unfinished}
+        for request_id in plan.preempted:
+            if track := self.tracks.get(request_id):
+                swapped = any(s.sequence_id in scheduler.block_manager.swapped for s in track.group.unfinished)
+                track.timeline.wait("swapped" if swapped else "preempted", self._began)
+        rows = []
+        for row in plan.rows:
+            group = group_of[row.sequence_id]
+            kind = "chunk" if is_chunk(row, len(group.request.prompt_token_ids)) else "decode"
+            if track := self.tracks.get(group.request.request_id):
+                track.timeline.compute(kind, self._began, now, len(row.token_ids), plan.step_id)
+            rows.append([group.arrival, row.sequence_id, row.start, len(row.token_ids), len(row.parents)])
+        numbers = [track.group.arrival for one in plan.preempted if (track := self.tracks.get(one))]
+        self.steps.append(self._described(plan, rows, numbers, now - self._began))
+
+    def _described(self, plan: StepPlan, rows: list[list[int]], preempted: list[int], seconds: float) -> dict[str, Any]:
+        bucket = self._engine.builder.menu.choose(
+            [len(row.token_ids) for row in plan.rows],
+            len(plan.samples),
+            scores=any(row.scored for row in plan.rows),
+            verifies=plan.verifies,
+            branches=plan.branches,
+        )
+        return {
+            "step": plan.step_id,
+            "bucket": [bucket.num_tokens, bucket.num_rows, bucket.max_query_len],
+            "kind": str(bucket).split()[0],
+            "rows": rows,  # [request number, sequence id, first position, tokens, of which drafts]
+            "num_draws": len(plan.samples),
+            "copies": plan.copies,
+            "swap_out": plan.swap_out,
+            "swap_in": plan.swap_in,
+            "preempted": preempted,
+            "seconds": round(seconds, 6),
+        }

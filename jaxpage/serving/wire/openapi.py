@@ -1,0 +1,126 @@
+"""The OpenAPI document of the server, from the same models that read its requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from jaxpage import __version__
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.fields import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+
+_REQUESTS: tuple[type[BaseModel], ...] = (
+    *(CompletionRequest, ChatCompletionRequest),
+    *(TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
+)
+_PLACE = "#/components/schemas/"
+
+
+def openapi(context: ModelContext) -> dict[str, Any]:
+    """OpenAPI 3.1: every route but the page's. What one field says of another is not in it; such a request is a 400, too."""
+    _, schemas = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_PLACE + "{model}")
+    definitions = {**schemas["$defs"], **_ANSWERS}
+    for model in _REQUESTS:
+        definitions[model.__name__]["properties"]["model"]["enum"] = list(context.model_names)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "jaxpage",
+            "version": __version__,
+            "description": "An OpenAI-compatible server of one model.",
+        },
+        "paths": {
+            "/v1/completions": _post("Completes prompts.", ["CompletionRequest"], "Completion", streams=True),
+            "/v1/chat/completions": _post(
+                "Answers a conversation.", ["ChatCompletionRequest"], "ChatCompletion", streams=True
+            ),
+            "/tokenize": _post("The tokens of a text.", ["TokenizeRequest", "TokenizeChatRequest"], "Tokens"),
+            "/detokenize": _post("The text of tokens.", ["DetokenizeRequest"], "Text"),
+            "/v1/models": _get("The names of the model.", "Models"),
+            "/v1/models/{model}": {**_get("The model.", "Model", 404), "parameters": [_model_parameter(context)]},
+            "/v1/capabilities": _get("What this server honours, field by field.", "Anything"),
+            "/version": _get("The version of jaxpage.", "Version"),
+            "/health": _get("Whether the engine goes on.", "Status", 503),
+            "/ready": _get("Whether requests are taken.", "Status", 503),
+            "/metrics": _get("Metrics, in Prometheus' text format.", None),
+            "/": _get("Where what is.", "Anything"),
+        },
+        "components": {"schemas": definitions, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"key": []}, {}],
+    }
+
+
+def _post(summary: str, requests: list[str], answer: str, *, streams: bool = False) -> dict[str, Any]:
+    schemas = [_reference(name) for name in requests]
+    content = _json(schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
+    responses = _responses(_json(_reference(answer)), 400, 404, 408, 413, 415, 429, 503, 504)
+    if streams:
+        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return {"post": {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}}
+
+
+def _get(summary: str, answer: str | None, *errors: int) -> dict[str, Any]:
+    content = {"text/plain": {"schema": {"type": "string"}}} if answer is None else _json(_reference(answer))
+    return {"get": {"summary": summary, "responses": _responses(content, *errors)}}
+
+
+def _responses(content: dict[str, Any], *errors: int) -> dict[str, Any]:
+    """401 without the key that the server may want; 500 is what never should be."""
+    refused = {
+        str(status): {"description": "An error", "content": _json(_reference("Error"))} for status in (401, *errors)
+    }
+    return {"200": {"description": "The answer", "content": content}, **refused}
+
+
+def _model_parameter(context: ModelContext) -> dict[str, Any]:
+    schema = {"type": "string", "enum": list(context.model_names)}
+    return {"name": "model", "in": "path", "required": True, "schema": schema}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _reference(name: str) -> dict[str, Any]:
+    return {"$ref": _PLACE + name}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+_STRING, _INTEGER, _OPTIONAL = {"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}
+_USAGE = _object(prompt_tokens=_INTEGER, completion_tokens=_INTEGER, total_tokens=_INTEGER)
+_MODEL = _object(id=_STRING, object={"const": "model"}, created=_INTEGER, owned_by=_STRING, max_model_len=_INTEGER)
+
+
+def _completion(kind: str, **choice: Any) -> dict[str, Any]:
+    reason = {"enum": ["stop", "length", "tool_calls"]}
+    choices = _list(_object(index=_INTEGER, finish_reason=reason, logprobs={"type": ["object", "null"]}, **choice))
+    return _object(id=_STRING, object={"const": kind}, created=_INTEGER, model=_STRING, choices=choices, usage=_USAGE)
+
+
+_ANSWERS: dict[str, Any] = {
+    "Error": _object(error=_object(message=_STRING, type=_STRING, param=_OPTIONAL, code=_OPTIONAL)),
+    "Completion": _completion("text_completion", text=_STRING),
+    "ChatCompletion": _completion("chat.completion", message=_object(role={"const": "assistant"}, content=_OPTIONAL)),
+    "Tokens": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),
+    "Text": _object(prompt=_STRING),
+    "Models": _object(object={"const": "list"}, data=_list(_reference("Model"))),
+    "Model": _MODEL,
+    "Version": _object(version=_STRING),
+    "Status": _object(status=_STRING),
+    "Anything": {"type": "object"},
+}

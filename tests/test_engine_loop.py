@@ -1,0 +1,574 @@
+"""The engine's thread: what is asked comes out, to whoever still waits for it; whatever happens, every block and every place comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
+from jaxpage.engine.build import build_engine
+from jaxpage.engine.calls import checked
+from jaxpage.errors import CapacityError, JaxpageError, UnsupportedError
+from jaxpage.prompts import Prompt
+from jaxpage.serving import engine_loop
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.submitted import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+from tests.support.engines import LLAMA
+from tests.support.gates import Gate
+from tests.support.random_checkpoints import random_checkpoint
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    directory = random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 33, "max_model_len": 256}
+    built = build_engine(EngineConfig(model=str(directory), **settings), progress=False)
+    yield built
+    built.engine.runner.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(built):
+    yield
+    engine = built.engine
+    engine.scheduler.check()
+    stats = engine.stats()
+    assert stats["num_blocks_free"] == stats["num_blocks_total"]
+    assert not engine.has_unfinished and not engine._groups and not engine._strategies and not engine.metrics.requests
+
+
+@asynccontextmanager
+async def looping(built, **settings):
+    """A loop that leaves the engine to the next one."""
+    loop = EngineLoop(built, **settings)
+    loop._calls.shutdown = lambda: None
+    loop.start()
+    try:
+        yield loop
+    finally:
+        assert await asyncio.to_thread(loop.stop, 60)
+        assert not loop._live and not loop._num_open
+
+
+def order(built, prompt=PROMPT, **params):
+    params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params}
+    return checked(built.engine, Prompt(None, tuple(prompt)), SamplingParams(**params))
+
+
+def alone(built, one):
+    """What the engine makes of an order without any loop."""
+    engine = built.engine
+    reporter = engine.add("alone", None, one.token_ids, one.params)
+    while engine.has_unfinished:
+        engine.step()
+    return reporter.whole()
+
+
+async def _all(streamed):
+    return [delta async for delta in streamed.deltas()]
+
+
+def token_ids(output):
+    return [completion.token_ids for completion in output.outputs]
+
+
+class Clock:
+    """The time that the loop sees."""
+
+    def __init__(self, monkeypatch):
+        self.now = time.monotonic()
+        monkeypatch.setattr(engine_loop, "time", self)
+
+    def monotonic(self):
+        return self.now
+
+
+def test_whole_and_streamed_outputs_are_those_of_the_engine(built):
+    orders = [order(built), order(built, PROMPT[:3], n=2, temperature=1.0, seed=7), order(built, [5] * 40, logprobs=2)]
+    expected = [alone(built, one) for one in orders]
+
+    async def main():
+        async with looping(built) as loop:
+            whole = await loop.submit(orders, stream=False)
+            streamed = await loop.submit(orders, stream=True)
+            outputs = await asyncio.gather(*(one.whole() for one in whole))
+            for output, wanted in zip(outputs, expected, strict=True):
+                assert output.outputs == wanted.outputs and output.finished
+            for one, wanted in zip(streamed, expected, strict=True):
+                deltas = [delta async for delta in one.deltas()]
+                assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+                for index, completion in enumerate(wanted.outputs):
+                    parts = [d.outputs[index] for d in deltas if index < len(d.outputs)]
+                    assert [token for part in parts for token in part.token_ids] == completion.token_ids
+                    assert parts[-1].finish_reason == completion.finish_reason
+
+    asyncio.run(main())
+
+
+def test_a_beam_search_is_told_whole_and_cannot_be_streamed(built):
+    beams = checked(built.engine, Prompt(None, tuple(PROMPT)), BeamSearchParams(beam_width=2, max_tokens=5))
+    best = order(built, n=1, best_of=2, temperature=1.0, seed=1)
+    expected = [alone(built, beams), alone(built, best)]
+
+    async def main():
+        async with looping(built) as loop:
+            outputs = [await one.whole() for one in await loop.submit([beams, best], stream=False)]
+            assert [output.outputs for output in outputs] == [wanted.outputs for wanted in expected]
+            for one in (beams, best):
+                with pytest.raises(UnsupportedError, match="known at the end"):
+                    await loop.submit([one], stream=True)
+
+    asyncio.run(main())
+
+
+def test_who_reads_slowly_gets_all_of_it_at_once_and_nothing_is_kept_for_him(built, monkeypatch):
+    made = []
+    delta = engine_loop.Reporter.delta
+    monkeypatch.setattr(engine_loop.Reporter, "delta", lambda self: made.append(1) or delta(self))
+    one = order(built, max_tokens=60)
+    expected = alone(built, one)
+
+    async def main():
+        async with looping(built) as loop:
+            [slow] = await loop.submit([one], stream=True)
+            first = await slow.next_delta()
+            [other] = await loop.submit([order(built, max_tokens=100)], stream=False)
+            await other.whole()  # meanwhile the slow one has finished
+            assert len(made) == 1
+            rest = await slow.next_delta()
+            assert rest.finished and len(made) == 2
+            both = first.outputs[0].token_ids + rest.outputs[0].token_ids
+            assert len(first.outputs[0].token_ids) < 60 and both == expected.outputs[0].token_ids
+
+    asyncio.run(main())
+
+
+def test_orders_are_taken_all_or_none(built):
+    never = order(built, [1] * 100, n=4, max_tokens=150, temperature=1.0)
+
+    async def main():
+        async with looping(built) as loop:
+            with pytest.raises(CapacityError, match="KV blocks"):
+                await loop.submit([order(built), never, order(built)], stream=False)
+            stats = await loop.stats()
+            assert stats["num_requests_waiting"] == stats["num_requests_running"] == 0
+            assert not loop._live and not loop._num_open
+
+    asyncio.run(main())
+
+
+def test_the_queue_is_bounded_and_has_room_again(built, monkeypatch):
+    gate = Gate(monkeypatch, built.engine)
+
+    async def main():
+        async with looping(built, max_queued_requests=2) as loop:
+            taken = await loop.submit([order(built)] * 5, stream=False)
+            await gate.reached()
+            with pytest.raises(QueueFull, match="5 requests run or wait, and there are 6 places"):
+                await loop.submit([order(built)] * 2, stream=False)  # at once: no step was taken
+            with pytest.raises(CapacityError, match="7 requests at once"):
+                await loop.submit([order(built)] * 7, stream=False)
+            last = asyncio.create_task(loop.submit([order(built)], stream=False))
+            gate.open()
+            taken += await last
+            outputs = await asyncio.gather(*(one.whole() for one in taken))
+            assert len({str(token_ids(output)) for output in outputs}) == 1
+            assert [await one.whole() for one in await loop.submit([order(built)] * 6, stream=False)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("phase", ["inbox", "waiting", "prompt", "decoding", "finished"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cancelled_request_is_gone_before_the_next_step(built, monkeypatch, phase, stream):
+    """Whatever it was doing; the other one, which is not disturbed, says what it says alone."""
+    victim = order(built, [9] * 130, n=2, temperature=1.0, seed=3, max_tokens=20)
+    expected = alone(built, order(built))
+    gate = Gate(monkeypatch, built.engine)
+
+    async def main():
+        async with looping(built) as loop:
+            others = await loop.submit([order(built)], stream=False)
+            await gate.reached()
+            submitting = asyncio.create_task(loop.submit([victim], stream=stream))
+            await asyncio.sleep(0)  # it is in the inbox now, behind a step that waits
+            if phase == "inbox":
+                submitting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await submitting
+            for _ in range({"inbox": 1, "waiting": 1, "prompt": 3, "decoding": 8, "finished": 8}[phase]):
+                gate.permits.release()
+                await gate.reached()
+            if phase == "finished":
+                gate.open()
+                while (await submitting)[0].reporter.finished is False:
+                    await loop.stats()
+            if phase != "inbox":
+                [one] = await submitting
+                assert one.reporter.finished is (phase == "finished")
+                assert bool(one.reporter.num_output_tokens) is (phase in ("decoding", "finished"))
+                one.cancel()
+                one.cancel()
+            looking = asyncio.ensure_future(loop.snapshot(lambda engine: set(engine.scheduler._groups)))
+            await asyncio.sleep(0)
+            gate.permits.release()  # the step that is under way; before the next one the victim is gone
+            assert await looking <= {others[0].request_id} and loop._num_open == 1
+            gate.open()
+            assert token_ids(await others[0].whole()) == token_ids(expected)
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_a_request_that_another_cancels_is_told_so(built, monkeypatch):
+    gate = Gate(monkeypatch, built.engine)
+
+    async def main():
+        async with looping(built) as loop:
+            [whole] = await loop.submit([order(built, max_tokens=200)], stream=False)
+            [streamed] = await gate.until(loop.submit([order(built, max_tokens=200)], stream=True))
+            reading = [asyncio.ensure_future(whole.whole()), streamed.next_delta()]
+            threading.Thread(target=lambda: (whole.cancel(), streamed.cancel())).start()
+            gate.open()
+            outputs = [await reading[0], await reading[1]]
+            while not outputs[1].finished:  # a delta was on its way
+                outputs[1] = await streamed.next_delta()
+            assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "abort"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_stops_waiting_ends_the_request(built, monkeypatch, stream):
+    gate = Gate(monkeypatch, built.engine)
+
+    async def main():
+        async with looping(built) as loop:
+            [one] = await loop.submit([order(built, max_tokens=200)], stream=stream)
+
+            async def read():
+                if stream:
+                    async for _ in one.deltas():
+                        pass
+                else:
+                    await one.whole()
+
+            reading = asyncio.create_task(read())
+            await gate.reached()
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            gate.permits.release()
+            assert not await loop.snapshot(lambda engine: engine.has_unfinished) and gate.num_steps == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_has_its_time_and_no_more(built, monkeypatch):
+    gate, clock = Gate(monkeypatch, built.engine), Clock(monkeypatch)
+
+    async def main():
+        async with looping(built, request_timeout_seconds=600) as loop:
+            [whole] = await loop.submit([order(built, max_tokens=200)], stream=False)
+            [streamed] = await gate.until(loop.submit([order(built, max_tokens=200)], stream=True))
+            clock.now += 300
+            [later] = await gate.until(loop.submit([order(built)], stream=False))
+            clock.now += 301
+            reading = [asyncio.ensure_future(whole.whole()), asyncio.ensure_future(_all(streamed))]
+            gate.open()
+            for one in await asyncio.gather(*reading, return_exceptions=True):
+                assert isinstance(one, DeadlineExceeded) and "600 s" in str(one)
+            assert (await later.whole()).outputs[0].finish_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_a_failed_device_step_ends_what_ran_and_the_next_request_is_served(built, monkeypatch):
+    expected = alone(built, order(built))
+    run, failures = built.engine.runner.run, iter([RuntimeError("RESOURCE_EXHAUSTED: out of memory at 0x7f")])
+
+    def failing(inputs):
+        if (error := next(failures, None)) is not None:
+            raise error
+        return run(inputs)
+
+    async def main():
+        async with looping(built) as loop:
+            monkeypatch.setattr(built.engine.runner, "run", failing)
+            [whole] = await loop.submit([order(built)], stream=False)
+            assert (await whole.whole()).outputs[0].finish_reason == "error"
+            [again] = await loop.submit([order(built)], stream=False)
+            assert token_ids(await again.whole()) == token_ids(expected)
+            assert loop.healthy and loop.ready
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", ["propose", "plan", "commit", "build", "detokenize"])
+def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(built, monkeypatch, place):
+    expected = alone(built, order(built))
+    engine = built.engine
+    owner, name = {
+        "propose": (engine, "propose"),
+        "plan": (engine.scheduler, "plan"),
+        "commit": (engine.scheduler, "commit"),
+        "build": (engine.builder, "build"),
+        "detokenize": (engine.metrics, "committed"),
+    }[place]
+    real, num_calls = getattr(owner, name), 0
+
+    def failing(*arguments):
+        nonlocal num_calls
+        num_calls += 1
+        result = real(*arguments)  # it happens, and then it fails: the worst that can be left behind
+        if num_calls == 3:
+            raise RuntimeError("planted")
+        return result
+
+    async def main():
+        async with looping(built) as loop:
+            monkeypatch.setattr(owner, name, failing)
+            running = [*await loop.submit([order(built, max_tokens=50)] * 6, stream=False)]
+            running += await loop.submit([order(built, max_tokens=50)], stream=True)
+            ends = await asyncio.gather(*(one.next_delta() for one in running), return_exceptions=True)
+            assert all(isinstance(e, EngineFailed) or e.outputs[0].finish_reason == "error" for e in ends[:4])
+            for one in running:
+                one.cancel()
+            assert loop.healthy
+            [again] = await loop.submit([order(built)], stream=False)
+            assert token_ids(await again.whole()) == token_ids(expected)
+
+    asyncio.run(main())
+
+
+def test_an_output_that_cannot_be_told_ends_its_own_request_only(built, monkeypatch):
+    expected = alone(built, order(built))
+    whole = engine_loop.Reporter.whole
+    ids = []
+
+    def failing(self):
+        if self._group.request.request_id == ids[0]:
+            raise RuntimeError("planted")
+        return whole(self)
+
+    async def main():
+        async with looping(built) as loop:
+            both = await loop.submit([order(built)] * 2, stream=False)
+            ids.append(both[0].request_id)
+            monkeypatch.setattr(engine_loop.Reporter, "whole", failing)
+            with pytest.raises(EngineFailed):
+                await both[0].whole()
+            assert token_ids(await both[1].whole()) == token_ids(expected)
+
+    asyncio.run(main())
+
+
+def test_when_the_thread_dies_everybody_hears_of_it_at_once(built, monkeypatch):
+    gate = Gate(monkeypatch, built.engine)
+
+    async def main():
+        loop = EngineLoop(built)
+        loop.start()
+        [whole] = await loop.submit([order(built)], stream=False)
+        await gate.reached()
+        submitting = asyncio.create_task(loop.submit([order(built)], stream=True))
+        looking = asyncio.create_task(loop.stats())
+        waiting = asyncio.create_task(whole.whole())
+        await asyncio.sleep(0)
+        monkeypatch.setattr(gate, "_step", lambda: (_ for _ in ()).throw(SystemExit("planted")))
+        gate.open()
+        ends = await asyncio.gather(submitting, looking, waiting, return_exceptions=True)
+        assert [type(end) for end in ends] == [EngineFailed] * 3
+        assert not loop.healthy and not loop.ready
+        for attempt in (loop.submit([order(built)], stream=False), loop.stats(), whole.whole(), loop.drain(0)):
+            with pytest.raises(EngineFailed):
+                await attempt
+        assert isinstance(loop.ended.exception(0), SystemExit)
+        whole.cancel()
+        assert await asyncio.to_thread(loop.stop, 60)
+
+    asyncio.run(main())
+    built.engine.abort_all()
+
+
+def test_an_engine_that_cannot_be_made_whole_dies_instead_of_serving_on(built, monkeypatch):
+    """A block that is lost behind a step that broke off: nobody is served from a pool that shrinks."""
+    engine = built.engine
+
+    lost = []
+
+    def failing(*arguments):
+        lost.append(engine.scheduler.block_manager.pool.allocate())
+        raise RuntimeError("planted")
+
+    async def main():
+        monkeypatch.setattr(engine.builder, "build", lambda *_: (_ for _ in ()).throw(KeyError("device")))
+        monkeypatch.setattr(engine, "_fail", failing)
+        loop = EngineLoop(built)
+        loop.start()
+        [one] = await loop.submit([order(built)], stream=False)
+        with pytest.raises(EngineFailed):
+            await one.whole()
+        with pytest.raises(RuntimeError, match="blocks are lost"):
+            await asyncio.wrap_future(loop.ended)
+        assert not loop.healthy
+
+    asyncio.run(main())
+    for block in lost:
+        engine.scheduler.block_manager.pool.release(block)
+
+
+def test_health_is_a_heartbeat(built, monkeypatch):
+    gate, clock = Gate(monkeypatch, built.engine), Clock(monkeypatch)
+
+    async def main():
+        async with looping(built, stalled_after_seconds=60) as loop:
+            assert loop.healthy and loop.step_age is None
+            clock.now += 1000
+            assert loop.healthy  # nothing to do is no stall
+            [one] = await loop.submit([order(built)], stream=False)
+            await gate.reached()
+            clock.now += 59
+            assert loop.healthy and loop.step_age == 59
+            clock.now += 2
+            assert not loop.healthy and not loop.ready
+            gate.open()
+            await one.whole()
+            await loop.stats()
+            assert loop.healthy
+
+    asyncio.run(main())
+    assert not EngineLoop(built).healthy  # before it is started
+
+
+def test_a_drain_lets_finish_what_runs_and_takes_nothing_in(built, monkeypatch):
+    gate = Gate(monkeypatch, built.engine)
+
+    async def main():
+        async with looping(built) as loop:
+            [one] = await loop.submit([order(built)], stream=False)
+            await gate.reached()
+            draining = asyncio.create_task(loop.drain(600))
+            await asyncio.sleep(0)
+            with pytest.raises(ShuttingDown):
+                await loop.submit([order(built)], stream=False)
+            assert not loop.ready and loop.healthy
+            gate.open()
+            assert (await one.whole()).outputs[0].finish_reason == "length"
+            assert await draining and await loop.drain(0)
+
+    asyncio.run(main())
+
+
+def test_what_does_not_finish_in_a_drain_ends_with_an_error(built):
+    async def main():
+        async with looping(built) as loop:
+            running = await loop.submit([order(built, max_tokens=240)] * 6, stream=True)
+            await running[0].next_delta()
+            assert not await loop.drain(0)
+            for one in running:
+                with pytest.raises(ShuttingDown, match="time to finish was over"):
+                    await one.next_delta()
+            assert (await loop.stats())["num_requests_running"] == 0
+
+    asyncio.run(main())
+
+
+def test_stopping_ends_everything_and_says_so(built):
+    async def main():
+        async with looping(built) as loop:
+            [one] = await loop.submit([order(built, max_tokens=240)], stream=True)
+            await one.next_delta()
+            assert await asyncio.to_thread(loop.stop, 60)
+            with pytest.raises(ShuttingDown):
+                await one.next_delta()
+            with pytest.raises(ShuttingDown):
+                await loop.stats()
+            assert loop.ended.result(0) is None and not loop.healthy
+
+    asyncio.run(main())
+
+
+def test_a_function_that_fails_between_steps_is_its_callers_affair(built):
+    async def main():
+        async with looping(built) as loop:
+            with pytest.raises(ZeroDivisionError):
+                await loop.snapshot(lambda engine: 1 // 0)
+            assert await loop.snapshot(lambda engine: engine.has_unfinished) is False
+
+    asyncio.run(main())
+
+
+action = st.one_of(
+    st.tuples(
+        st.just("submit"), st.integers(1, 3), st.integers(1, 150), st.integers(1, 30), st.booleans(), st.integers(1, 3)
+    ),
+    st.tuples(st.just("read"), st.integers(0, 20)),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("fail"), st.sampled_from(["device", "plan", "propose"])),
+    st.tuples(st.just("late")),
+    st.tuples(st.just("reset")),
+)
+
+
+@settings(max_examples=120)
+@given(st.lists(action, min_size=1, max_size=25))
+def test_whatever_happens_every_block_and_every_place_comes_back(built, actions):
+    engine = built.engine
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        clock = Clock(monkeypatch)
+        armed: set[str] = set()
+        for place, owner, name in (
+            ("device", engine.runner, "run"),
+            ("plan", engine.scheduler, "plan"),
+            ("propose", engine, "propose"),
+        ):
+            monkeypatch.setattr(owner, name, _failing_once(getattr(owner, name), place, armed))
+
+        async def main():
+            async with looping(built, max_queued_requests=4, request_timeout_seconds=10) as loop:
+                known = []
+                for kind, *arguments in actions:
+                    if kind == "submit":
+                        number, length, max_tokens, stream, n = arguments
+                        one = order(built, [2] * length, max_tokens=max_tokens, n=n, temperature=1.0, seed=length)
+                        with suppress(QueueFull, CapacityError):
+                            known += await loop.submit([one] * number, stream=stream)
+                    elif kind in ("read", "cancel") and known:
+                        one = known[arguments[0] % len(known)]
+                        if kind == "cancel":
+                            one.cancel()
+                        elif not one.is_over:
+                            with suppress(JaxpageError):
+                                await one.next_delta()
+                    elif kind == "fail":
+                        armed.add(arguments[0])
+                    elif kind == "late":
+                        clock.now += 11
+                    elif kind == "reset":
+                        await loop.snapshot(lambda engine: engine.reset_prefix_cache())
+                armed.clear()
+                await loop.drain(0)
+                await loop.snapshot(lambda engine: engine.scheduler.check())
+                assert loop.healthy and not loop._live and not loop._num_open
+                stats = await loop.stats()
+                assert stats["num_blocks_free"] == stats["num_blocks_total"]
+
+        asyncio.run(main())
+
+
+def _failing_once(real, place, armed):
+    def function(*arguments):
+        if place in armed:
+            armed.discard(place)
+            raise RuntimeError(f"planted in {place}")
+        return real(*arguments)
+
+    return function

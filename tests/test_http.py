@@ -1,0 +1,698 @@
+"""The server over real sockets: who may come in, what is refused and how, who leaves when, and how it all ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+from starlette.routing import Route
+
+from jaxpage.serving import generating, server
+from tests.support.gates import Gate
+from tests.support.servers import answer_of, ask, demo_engine, request_bytes, serving
+
+KEY = "sk-test-1234"
+SHORT = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+LONG = {**SHORT, "max_tokens": 400, "ignore_eos": True}
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def built():
+    built = demo_engine()
+    yield built
+    built.engine.runner.close()
+
+
+@pytest.fixture(scope="module")
+def open_server(built):
+    """Without keys, for tests that change nothing of the engine."""
+    with serving(built) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def guarded(built):
+    """Beside the other one on the same engine, of which it asks nothing: no request gets so far."""
+    with serving(built, api_keys=("sk-other", KEY), ui=True) as running:
+        yield running
+
+
+def error_of(body: bytes) -> dict:
+    """The error object, whose form is OpenAI's and which tells nothing of the machine."""
+    answer = json.loads(body)
+    assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}
+    assert not re.search(r"0x|Traceback|site-packages|/home|object at", body.decode())
+    return answer["error"]
+
+
+def wait_until(condition):
+    """Of something that happens on another thread, and will."""
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen within a minute")
+
+
+def nothing_runs(running):
+    stats = running.loop.call(lambda engine: engine.stats()).result(60)
+    return (
+        stats["num_blocks_free"] == stats["num_blocks_total"]
+        and not stats["num_requests_running"]
+        and not stats["num_requests_waiting"]
+        and not running.loop._num_open
+    )
+
+
+def reference(running) -> str:
+    return json.loads(ask(running, "POST", COMPLETIONS, SHORT)[2])["choices"][0]["text"]
+
+
+# Who may come in
+
+SPELLINGS = [
+    "{}/",
+    "/{}",
+    "/x/..{}",
+    "/%2e{}",
+    "{}%20",
+    "{}//",
+    "{};a",
+    "/health/..{}",
+    "{}?key=" + KEY,
+    "{}/health",
+    "/health{}",
+]
+WRONG = [
+    {},
+    {"Authorization": "Bearer wrong"},
+    {"Authorization": f"Basic {KEY}"},
+    {"Authorization": KEY},
+    {"Authorization": "Bearer"},
+    {"Authorization": f"Bearer {KEY}x"},
+    {"Authorization": f"Bearer {KEY[:-1]}"},
+    {"X-Api-Key": KEY, "Cookie": f"Authorization=Bearer {KEY}"},
+]
+HOSTS = ["localhost", "a/?x=", "localhost/health?", "/health", "[::1", "a@/health#"]
+
+
+def paths_of(running) -> list[str]:
+    routes = [route for route in running.app.routes if isinstance(route, Route)]
+    return [re.sub(r"\{name(:path)?\}", "demo", route.path) for route in routes] + ["/nothing", "/docs", "/debug", "*"]
+
+
+def closed_paths(running) -> list[str]:
+    opened = {"/health", "/ready", "/ui", "/ui/"}
+    return [path for path in paths_of(running) if path not in opened]
+
+
+def test_every_path_needs_a_key(guarded):
+    """Whether there is anything at it or not, by whatever method, however it is spelled and whatever the Host says."""
+    paths = closed_paths(guarded)
+    assert len(paths) > 15 and "/debug/state" in paths and COMPLETIONS in paths
+    requests = [(method, path, {}) for path in paths for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT")]
+    requests += [("GET", path, wrong) for path in paths for wrong in WRONG]
+    requests += [("GET", path, {"Host": host}) for path in paths for host in HOSTS]
+    requests += [("GET", spelling.format(path), {}) for path in paths if path != "*" for spelling in SPELLINGS]
+    for method, path, headers in requests:
+        body = {} if method in ("POST", "PUT") else None
+        status, answered, content = ask(guarded, method, path, body, **headers)
+        is_http = not (path == "*" and method != "OPTIONS")
+        assert status == 401 or (status == 400 and not is_http), (method, path, headers, status)
+        if status == 401:
+            assert answered["www-authenticate"] == "Bearer" and KEY.encode() not in content
+            assert method == "HEAD" or error_of(content)["code"] == "invalid_api_key"
+
+
+def test_a_key_opens_and_some_paths_are_open(guarded):
+    for key in (KEY, "sk-other"):
+        assert ask(guarded, "GET", "/v1/models", Authorization=f"Bearer {key}")[0] == 200
+    assert ask(guarded, "GET", "/v1/models", Authorization=f"bearer  {KEY}")[0] == 200
+    for path in ("/health", "/ready", "/ui/", "/ui/index.html"):
+        assert ask(guarded, "GET", path)[0] == 200, path
+    for path in ("/health/", "/Health", "/health%00", "/ui/nothing.js", "/ui/../v1/models"):
+        assert ask(guarded, "GET", path)[0] == 401, path
+
+
+def test_two_authorizations_are_none(guarded):
+    raw = request_bytes("GET", "/v1/models", Connection="close").removesuffix(b"\r\n")
+    raw += f"Authorization: Bearer wrong\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
+    with guarded.connect() as client:
+        client.sendall(raw)
+        assert answer_of(client)[0] == 401
+
+
+def test_without_keys_everybody_comes_in_whatever_the_host(open_server):
+    for host in HOSTS:
+        assert ask(open_server, "GET", "/v1/models", Host=host)[0] in (200, 400)
+    assert ask(open_server, "GET", "/v1/models", Authorization="Bearer whatever")[0] == 200
+
+
+# What the paths say
+
+
+def test_small_answers(open_server):
+    assert json.loads(ask(open_server, "GET", "/health")[2]) == {"status": "ok"}
+    assert json.loads(ask(open_server, "GET", "/ready")[2]) == {"status": "ready"}
+    assert json.loads(ask(open_server, "GET", "/version")[2])["version"]
+    assert COMPLETIONS in json.loads(ask(open_server, "GET", "/")[2])["paths"]
+    models = json.loads(ask(open_server, "GET", "/v1/models")[2])["data"]
+    assert [model["id"] for model in models] == ["demo"] and models[0]["max_model_len"] == 512
+    assert json.loads(ask(open_server, "GET", "/v1/models/demo")[2]) == models[0]
+    assert b"jaxpage_num_blocks_free" in ask(open_server, "GET", "/metrics")[2]
+    tokens = json.loads(ask(open_server, "POST", "/tokenize", {"model": "demo", "prompt": "Once"})[2])["tokens"]
+    assert (
+        json.loads(ask(open_server, "POST", "/detokenize", {"model": "demo", "tokens": tokens})[2])["prompt"] == "Once"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("POST", "/nothing", 404, "not_found"),
+        ("GET", "//v1/models", 404, "not_found"),
+        ("GET", "/v1/models/", 404, None),
+        ("GET", "/v1/../metrics", 404, "not_found"),
+        ("GET", "/v1/%2e%2e/metrics", 404, "not_found"),
+        ("GET", "/metrics/", 404, "not_found"),
+        ("GET", "/debug/state", 404, "not_found"),
+        ("GET", "/ui/", 404, "not_found"),
+        ("GET", "/v1/models/unknown", 404, "model_not_found"),
+        ("GET", "/v1/models/../../etc/passwd", 404, "model_not_found"),
+        ("GET", COMPLETIONS, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("OPTIONS", COMPLETIONS, 405, "method_not_allowed"),
+        ("BREW", "/health", 405, "method_not_allowed"),
+    ],
+)
+def test_what_is_not_there(open_server, method, path, status, code):
+    answered, headers, body = ask(open_server, method, path)
+    error = error_of(body)
+    assert answered == status and (code is None or error["code"] == code) and "location" not in headers
+    assert status != 405 or headers["allow"]
+
+
+def test_request_ids_are_echoed_or_made(open_server):
+    assert ask(open_server, "GET", "/health", X_Request_Id="mine-1.2_3")[1]["x-request-id"] == "mine-1.2_3"
+    for odd in ("x" * 129, "a b", "é", 'a"b', "a;b"):
+        made = ask(open_server, "GET", "/health", X_Request_Id=odd)[1]["x-request-id"]
+        assert re.fullmatch(r"[0-9a-f]{32}", made)
+    _, headers, body = ask(open_server, "POST", COMPLETIONS, {**SHORT, "temprature": 1}, X_Request_Id="same")
+    assert headers["x-jaxpage-ignored-fields"] == "temprature" and "same" not in json.loads(body)["id"]
+    assert headers["x-content-type-options"] == "nosniff" and "server" not in headers
+
+
+# What a request may bring
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": ""}, 415),
+        ({"Content-Type": "application/json; charset=utf-16"}, 415),
+        ({"Content-Encoding": "gzip"}, 415),
+        ({"Content-Encoding": "identity, br"}, 415),
+        ({"Content-Type": "application/json; charset=UTF-8"}, 200),
+        ({"Content-Encoding": "identity"}, 200),
+    ],
+)
+def test_bodies_are_plain_json(open_server, headers, status):
+    answered, _, body = ask(open_server, "POST", COMPLETIONS, {**SHORT, "max_tokens": 1}, **headers)
+    assert answered == status and (status == 200 or error_of(body)["type"] == "invalid_request_error")
+
+
+def test_a_body_has_a_limit_with_and_without_a_length(built):
+    with serving(built, max_body_bytes=2000) as running:
+        fits = json.dumps(SHORT).encode().ljust(2000)
+        assert ask(running, "POST", COMPLETIONS, fits)[0] == 200
+        status, headers, body = ask(running, "POST", COMPLETIONS, fits + b" ")
+        assert status == 413 and "2000 bytes" in error_of(body)["message"] and headers["connection"] == "close"
+        with running.connect() as client:  # it says that it is long, and nothing of it is waited for
+            client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="1000000000"))
+            assert answer_of(client)[0] == 413
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, b"", Content_Length="", Transfer_Encoding="chunked"))
+            for _ in range(3):
+                client.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
+            assert answer_of(client)[0] == 413
+        assert running.metrics._rejected["too_large"] == 3
+
+
+def test_headers_have_a_limit(open_server):
+    many = {f"X-{number}": "1" for number in range(101)}
+    status, _, body = ask(open_server, "GET", "/health", **many)
+    assert status == 431 and "headers" in error_of(body)["message"]
+    process = psutil.Process()
+    before = process.memory_info().rss
+    with open_server.connect() as client, contextlib.suppress(ConnectionError):
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        for number in range(3000):
+            client.sendall(f"X-{number}: ".encode() + b"a" * 10_000 + b"\r\n")
+        assert answer_of(client)[0] in (0, 400)
+    assert process.memory_info().rss - before < 30_000_000
+    assert ask(open_server, "GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("raw", [b"\x16\x03\x01\x02\x00\x01", b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nA B: c\r\n\r\n"])
+def test_what_is_not_http(open_server, raw):
+    with open_server.connect() as client:
+        client.sendall(raw + b"\r\n")
+        status, _, body = answer_of(client)
+    assert status == 400 and error_of(body)
+
+
+def test_an_old_client_and_no_host(open_server):
+    with open_server.connect() as client:
+        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert answer_of(client)[0] == 200
+    assert ask(open_server, "GET", "/health", Host="")[0] == 400
+
+
+# Who is slow
+
+
+def test_slow_senders_lose_their_connection(built, monkeypatch):
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.5)
+    with serving(built, body_timeout_seconds=0.5) as running:
+        with running.connect() as client:  # the body stops in the middle
+            client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="100"))
+            status, headers, body = answer_of(client)
+            assert status == 408 and "0.5 s" in error_of(body)["message"] and headers["connection"] == "close"
+            assert client.recv(1) == b""
+        for beginning in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+            with running.connect() as client:  # headers that never end; they may come in small pieces
+                client.sendall(beginning)
+                with contextlib.suppress(ConnectionError):
+                    for _ in range(600):
+                        if beginning:
+                            client.sendall(b"X-A: b\r\n" if beginning.endswith(b"\n") else b"")
+                        client.settimeout(0.1)
+                        with contextlib.suppress(TimeoutError):
+                            assert client.recv(1) == b""
+                            break
+                    else:
+                        raise AssertionError("still connected")
+        wait_until(lambda: not running._serving._uvicorn.server_state.connections)
+        assert ask(running, "GET", "/health")[0] == 200
+
+
+def test_who_does_not_read_is_cut_and_ends_nothing_but_itself(built):
+    """The buffers of the sockets are small, so that a stream is soon held up."""
+    with serving(built, slow_reader_seconds=0.5, send_buffer=4096) as running:
+        expected = reference(running)
+        with running.connect(receive_buffer=4096) as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, {**LONG, "stream": True, "logprobs": 5}))
+            assert reference(running) == expected  # meanwhile
+            wait_until(lambda: running.aborted() == {"slow_reader": 1} and nothing_runs(running))
+        whole = {**LONG, "logprobs": 5}
+        with running.connect(receive_buffer=4096) as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, whole))
+            wait_until(lambda: running._serving._uvicorn.server_state.total_requests >= 3)
+            wait_until(lambda: not running._serving._uvicorn.server_state.connections)
+        with running.connect(receive_buffer=4096) as client:  # who reads all the time, however slowly, gets everything
+            client.sendall(request_bytes("POST", COMPLETIONS, {**whole, "max_tokens": 150}, Connection="close"))
+            data = b""
+            while part := client.recv(2048):
+                data += part
+                time.sleep(0.02)
+            assert len(json.loads(data.partition(b"\r\n\r\n")[2])["choices"][0]["logprobs"]["tokens"]) == 150
+
+
+def test_a_stream_that_is_silent_says_that_it_lives(built, monkeypatch):
+    monkeypatch.setattr(generating, "KEEP_ALIVE_SECONDS", 0.05)
+    with serving(built) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client, client.makefile("rb") as lines:
+            client.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}))
+            for line in lines:
+                if line.startswith(b": keep-alive"):
+                    break
+            gate.open()
+            assert any(line.startswith(b"data: [DONE]") for line in lines)
+
+
+# Who leaves
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["body", "queued", "prompt", "decoding"])
+def test_who_leaves_takes_everything_along_before_the_next_step(built, monkeypatch, caplog, phase, stream):
+    body = {**LONG, "prompt": "word " * 120, "n": 2, "stream": stream, "seed": 1, "temperature": 1}
+    raw = request_bytes("POST", COMPLETIONS, body)
+    with serving(built) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client:
+            client.sendall(raw[:-20] if phase == "body" else raw)
+            if phase == "body":
+                wait_until(lambda: running.app.state.server.visitors._number)
+            else:
+                gate.entered.acquire()
+                for _ in range({"queued": 0, "prompt": 1, "decoding": 8}[phase]):
+                    gate.permits.release()
+                    gate.entered.acquire()
+                assert bool(built.engine.stats()["generation_tokens_total"]) is not None
+        wait_until(lambda: not running.app.state.server.visitors._number)  # the server has seen it
+        before = gate.num_steps
+        gate.permits.release()  # the step that is under way; there is not another one
+        wait_until(lambda: nothing_runs(running))
+        assert gate.num_steps - before == (0 if phase == "body" else 1)
+        assert running.aborted() == {"disconnect": 1}
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_who_leaves_while_the_queue_is_long_leaves_the_queue(built, monkeypatch):
+    with serving(built) as running:
+        expected = reference(running)
+        gate = Gate(monkeypatch, built.engine)
+        first = running.connect()
+        first.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+        gate.entered.acquire()
+        others = [running.connect() for _ in range(20)]
+        for other in others:
+            other.sendall(request_bytes("POST", COMPLETIONS, LONG))
+        wait_until(lambda: running.loop._num_open == 21)
+        for other in others:
+            other.close()
+        wait_until(lambda: running.app.state.server.visitors._number == 1)
+        gate.open()
+        assert json.loads(answer_of(first)[2])["choices"][0]["text"] == expected
+        wait_until(lambda: nothing_runs(running))
+        assert running.aborted() == {"disconnect": 20}
+        first.close()
+
+
+# Who is one too many, or too late
+
+
+def test_a_full_queue_says_when_to_come_again_and_clients_do(built, monkeypatch):
+    with serving(built, max_queued_requests=1) as running:
+        expected = reference(running)
+        gate = Gate(monkeypatch, built.engine)
+        clients = [running.connect() for _ in range(5)]
+        for client in clients:
+            client.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "max_tokens": 9}))
+        gate.entered.acquire()
+        gate.permits.release()
+        wait_until(lambda: running.loop._num_open == 5)
+        status, headers, body = ask(running, "POST", COMPLETIONS, SHORT)
+        assert status == 429 and int(headers["retry-after"]) >= 1 and error_of(body)["code"] == "rate_limit_exceeded"
+        official = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.RateLimitError):
+            official.completions.create(**SHORT)
+        retrying = threading.Timer(0.2, gate.open)
+        retrying.start()
+        assert official.with_options(max_retries=10).completions.create(**SHORT).choices[0].text == expected
+        for client in clients:
+            assert answer_of(client)[0] == 200
+            client.close()
+        assert running.metrics._rejected["queue_full"] >= 2
+
+
+def test_a_hundred_at_once_beyond_the_queue(built):
+    """Some are answered and the others are refused; nobody is left without an answer, and the answers are right."""
+    with (
+        serving(built, max_queued_requests=8) as running,
+        httpx.Client(limits=httpx.Limits(max_connections=None)) as client,
+    ):
+        expected = reference(running)
+        answers = []
+
+        def post():
+            answers.append(client.post(running.url + COMPLETIONS, json=SHORT, timeout=60))
+
+        threads = [threading.Thread(target=post) for _ in range(100)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {answer.status_code for answer in answers} <= {200, 429} and len(answers) == 100
+        texts = {answer.json()["choices"][0]["text"] for answer in answers if answer.status_code == 200}
+        assert texts == {expected}
+        assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+        wait_until(lambda: nothing_runs(running))
+
+
+def test_a_request_that_takes_too_long(built, monkeypatch):
+    with serving(built, request_timeout_seconds=0.2) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as whole, running.connect() as streamed:
+            whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+            gate.entered.acquire()
+            streamed.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}, Connection="close"))
+            wait_until(lambda: running.loop._inbox.qsize())
+            gate.permits.release()
+            gate.entered.acquire()
+            time.sleep(0.25)  # the time that it has
+            gate.open()
+            status, _, body = answer_of(whole)
+            assert status == 504 and "0.2 s" in error_of(body)["message"]
+            status, _, body = answer_of(streamed)
+            events = re.findall(rb"data: (.*)\r?\n", body)
+            assert status == 200 and b"0.2 s" in events[-2] and events[-1] == b"[DONE]"
+        wait_until(lambda: nothing_runs(running))
+        assert running.aborted() == {"deadline": 2}
+
+
+def test_there_are_so_many_connections_and_no_more(built):
+    with serving(built, max_connections=3) as running:
+        held = [running.connect() for _ in range(3)]
+        wait_until(lambda: len(running._serving._uvicorn.server_state.connections) == 3)
+        status, headers, body = ask(running, "GET", "/health")
+        assert status == 503 and headers["retry-after"] and "connections" in error_of(body)["message"]
+        held += [running.connect() for _ in range(6)]
+        wait_until(lambda: len(running._serving._uvicorn.server_state.connections) == 6)
+        for client in held:
+            client.close()
+        wait_until(lambda: not running._serving._uvicorn.server_state.connections)
+        assert ask(running, "GET", "/health")[0] == 200
+
+
+# What fails
+
+
+def test_a_failed_step_is_an_error_for_its_requests_and_the_next_is_served(built, monkeypatch):
+    with serving(built) as running:
+        expected = reference(running)
+        official = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        run, num_steps = built.engine.runner.run, 0
+
+        def failing(inputs):
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 4:
+                raise RuntimeError("RESOURCE_EXHAUSTED: 0x7f /home/somebody")
+            return run(inputs)
+
+        monkeypatch.setattr(built.engine.runner, "run", failing)
+        stream = official.completions.create(**{**SHORT, "stream": True})
+        with pytest.raises(openai.APIError) as caught:
+            list(stream)
+        assert "0x7f" not in str(caught.value)
+        num_steps = 0
+        status, _, body = ask(running, "POST", COMPLETIONS, SHORT)
+        assert status == 500 and error_of(body)["type"] == "server_error"
+        assert reference(running) == expected and ask(running, "GET", "/health")[0] == 200
+        wait_until(lambda: nothing_runs(running))
+
+
+def test_when_the_engine_dies_the_server_says_so_and_ends(built, monkeypatch):
+    with serving(built) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as whole, running.connect() as streamed, running.connect() as looking:
+            whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+            gate.entered.acquire()
+            streamed.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}, Connection="close"))
+            wait_until(lambda: running.loop._inbox.qsize())
+            gate.permits.release()
+            gate.entered.acquire()
+            monkeypatch.setattr(gate, "_step", lambda: (_ for _ in ()).throw(SystemExit("planted")))
+            gate.open()
+            assert answer_of(whole)[0] == 500
+            status, _, body = answer_of(streamed)
+            assert status == 500 or (b'"error"' in body and body.rstrip().endswith(b"[DONE]"))
+            with contextlib.suppress(ConnectionError):
+                looking.sendall(request_bytes("GET", "/health"))
+                assert answer_of(looking)[0] in (0, 503)
+        running.thread.join()
+        assert running.status == 1 and not running.loop.healthy
+    built.engine.abort_all()
+
+
+def test_an_answer_that_cannot_be_made_is_a_fixed_text(built, monkeypatch, caplog):
+    with serving(built) as running:
+
+        def failing(*_):
+            raise KeyError("/home/somebody/secret at 0x7f")
+
+        monkeypatch.setattr(generating.Generating, "_stream", failing)
+        status, _, body = ask(running, "POST", COMPLETIONS, {**SHORT, "stream": True})
+        assert status == 500 and "secret" not in error_of(body)["message"]
+        assert "secret" in caplog.text  # for who runs the server
+        wait_until(lambda: nothing_runs(running))
+
+
+# One for all
+
+
+def test_streams_together_say_what_each_says_alone(built):
+    with serving(built) as running:
+        official = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
+        asked = [
+            {**SHORT, "prompt": f"{word} upon a", "seed": 5, "temperature": 1.0} for word in ("Once", "It", "She", "He")
+        ]
+        alone = [official.completions.create(**one).choices[0].text for one in asked]
+        texts: dict[int, str] = {}
+
+        def read(index: int) -> None:
+            stream = official.completions.create(**{**asked[index % 4], "stream": True})
+            texts[index] = "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+        threads = [threading.Thread(target=read, args=(index,)) for index in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [texts[index] for index in range(12)] == alone * 3
+
+
+# How it ends
+
+
+def test_a_drain_finishes_what_runs_and_refuses_the_rest(built, monkeypatch):
+    with serving(built) as running:
+        expected = reference(running)
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as first, running.connect() as late, running.connect() as looking:
+            first.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+            gate.entered.acquire()
+            running.signal()
+            wait_until(lambda: running.app.state.server.visitors.is_closed)
+            late.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+            status, headers, body = answer_of(late)
+            assert status == 503 and headers["retry-after"] and error_of(body)
+            looking.sendall(request_bytes("GET", "/ready"))
+            assert answer_of(looking)[0] == 503
+            looking.sendall(request_bytes("GET", "/health"))
+            assert answer_of(looking)[0] == 200  # it is well, and on its way out
+            gate.open()
+            assert json.loads(answer_of(first)[2])["choices"][0]["text"] == expected
+        running.thread.join()
+        assert running.status == 0
+        with pytest.raises(ConnectionRefusedError):
+            running.connect()
+
+
+def test_what_does_not_finish_in_time_is_told_so(built):
+    with serving(built, shutdown_timeout_seconds=0) as running:
+        with running.connect() as streamed, running.connect() as whole, streamed.makefile("rb") as lines:
+            whole.sendall(request_bytes("POST", COMPLETIONS, LONG))
+            streamed.sendall(request_bytes("POST", COMPLETIONS, {**LONG, "stream": True}))
+            for line in lines:
+                if line.startswith(b"data: "):
+                    break
+            wait_until(lambda: running.loop._num_open == 2)
+            running.signal()
+            events = [line for line in lines if line.startswith(b"data: ")]
+            assert b'"error"' in events[-2] and events[-1].startswith(b"data: [DONE]")
+            assert answer_of(whole)[0] == 503
+        running.thread.join()
+        assert running.status == 0 and running.aborted() == {"shutdown": 2}
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Starts `jaxpage serve demo` on a free port; gives the process and its port once it answers."""
+    started = []
+
+    def start(*flags):
+        words = [
+            sys.executable,
+            "-m",
+            "jaxpage",
+            "serve",
+            "demo",
+            "--port",
+            "0",
+            "--max-num-seqs",
+            "4",
+            "--num-blocks",
+            "129",
+        ]
+        words += ["--max-num-batched-tokens", "64", *flags]
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ})
+        started.append(process)
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", line):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()
+        return process, int(found[1]), lines
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
+    process, port, lines = command()
+    url, statuses, texts = f"http://127.0.0.1:{port}{COMPLETIONS}", [], []
+    asked = {**SHORT, "max_tokens": 60, "ignore_eos": True, "structured_outputs": {"regex": "[a-z ]{70,90}"}}
+
+    def post():
+        try:
+            answer = httpx.post(url, json=asked, timeout=60)
+        except httpx.HTTPError:
+            statuses.append("closed")
+        else:
+            statuses.append(answer.status_code)
+            texts.extend([answer.json()["choices"][0]["text"]] if answer.status_code == 200 else [])
+
+    warm = httpx.post(url, json=asked, timeout=60)
+    expected = warm.json()["choices"][0]["text"]
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children  # the process that tries grammars
+    threads = [threading.Thread(target=post) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    metrics = f"http://127.0.0.1:{port}/metrics"
+    wait_until(lambda: 'num_requests_running{model_name="demo"} 4.0' in httpx.get(metrics, timeout=60).text)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, "".join(lines)
+    for thread in threads:
+        thread.join()
+    assert set(statuses) <= {200, 503, "closed"} and statuses.count(200) >= 4 and set(texts) == {expected}
+    assert not psutil.wait_procs(children, timeout=30)[1], "a child is left"
+    assert "Traceback" not in "".join(lines)
+
+
+def test_a_second_signal_ends_it_at_once(command):
+    process, port, lines = command("--shutdown-timeout-seconds", "3600")
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="1000"))  # a visitor that stays
+        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 1, "".join(lines)
+    assert "Traceback" not in "".join(lines)

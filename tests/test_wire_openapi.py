@@ -1,0 +1,63 @@
+"""The OpenAPI document: it says of requests what the models do, and of answers what comes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
+from jaxpage.serving.wire.openapi import openapi
+from tests.support.wire import Scripted, context, output
+from tests.test_wire_requests import ACCEPTED, CHAT_REFUSED, COMMON_REFUSED, COMPLETION_REFUSED, chat, completion
+
+DOCUMENT = openapi(context())
+
+
+def validator(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(
+        {"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]}
+    )
+
+
+def test_it_is_json_whose_schemas_are_schemas_and_whose_references_lead_somewhere() -> None:
+    text = json.dumps(DOCUMENT, allow_nan=False)
+    for schema in DOCUMENT["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert names <= DOCUMENT["components"]["schemas"].keys()
+
+
+@pytest.mark.parametrize("fields", [fields for fields, _ in ACCEPTED], ids=lambda value: f"{value!r:.50}")
+def test_what_is_accepted_is_what_it_says(fields: dict[str, Any]) -> None:
+    validator("CompletionRequest").validate(completion(**fields))
+    validator("ChatCompletionRequest").validate(chat(**fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "opens", "new", "table"),
+    [
+        ("CompletionRequest", open_completion, completion, COMMON_REFUSED + COMPLETION_REFUSED),
+        ("ChatCompletionRequest", open_chat, chat, COMMON_REFUSED + CHAT_REFUSED),
+    ],
+)
+def test_whatever_it_forbids_is_refused(name: str, opens: Any, new: Any, table: list[Any]) -> None:
+    """And most of what is refused it forbids: the rest is what one field says of another."""
+    forbidden = [fields for fields, *_ in table if not validator(name).is_valid(new(**fields))]
+    assert len(forbidden) > len(table) / 2
+    for fields in forbidden:
+        with pytest.raises(ApiError):
+            opens(new(**fields), context())
+
+
+def test_the_answers_are_what_it_says() -> None:
+    for opens, body, name in ((open_completion, completion(), "Completion"), (open_chat, chat(), "ChatCompletion")):
+        exchange = opens(body, context())
+        validator(name).validate(exchange.whole([output(exchange, [Scripted(["x"])])]))
+    validator("Tokens").validate(tokenize({"prompt": "x"}, context()))
+    validator("Text").validate(detokenize({"tokens": [5]}, context()))
+    validator("Error").validate(ApiError(404, "x").body())
+    assert not validator("Error").is_valid({"error": "x"})

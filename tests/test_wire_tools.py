@@ -1,0 +1,211 @@
+"""Parsers of tool calls and of reasoning: whatever the text and however it is cut, nothing is lost and nothing leaks; and their schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpage.engine.grammar_compiler import GrammarCompiler
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import open_chat
+from jaxpage.serving.wire.pieces import PieceParser, Plain, Thinking
+from jaxpage.serving.wire.tools import Hermes, JsonCalls, NamedCall, hermes, llama3_json, required, required_schema
+from tests.support.wire import VOCAB_SIZE, chatml, context, tokenizer, with_template
+
+NAMES = frozenset({"f", "g"})
+F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "parameters": {}}'
+CALL_F, CALL_G = ("call", "f", '{"a": 1}'), ("call", "g", "{}")
+PARSERS: dict[str, Callable[[], PieceParser]] = {
+    "hermes": lambda: hermes(NAMES),
+    "llama3_json": lambda: llama3_json(NAMES),
+    "required": lambda: required(NAMES),
+    "named": lambda: NamedCall("f"),
+    "think": lambda: Thinking(Plain(), is_open=False),
+    "open think": lambda: Thinking(Plain(), is_open=True),
+    "think and hermes": lambda: Thinking(hermes(NAMES), is_open=False),
+}
+
+
+def said(parser: PieceParser, texts: Iterable[str]) -> list[tuple[str, str, str]]:
+    """(kind, name, text) of what comes, neighbours of one kind joined."""
+    pieces = [piece for text in texts for piece in parser.push(text)] + list(parser.finish())
+    found: list[tuple[str, str, str]] = []
+    for kind, text, name in pieces:
+        assert text, "an empty piece says nothing"
+        if kind == "arguments" or (found and found[-1][0] == kind != "call"):
+            found[-1] = (*found[-1][:2], found[-1][2] + text)
+        else:
+            found.append((kind, name, text))
+    return found
+
+
+CASES = [
+    ("hermes", "", []),
+    ("hermes", "Hello <tool", [("content", "", "Hello <tool")]),
+    ("hermes", f"<tool_call>{F}</tool_call>", [CALL_F]),
+    ("hermes", f" Hm. \n<tool_call>\n{F}\n</tool_call> \n<tool_call>{G}</tool_call>\n", [("content", "", " Hm."), CALL_F, CALL_G]),
+    ("hermes", f"<tool_call>{F}</tool_call> then\n", [CALL_F, ("content", "", " then")]),
+    ("hermes", "<tool_call>{no}</tool_call> \n", [("content", "", "<tool_call>{no}</tool_call> \n")]),
+    ("hermes", f"<tool_call>{F}", [("content", "", f"<tool_call>{F}")]),
+    ("hermes", f"<tool_call>{F}</tool_ca", [("content", "", f"<tool_call>{F}</tool_ca")]),
+    ("hermes", '<tool_call>{"name": "h"}</tool_call>', [("content", "", '<tool_call>{"name": "h"}</tool_call>')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+     [("content", "", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>')]),
+    ("hermes", "<tool_call>" + "[" * 5000 + "</tool_call>", [("content", "", "<tool_call>" + "[" * 5000 + "</tool_call>")]),
+    ("hermes", "</tool_call><tool_call><tool_call></tool_call>",
+     [("content", "", "</tool_call><tool_call><tool_call></tool_call>")]),
+    ("llama3_json", F, [CALL_F]),
+    ("llama3_json", f" \n<|python_tag|> {F};\n{G}", [CALL_F, CALL_G]),
+    ("llama3_json", f"{F} and more", [CALL_F, ("content", "", " and more")]),
+    ("llama3_json", "Hello", [("content", "", "Hello")]),
+    ("llama3_json", '{"x": "}\\""} tail', [("content", "", '{"x": "}\\""} tail')]),
+    ("llama3_json", '{"name": "f", "parameters": {"a": "}\\\\\\"{"}}', [("call", "f", '{"a": "}\\\\\\"{"}')]),
+    ("llama3_json", '{"name": "f", ', [("content", "", '{"name": "f", ')]),
+    ("llama3_json", "<|python_tag|", [("content", "", "<|python_tag|")]),
+    ("llama3_json", "<|python_x", [("content", "", "<|python_x")]),
+    ("required", f"[{F}, {G}]", [CALL_F, CALL_G]),
+    ("required", f"[{F}, " + '{"name', [CALL_F, ("content", "", ', {"name')]),
+    ("named", '{"a": 1}', [("call", "f", '{"a": 1}')]),
+    ("named", "", []),
+    ("think", "<think>a</think>b", [("reasoning", "", "a"), ("content", "", "b")]),
+    ("think", " \n<think>a<b</thin</think>", [("reasoning", "", "a<b</thin")]),
+    ("think", "b<think>a</think>", [("content", "", "b<think>a</think>")]),
+    ("think", "<think>never ends</thi", [("reasoning", "", "never ends</thi")]),
+    ("think", "<thi", [("content", "", "<thi")]),
+    ("open think", "a</think>b</think>", [("reasoning", "", "a"), ("content", "", "b</think>")]),
+    ("think and hermes", f"<think><tool_call></think><tool_call>{F}</tool_call>", [("reasoning", "", "<tool_call>"), CALL_F]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), CASES, ids=[f"{name} {text[:40]}" for name, text, _ in CASES])
+def test_what_a_text_says(name: str, text: str, wanted: list[tuple[str, str, str]]) -> None:
+    assert said(PARSERS[name](), [text]) == wanted
+    assert said(PARSERS[name](), text) == wanted, "a character at a time"
+
+
+BITS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<|python_tag|>",
+    F,
+    G,
+    '{"',
+    '"',
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    ";",
+    ",",
+]
+TEXT = st.lists(st.sampled_from([*BITS, " ", "\n", "x", "<", "</tool", "<thi", "é"]), max_size=12).map("".join)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@given(text=TEXT, data=st.data())
+def test_it_makes_no_difference_how_a_text_is_cut(name: str, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = said(PARSERS[name](), [text])
+    assert said(PARSERS[name](), pieces) == whole
+    if name in ("hermes", "llama3_json") and not any(kind == "call" for kind, *_ in whole):
+        assert "".join(text for *_, text in whole) == text, "what is no call is content, all of it"
+
+
+ADVERSARIAL = [
+    *[("hermes", unit) for unit in ("<tool_call></tool_call>", "<tool_call>", "<tool_cal", " ")],
+    *[("llama3_json", unit) for unit in (" ", "{", '{"\\', G + ";")],
+    *[("think and hermes", unit) for unit in (" ", "<think>", "x")],
+    ("open think", "</think"),
+]
+
+
+@pytest.mark.parametrize(("name", "unit"), ADVERSARIAL, ids=[f"{name} {unit[:20]}" for name, unit in ADVERSARIAL])
+@pytest.mark.timeout(120)  # a parser that is not linear takes longer
+def test_a_long_text_takes_no_longer_than_it_is(name: str, unit: str) -> None:
+    text = unit * (600_000 // len(unit))
+    assert said(PARSERS[name](), [text])
+    assert said(PARSERS[name](), (text[place : place + 3] for place in range(0, len(text), 3)))
+
+
+@given(st.text(max_size=30))
+def test_arguments_are_what_the_model_wrote(text: str) -> None:
+    arguments = {"a": [text, 1.5, None]}
+    for ascii_only in (True, False):
+        written = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only)
+        ((kind, name, found),) = said(JsonCalls(NAMES, separators=""), [written])
+        assert (kind, name, json.loads(found)) == ("call", "f", arguments)
+
+
+def test_a_lone_surrogate_in_arguments_can_be_sent() -> None:
+    ((_, _, found),) = said(Hermes(NAMES), ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'])
+    assert json.loads(found.encode()) == {"a": "\ud800"}
+
+
+RECURSIVE = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#"}, "leaf": {"$ref": "#/$defs/leaf"}},
+    "$defs": {"leaf": {"type": "integer"}},
+}
+
+
+def test_the_schema_of_required_calls_is_that_of_the_tools() -> None:
+    """jsonschema says what it means, and the engine's grammars take it."""
+    schema = required_schema(
+        [("f", RECURSIVE), ("g", {"type": "object", "additionalProperties": False})], several=False
+    )
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    good = [{"name": "f", "parameters": {"next": {"next": {"leaf": 1}}}}], [{"name": "g", "parameters": {}}]
+    bad = [
+        [],
+        [{"name": "f", "parameters": {"next": {"leaf": "1"}}}],
+        [{"name": "g", "parameters": {"x": 1}}],
+        [{"name": "h", "parameters": {}}],
+        [{"name": "g", "parameters": {}}] * 2,
+        [{"name": "g"}],
+    ]
+    assert all(validator.is_valid(one) for one in good) and not any(validator.is_valid(one) for one in bad)
+    compiler = GrammarCompiler(tokenizer(), VOCAB_SIZE)
+    try:
+        assert compiler.compiled(("json", json.dumps(schema)))
+    finally:
+        compiler.close()
+
+
+def opened(choice: Any, **settings: Any) -> Any:
+    tools = [{"type": "function", "function": {"name": name, "parameters": RECURSIVE}} for name in ("f", "g")]
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
+    return open_chat(body, context(**{"tool_parser": "hermes", **settings}))
+
+
+def test_what_a_choice_of_tools_asks_of_the_engine() -> None:
+    named = opened({"type": "function", "function": {"name": "g"}}, tool_parser=None)
+    assert json.loads(named.jobs[0].params.structured_outputs[1]) == RECURSIVE
+    problem = ValueError("structured_outputs={'json': ...} is refused: x")
+    assert named.refusal(problem).param == "tools[1].function.parameters"
+    assert opened("required").refusal(problem).param == "tools"
+    assert json.loads(opened("required").jobs[0].params.structured_outputs[1])["items"]
+    assert opened("auto").jobs[0].params.structured_outputs is None
+    assert opened("auto").jobs[0].prompt.startswith("[f][g]") and not opened("none").jobs[0].prompt.startswith("[f]")
+
+
+def test_marks_that_are_special_tokens_are_kept_in_the_text() -> None:
+    assert opened("auto").jobs[0].params.skip_special_tokens
+    special = with_template(chatml().chat_template)
+    special.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    assert not opened("auto", tokenizer=special).jobs[0].params.skip_special_tokens
+
+
+def test_a_template_without_tools_has_none_to_choose_from() -> None:
+    with pytest.raises(ApiError, match="no place for tools"):
+        opened("auto", tokenizer=tokenizer())
