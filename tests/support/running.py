@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import Serving
 from jaxpage.serving.startup import address_of, bound_socket, model_context
+from jaxpage.serving.wire.context import ModelContext
 
 SMALL: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129}
 WAIT_SECONDS = 60.0  # for what is bound to happen: far beyond what it takes
@@ -35,7 +37,7 @@ def demo_with_template(directory: Path, template: str) -> str:
     packaged = Path(jaxpage.__file__).parent / "demo"
     directory.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
-        (directory / name).symlink_to(packaged / name)
+        shutil.copy(packaged / name, directory)
     settings = json.loads((packaged / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
     return str(directory)
@@ -44,8 +46,11 @@ def demo_with_template(directory: Path, template: str) -> str:
 class Running:
     """One server that runs. Its engine is reached through `loop.call`, as others reach it."""
 
-    def __init__(self, address: str, loop: EngineLoop, server: Server, errors: list[str]) -> None:
+    def __init__(
+        self, address: str, context: ModelContext, loop: EngineLoop, server: Server, errors: list[str]
+    ) -> None:
         self.address = address
+        self.context = context
         self.loop = loop
         self.server = server
         self.errors = errors  # what was logged as one
@@ -92,7 +97,7 @@ def running(
         thread.start()
         try:
             assert answers.wait(WAIT_SECONDS), "the server does not start"
-            yield Running(address_of(listener), loop, app.state.server, errors)
+            yield Running(address_of(listener), context, loop, app.state.server, errors)
         finally:
             home, signal = ends[0]
             home.call_soon_threadsafe(signal)
