@@ -94,7 +94,7 @@ def test_capabilities_tell_what_this_server_is(served: Served) -> None:
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {KEY}"}) as client:
         found = client.get("/v1/capabilities").json()
         assert found["model"]["max_model_len"] == 64 and found["model"]["has_chat_template"]
-        assert found["limits"]["max_num_seqs"] == 1 and found["tools"] is None
+        assert found["limits"]["max_num_seqs"] == 1 and found["limits"]["max_prompts"] > 1 and found["tools"] is None
         assert found["parameters"]["temperature"]["streaming"] == "yes"
         assert found["parameters"]["best_of"]["streaming"] == "refused"
         assert client.get("/metrics").text.count("jaxpage_compile_total{") == 1

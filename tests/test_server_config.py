@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +18,11 @@ from jaxpage import cli
 from jaxpage.cli_flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
-from jaxpage.errors import ConfigError
+from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.serving import startup
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
-from jaxpage.serving.startup import address_of, bound_socket, model_names
+from jaxpage.serving.startup import address_of, bound_socket, how_to_ask, model_names
+from jaxpage.serving.wire.context import ModelContext
 from jaxpage.settings import nearest_name
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -247,9 +252,41 @@ def test_every_address_is_told_as_one_that_can_be_asked() -> None:
         assert address_of(listener).startswith("http://127.0.0.1:")
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "warned"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)]
+)
+def test_a_door_that_is_open_to_everybody_is_told(
+    host: str, key: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_engine(*_: object, **__: object) -> None:
+        raise CapacityError("there is no engine in this test")
+
+    said: list[str] = []
+    monkeypatch.setattr(startup, "build_engine", no_engine)
+    monkeypatch.setattr(startup.logs, "configure", lambda config: None)
+    monkeypatch.setattr(startup.logger, "warning", lambda text, *arguments: said.append(text % arguments))
+    if key is not None:
+        monkeypatch.setenv("JAXPAGE_API_KEY", key)
+    with pytest.raises(CapacityError):
+        startup.start(EngineConfig(), ServerConfig(host=host, port=0))
+    assert [text.split(":")[0] for text in said] == (["whoever reaches 0.0.0.0 may ask"] if warned else [])
+
+
 def test_what_clients_call_the_model(tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
     assert model_names(EngineConfig(), ServerConfig()) == ("demo",)
     assert model_names(EngineConfig(model="organisation/name"), ServerConfig()) == ("organisation/name",)
     assert model_names(EngineConfig(model=f"{tmp_path}/my-model/"), ServerConfig()) == ("my-model",)
     assert model_names(EngineConfig(), ServerConfig(served_model_name=("a", "b"))) == ("a", "b")
+
+
+def test_a_model_without_a_template_is_asked_for_completions() -> None:
+    """Of text where there is a tokenizer, of token ids where there is none; the body that is shown is JSON in a shell's quotes."""
+    for tokenizer, prompt in ((SimpleNamespace(), "Once upon a time"), (None, [1, 2, 3])):
+        context = ModelContext(model_names=("it's",), max_model_len=9, vocab_size=9, tokenizer=tokenizer)
+        text = how_to_ask("http://h:1", context, has_keys=False, has_page=True)
+        [curl] = [line for line in text.splitlines() if line.startswith("  curl")]
+        words = shlex.split(curl)
+        assert words[1] == "http://h:1/v1/completions" and "Bearer" not in curl
+        assert json.loads(words[-1]) == {"model": "it's", "max_tokens": 32, "prompt": prompt}
+        assert "http://h:1/ui/" in text and "client.completions.create(" in text

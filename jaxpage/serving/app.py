@@ -27,8 +27,7 @@ from jaxpage.serving.http.answers import error_answer, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.limits import Limits, check_is_json
-from jaxpage.serving.inspector.routes import open_paths as page_paths
-from jaxpage.serving.inspector.routes import routes as page_routes
+from jaxpage.serving.inspector import routes as inspector
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
@@ -56,7 +55,7 @@ class Server:
         capabilities: Mapping[str, Any],
     ) -> None:
         self.visitors = Visitors()
-        self.preparing = Preparing(loop.engine, config.max_queued_requests)
+        self.preparing = Preparing(loop.engine, loop.num_places)
         self._loop = loop
         self._context = context
         self._metrics = metrics
@@ -165,10 +164,10 @@ def build_app(
     server = Server(loop, context, config, metrics, capabilities or {})
     middleware = [
         Middleware(Envelope, metrics=metrics),
-        Middleware(ApiKeys, keys=api_keys, open_paths=OPEN_PATHS | page_paths() if config.ui else OPEN_PATHS),
+        Middleware(ApiKeys, keys=api_keys, open_paths=OPEN_PATHS | inspector.PAGE_PATHS if config.ui else OPEN_PATHS),
         Middleware(Limits, max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_timeout_seconds),
     ]
-    pages = page_routes(loop, config) if config.ui else []
+    pages = inspector.routes(loop, show_prompts=config.ui_show_prompts) if config.ui else []
     handlers = {HTTPException: _http_error}
     routes = [*server.routes, *profiler_routes(config), *pages]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from jaxpage import __version__
 from jaxpage.config import EngineConfig
 from jaxpage.engine.build import Built
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.wire.context import Limits
 from jaxpage.support import support_matrix
 
 
@@ -35,6 +37,7 @@ def capabilities(built: Built, engine: EngineConfig, server: ServerConfig) -> di
             "max_queued_requests": server.max_queued_requests,
             "max_num_seqs": engine.max_num_seqs,
             "request_timeout_seconds": server.request_timeout_seconds,
+            **asdict(Limits()),
         },
         "parameters": support_matrix(),
     }

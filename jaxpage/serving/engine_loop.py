@@ -50,8 +50,8 @@ class EngineLoop:
             request_timeout_seconds: from `submit` to the end of a request.
             stalled_after_seconds: a step that takes longer makes `healthy` false.
         """
-        self._num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
-        self.ended: Future[None] = Future()  # of the thread; with the error that it died of
+        self.num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
+        self.ended: Future[None] = Future()  # of the thread; with EngineFailed and its cause, if it died
         self.engine = built.engine  # after `start` only for `check` and `compiled`, which change nothing
         self._calls = Calls(built.engine)
         self._timeout = request_timeout_seconds
@@ -174,13 +174,13 @@ class EngineLoop:
         with self._lock:
             if self._refusal is not None:
                 raise again(self._refusal)
-            if number > self._num_places:
+            if number > self.num_places:
                 raise CapacityError(
-                    f"{number} requests at once; max_num_seqs + max_queued_requests is {self._num_places}"
+                    f"{number} requests at once; max_num_seqs + max_queued_requests is {self.num_places}"
                 )
-            if self._num_open + number > self._num_places:
+            if self._num_open + number > self.num_places:
                 raise QueueFull(
-                    f"{self._num_open} requests run or wait, and there are {self._num_places} places; try again later"
+                    f"{self._num_open} requests run or wait, and there are {self.num_places} places; try again later"
                 )
             self._num_open += number
 
@@ -196,7 +196,8 @@ class EngineLoop:
         except BaseException as death:
             logger.critical("the engine's thread has died", exc_info=death)
             error = EngineFailed("The engine has failed")
-            self.ended.set_exception(death)
+            error.__cause__ = death  # not itself: event loops end when a SystemExit comes by
+            self.ended.set_exception(error)
         with self._lock:
             self._refusal, self._is_over = error, True
         for one in self._live.values():

@@ -112,24 +112,30 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
     )
 
 
-def how_to_ask(address: str, model: str, *, chat: bool, has_keys: bool) -> str:
+def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page: bool) -> str:
     """A curl line and a program, to be copied as they are."""
     path, call, answer = "completions", "completions", "choices[0].text"
-    asked: dict[str, Any] = {"model": model, "prompt": "Once upon a time", "max_tokens": 32}
-    if chat:
+    asked: dict[str, Any] = {"model": context.model_names[0], "max_tokens": 32}
+    if getattr(context.tokenizer, "chat_template", None):
         path, call, answer = "chat/completions", "chat.completions", "choices[0].message.content"
-        asked = {"model": model, "messages": [{"role": "user", "content": "Once upon a time"}], "max_tokens": 32}
+        asked["messages"] = [{"role": "user", "content": "Once upon a time"}]
+    else:
+        asked["prompt"] = [1, 2, 3] if context.tokenizer is None else "Once upon a time"
     arguments = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_keys else ""
+    header = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_keys else ""
     api_key = f'os.environ["{API_KEY_VARIABLE}"]' if has_keys else '"none"'
-    return f"""\
-The server is at {address}/v1, the model is called {model}. Ctrl-C ends it.
-
-  curl {address}/v1/{path} -H "Content-Type: application/json"{key} -d {shlex.quote(json.dumps(asked))}
-
-  {"import os; " if has_keys else ""}from openai import OpenAI
-  client = OpenAI(base_url="{address}/v1", api_key={api_key})
-  print(client.{call}.create({arguments}).{answer})"""
+    lines = [
+        f"The server is at {address}/v1, the model is called {context.model_names[0]}. Ctrl-C ends it.",
+        *([f"A key is needed; below it comes from {API_KEY_VARIABLE}."] if has_keys else []),
+        *([f"The page is at {address}/ui/"] if has_page else []),
+        "",
+        f'  curl {address}/v1/{path} -H "Content-Type: application/json"{header} -d {shlex.quote(json.dumps(asked))}',
+        "",
+        f"  {'import os; ' if has_keys else ''}from openai import OpenAI",
+        f'  client = OpenAI(base_url="{address}/v1", api_key={api_key})',
+        f"  print(client.{call}.create({arguments}).{answer})",
+    ]
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager
@@ -156,14 +162,14 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
         with interrupts_end_at_once():
             built = build_engine(engine, progress=not server.log_json, phase=start_up.phase)
         context, address = model_context(built, engine, server), address_of(listener)
-        name, chat = context.model_names[0], bool(getattr(built.tokenizer, "chat_template", None))
+        text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
         return run_server(
             built,
             server,
             context,
             listener,
-            metrics=ServerMetrics(name),
+            metrics=ServerMetrics(context.model_names[0]),
             capabilities=capabilities(built, engine, server),
             api_keys=api_keys,
-            announce=lambda: start_up.ready(how_to_ask(address, name, chat=chat, has_keys=bool(api_keys)), address),
+            announce=lambda: start_up.ready(text, address),
         )

@@ -80,7 +80,11 @@ class TestServer:
         if receive_buffer is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         client.settimeout(60)
-        client.connect(("127.0.0.1", self.port))
+        try:
+            client.connect(("127.0.0.1", self.port))
+        except BaseException:
+            client.close()
+            raise
         return client
 
 

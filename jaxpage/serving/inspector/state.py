@@ -40,7 +40,7 @@ class Inspector:
             self._request(group, state, manager, watcher.tracks[group.request.request_id].timeline)
             for group, state in groups
         ]
-        requests += [self._finished(track, manager) for track in watcher.finished]
+        requests += [self._finished(track, manager) for track in reversed(watcher.finished)]
         steps = list(watcher.steps)
         return {
             "clock": {"unit": "seconds", "now": round(watcher.last_look - self._epoch, 4)},

@@ -38,10 +38,10 @@ class Timeline:
         self.segments.append([kind, at, None, 0])
 
     def compute(self, kind: str, began: float, ended: float, num_tokens: int, step: int) -> None:
-        """A row of a step. Decodes of steps in a row become one segment; every chunk is its own."""
+        """A row of a step. The decodes of one step after the other become one segment; each step's chunk is its own."""
         self.close(began)
         last = self.segments[-1] if self.segments else None
-        goes_on = kind == "decode" and self.last_step == step - 1
+        goes_on = self.last_step == step or (kind == "decode" and self.last_step == step - 1)
         if last is not None and last[0] == kind and (goes_on or len(self.segments) >= MOST_SEGMENTS):
             last[2], last[3] = ended, last[3] + num_tokens
         else:

@@ -4,20 +4,19 @@ import { count, el } from "./dom.js";
 import { requestColor } from "./colors.js";
 import { nameOf } from "./snapshot.js";
 
-const MOST_REFERENCES = 6;
 const MOST_ENTRIES = 64; // of a block table
 
 /** Elements that describe a block, a request, or where to look. */
 export function describe(block, request, snapshot) {
-  if (block) return describeBlock(block, snapshot);
+  if (block) return describeBlock(block, snapshot.pool.block_size);
   if (request) return [el("p", {}, el("b", {}, `Request #${request.number}`), ` ${storyOf(request)}`)];
   return [
-    el("p", { class: "muted" }, "Point at a block to see whose it is, or at a request to see its block table. With the keyboard: Tab to the grid, then the arrow keys."),
+    el("p", {}, "Keys and values of the tokens lie in blocks of equal size, wherever one was free. A sequence finds its own through a block table; what begins alike shares blocks, and who writes to a shared one gets a copy."),
+    el("p", { class: "muted" }, "Point at a block to see whose it is, or at a request to see its block table; a click holds it. With the keyboard: Tab to the grid, then arrows, Enter and Escape."),
   ];
 }
 
-function describeBlock(block, snapshot) {
-  const size = snapshot.pool.block_size;
+function describeBlock(block, size) {
   const facts = {
     null: "takes the writes of padding and is never handed out.",
     free: "is free.",
@@ -28,19 +27,12 @@ function describeBlock(block, snapshot) {
   const shared = block.refCount < 2 ? "" : forks.size > 1 ? " Requests that begin alike share it." : " Sequences of one request share it; who writes to it first gets a copy.";
   const kept = block.kept && block.kind === "used" ? " The prefix index knows its content, so nobody writes to it any more." : "";
   const name = block.isHost ? "Host block" : "Block";
-  const lines = block.references.slice(0, MOST_REFERENCES).map((reference) => referenceLine(reference, size));
-  const rest = block.references.length - MOST_REFERENCES;
-  return [
-    el("p", {}, el("b", {}, `${name} ${block.id}`), ` ${facts[block.kind]}${shared}${kept}`),
-    lines.length ? el("ul", { class: "references" }, ...lines, rest > 0 ? el("li", { class: "muted" }, `and ${rest} more`) : null) : null,
-  ].filter(Boolean);
+  return [el("p", {}, el("b", {}, `${name} ${block.id}`), ` ${facts[block.kind]}${shared}${kept}`)];
 }
 
-function referenceLine(reference, size) {
-  const { place, sequence, pin } = reference;
+function positions({ place, sequence, pin }, size) {
   const first = place * size;
-  const last = Math.min(first + size, sequence?.known ?? pin.tokens) - 1;
-  return el("li", {}, dotOf(reference), el("b", {}, nameOf(reference)), ` positions ${first} to ${last}`);
+  return `positions ${first}–${Math.min(first + size, sequence?.known ?? pin.tokens) - 1}`;
 }
 
 function dotOf({ request }) {
@@ -71,5 +63,10 @@ export function tableStrip(reference, here, snapshot) {
   const behind = first + MOST_ENTRIES < table.length ? [el("li", { class: "muted" }, "…")] : [];
   const label = `Block table of ${nameOf(reference)}${isOnHost ? " in host memory" : ""}`;
   const nothing = table.length ? [] : [el("li", { class: "muted" }, "no blocks")];
-  return el("div", { class: "table" }, el("span", {}, dotOf(reference), nameOf(reference)), el("ol", { "aria-label": label }, ...before, ...entries, ...behind, ...nothing));
+  return el(
+    "div", { class: "table" },
+    el("span", {}, dotOf(reference), nameOf(reference)),
+    el("ol", { "aria-label": label }, ...before, ...entries, ...behind, ...nothing),
+    here ? el("span", { class: "muted" }, positions(reference, snapshot.pool.block_size)) : null,
+  );
 }

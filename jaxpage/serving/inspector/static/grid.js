@@ -104,6 +104,9 @@ export class BlockGrid {
     context.globalAlpha = 1;
     this.canvas.dataset.cells = cells;
     this.paths.forEach(({ ids, color }) => this.drawPath(context, ids, color));
+    this.blocks.forEach((block, index) => {
+      if (!this.marked || this.marked.has(block.id)) drawCount(context, block, ...this.corner(index), this.size);
+    });
     this.drawCopies(context);
     if (this.cursor !== null && this.cursor < this.blocks.length) {
       const [x, y] = this.corner(this.cursor);
@@ -145,8 +148,13 @@ export class BlockGrid {
   }
 }
 
-/** One cell; the legend draws with it too. */
-export function drawCell(context, block, x, y, size, isWritten = false) {
+/** A cell as the legend shows it. */
+export function drawWhole(context, block, size) {
+  drawCell(context, block, 1, 1, size, block.isWritten);
+  drawCount(context, block, 1, 1, size);
+}
+
+function drawCell(context, block, x, y, size, isWritten) {
   const radius = Math.min(5, size / 4);
   context.save();
   context.beginPath();
@@ -165,7 +173,6 @@ export function drawCell(context, block, x, y, size, isWritten = false) {
     context.fillStyle = themed("ink");
     context.fillRect(x + size * 0.2, y + size - 3, size * 0.6, 2);
   }
-  if (block.refCount > 1 && size >= 14) drawNumber(context, block.refCount, x + size / 2, y + size / 2, size);
   context.restore();
 }
 
@@ -210,15 +217,17 @@ function drawFold(context, x, y, size) {
   context.fill();
 }
 
-function drawNumber(context, number, x, y, size) {
+/** The reference count, where there is more than one reference. */
+function drawCount(context, { refCount }, x, y, size) {
+  if (refCount < 2 || size < 14) return;
   context.font = `700 ${Math.round(size * 0.5)}px ${themed("font")}`;
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.lineWidth = 3;
   context.strokeStyle = themed("card");
-  context.strokeText(number, x, y + 1);
+  context.strokeText(refCount, x + size / 2, y + size / 2 + 1);
   context.fillStyle = themed("ink");
-  context.fillText(number, x, y + 1);
+  context.fillText(refCount, x + size / 2, y + size / 2 + 1);
 }
 
 function outline(context, x, y, size, color, width) {

@@ -37,6 +37,7 @@ export class Recording {
     });
     if (this.ends.at(-1) < this.lines.length) this.ends.push(this.lines.length); // what came behind the last step
     this.moment = this.last;
+    this.numSteps = this.state.data.step;
   }
 
   static async read(file) {
@@ -46,10 +47,6 @@ export class Recording {
 
   get last() {
     return this.ends.length - 1;
-  }
-
-  get numSteps() {
-    return this.state.data.step;
   }
 
   record(index) {
@@ -467,7 +464,8 @@ class LogState {
   snapshot() {
     const { refs, entries, pins, requests, plan, history, copies, step, numSteps } = this.data;
     const order = { running: 0, swapped: 1, preempted: 1, waiting: 2, finished: 3 };
-    const sorted = [...requests.values()].sort((a, b) => order[a.state] - order[b.state] || a.rank - b.rank || a.number - b.number);
+    const rank = (request) => (request.state === "finished" ? -request.rank : request.rank); // the last that finished comes first
+    const sorted = [...requests.values()].sort((a, b) => order[a.state] - order[b.state] || rank(a) - rank(b) || a.number - b.number);
     return {
       clock: { unit: "steps", now: step },
       pool: {

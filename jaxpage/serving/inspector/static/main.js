@@ -4,7 +4,6 @@ import { $ } from "./dom.js";
 import { forgetTheme } from "./colors.js";
 import { ApiError, messages, request, setKeyDialog } from "./api.js";
 import { Playground } from "./playground.js";
-import { Recording } from "./log.js";
 import { Replay } from "./replay.js";
 import { InspectorView, drawLegends } from "./view.js";
 
@@ -20,11 +19,8 @@ drawLegends();
 dark.addEventListener("change", () => setTheme(dark.matches));
 $("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
 setKeyDialog(askForKey);
-if (new URLSearchParams(location.search).has("log")) openServedLog();
-else {
-  nameModel();
-  follow();
-}
+nameModel();
+follow();
 
 function setTheme(isDark) {
   document.documentElement.dataset.theme = isDark ? "dark" : "light";
@@ -75,12 +71,6 @@ async function nameModel() {
     if (!(error instanceof ApiError)) throw error;
     $("model").textContent = "";
   }
-}
-
-async function openServedLog() {
-  document.body.classList.add("recorded");
-  const read = async () => new Recording(await (await request("/debug/log")).text(), "");
-  await replay.open(read());
 }
 
 let asking = null; // one dialog, however many requests wait for the key

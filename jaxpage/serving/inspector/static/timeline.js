@@ -10,11 +10,11 @@ export function wait(request, kind, at) {
   request.timeline.push([kind, at, null, 0]);
 }
 
-/** A row of a step. Decodes of steps in a row become one segment; every chunk is its own. */
+/** A row of a step. The decodes of one step after the other become one segment; each step's chunk is its own. */
 export function compute(request, kind, began, ended, numTokens, step) {
   close(request, began);
   const last = request.timeline.at(-1);
-  const goesOn = kind === "decode" && request.lastStep === step - 1;
+  const goesOn = request.lastStep === step || (kind === "decode" && request.lastStep === step - 1);
   if (last && last[0] === kind && (goesOn || request.timeline.length >= MOST_SEGMENTS)) {
     last[2] = ended;
     last[3] += numTokens;

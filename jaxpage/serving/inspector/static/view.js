@@ -2,7 +2,7 @@
 
 import { $, count, el, fitted } from "./dom.js";
 import { requestColor, themed } from "./colors.js";
-import { BlockGrid, drawCell } from "./grid.js";
+import { BlockGrid, drawWhole } from "./grid.js";
 import { blocksOf, countsOf, hostBlocksOf, nameOf } from "./snapshot.js";
 import { describe, tableStrip } from "./detail.js";
 import { drawHistory, drawStep, stepNumbers, stepText } from "./step.js";
@@ -10,7 +10,7 @@ import { drawTimeline } from "./timeline.js";
 
 const MOST_ROWS = 24;
 const MOST_PATHS = 8;
-const WINDOW = { seconds: 30, steps: 160 }; // of the timelines, at least
+const WINDOW = { seconds: [2, 40], steps: [20, 320] }; // of the timelines: at least and at most
 
 export class InspectorView {
   constructor() {
@@ -90,9 +90,12 @@ export class InspectorView {
     const states = ["running", "waiting", "preempted", "swapped"].map((state) => [number(state), state]);
     $("queue").replaceChildren(...states.filter(([n, state]) => n || state === "running").map(([n, state]) => el("span", { class: "part" }, el("b", {}, String(n)), ` ${state}`)));
     const shown = requests.slice(0, MOST_ROWS);
-    const starts = shown.map(({ timeline }) => timeline[0]?.[1] ?? clock.now);
-    const from = Math.max(Math.min(clock.now, ...starts), clock.now - 2 * WINDOW[clock.unit]);
-    const to = Math.max(clock.now, from + WINDOW[clock.unit] / 8);
+    const [least, most] = WINDOW[clock.unit];
+    const open = shown.filter(({ state }) => state !== "finished");
+    const starts = (open.length ? open : shown).map(({ timeline }) => timeline[0]?.[1] ?? clock.now);
+    const end = Math.max(...shown.map(({ timeline }) => timeline.at(-1)?.[2] ?? clock.now)); // of the last that went on
+    const from = Math.max(Math.min(end, ...starts), end - most);
+    const to = Math.max(end, from + least);
     const rows = shown.map((request) => this.row(request));
     const list = $("requests");
     const more = requests.length > MOST_ROWS ? [el("li", { class: "muted small" }, `and ${requests.length - MOST_ROWS} more`)] : [];
@@ -163,7 +166,7 @@ export class InspectorView {
     const hosts = new Set(references.flatMap(({ sequence }) => sequence?.host_blocks ?? []));
     this.hostGrid.mark(hosts.size ? hosts : null, []);
     const strips = references.slice(0, MOST_PATHS).map((reference) => tableStrip(reference, block, this.snapshot));
-    $("detail").replaceChildren(...describe(block, request, this.snapshot), ...strips);
+    $("detail").replaceChildren(...describe(block, request, this.snapshot), el("div", { class: "tables" }, ...strips));
   }
 }
 
@@ -209,7 +212,7 @@ export function drawLegends() {
     [{ ...used, isWritten: true }, "underlined: written by the last step"],
   ];
   const size = 20;
-  const swatches = entries.map(([block, text]) => [legendCanvas(size, (context) => drawCell(context, block, 1, 1, size, block.isWritten)), text]);
+  const swatches = entries.map(([block, text]) => [legendCanvas(size, (context) => drawWhole(context, block, size)), text]);
   const arrow = el("span", { class: "arrow" }, "↷");
   $("legend").replaceChildren(...[...swatches, [arrow, "copy-on-write: a fork writes into a copy"]].map(([swatch, text]) => el("li", {}, swatch, text)));
   const kinds = [["queued", "queued"], ["chunk", "chunk of a prompt"], ["decode", "decode"], ["preempted", "preempted: computes again"], ["swapped", "swapped out"]];

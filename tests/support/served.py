@@ -1,0 +1,70 @@
+"""Applications on a free port of this machine, and a whole server with the page over an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import uvicorn
+
+from jaxpage.engine.build import Built
+from jaxpage.serving.app import build_app
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.wire.context import ModelContext
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, app: Any) -> None:
+        super().__init__(
+            uvicorn.Config(app, http="h11", lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
+        )
+        self.answers = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answers.set()
+
+
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Runs an application; gives its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = _Uvicorn(app)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        assert server.answers.wait(60), "the server does not start"
+        yield "http://127.0.0.1:{1}".format(*listener.getsockname())
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        listener.close()
+        assert not thread.is_alive(), "the server does not end"
+
+
+@contextlib.contextmanager
+def served_engine(
+    loop: EngineLoop, built: Built, *, api_keys: Sequence[str] = (), show_prompts: bool = False
+) -> Iterator[str]:
+    """A server with the page over an engine that is running already."""
+    context = ModelContext(
+        model_names=("demo",),
+        max_model_len=built.memory.max_model_len,
+        vocab_size=built.engine.builder.vocab_size,
+        tokenizer=built.tokenizer,
+        sampling_defaults=built.sampling_defaults,
+    )
+    app = build_app(
+        loop,
+        context,
+        ServerConfig(ui=True, ui_show_prompts=show_prompts),
+        ServerMetrics("demo"),
+        api_keys=api_keys,
+    )
+    with served(app) as address:
+        yield address

@@ -1,0 +1,404 @@
+"""The official client of OpenAI against a server over the demo model, unchanged: what it sends is understood, what it reads is right."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.serving.config import ServerConfig
+from tests.support.running import SMALL, Promises, Running, demo_with_template, metrics, running, wait_until
+from tests.support.wire import CHATML
+
+PROMPT = "Once upon a time there was a"
+MESSAGES: Any = [{"role": "system", "content": "Tell it."}, {"role": "user", "content": "The old house"}]
+KEY = "a-key-of-this-test"
+LONG: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "meet", "description": "Somebody", "parameters": SCHEMA}}
+GREEDY: Any = {"model": "demo", "temperature": 0.0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return demo_with_template(tmp_path_factory.mktemp("models") / "demo", CHATML)
+
+
+@pytest.fixture(scope="module")
+def offline(model: str) -> dict[str, Any]:
+    """What `LLM` makes of the same requests, before the server is there."""
+    with LLM(model, **SMALL, use_tqdm=False) as llm:
+
+        def generate(**params: Any) -> list[Any]:
+            return llm.generate(PROMPT, llm.default_sampling_params(**params), use_tqdm=False)[0].outputs
+
+        return {
+            "greedy": generate(temperature=0.0, max_tokens=12, logprobs=3),
+            "seeded": generate(n=3, seed=7, max_tokens=12, temperature=0.9, top_p=0.8),
+            "defaults": generate(seed=11),
+            "extra": generate(
+                seed=3, max_tokens=12, top_k=5, min_p=0.01, repetition_penalty=1.3, min_tokens=3, stop_token_ids=[5]
+            ),
+            "best": generate(n=1, best_of=3, seed=5, max_tokens=8),
+            "beams": llm.generate(PROMPT, BeamSearchParams(3, max_tokens=8, n=2), use_tqdm=False)[0].outputs,
+            "chat": llm.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)[0],
+        }
+
+
+@pytest.fixture(scope="module")
+def server(model: str, offline: dict[str, Any]) -> Iterator[Running]:
+    config = ServerConfig(tool_parser="hermes", reasoning_parser="think", max_queued_requests=12)
+    with running(config, model=model, api_keys=[KEY]) as found:
+        yield found
+        assert found.errors == []
+
+
+@pytest.fixture(scope="module")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def promises(http: httpx.Client) -> Promises:
+    return Promises(http)
+
+
+@pytest.fixture
+def client(server: Running, promises: Promises) -> Iterator[openai.OpenAI]:
+    """After each test the server is as it was."""
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=60) as found:
+        yield found
+    promises.check()
+
+
+def texts(answer: Any) -> list[str]:
+    return [choice.text for choice in answer.choices]
+
+
+# Completions
+
+
+def test_a_completion_is_what_llm_generates(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    answer = client.completions.create(prompt=PROMPT, logprobs=3, **GREEDY)
+    (choice,), (wanted,) = answer.choices, offline["greedy"]
+    assert (choice.text, choice.finish_reason) == (wanted.text, wanted.finish_reason)
+    assert choice.logprobs is not None and wanted.logprobs is not None
+    assert choice.logprobs.token_logprobs == [
+        entry[token].logprob for token, entry in zip(wanted.token_ids, wanted.logprobs, strict=True)
+    ]
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+    assert [len(top) for top in choice.logprobs.top_logprobs or []] == [3] * len(wanted.token_ids)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(wanted.token_ids)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.model == "demo" and answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert answer.system_fingerprint
+
+
+def test_a_seed_with_n_is_what_llm_generates(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    asked: Any = {"model": "demo", "prompt": PROMPT, "n": 3, "seed": 7, "max_tokens": 12, "temperature": 0.9}
+    answers = [client.completions.create(**asked, top_p=0.8) for _ in range(2)]
+    wanted = [output.text for output in offline["seeded"]]
+    assert len(set(wanted)) > 1
+    assert [texts(answer) for answer in answers] == [wanted, wanted]
+    assert [choice.index for choice in answers[0].choices] == [0, 1, 2]
+
+
+def test_what_is_not_said_is_the_models_default(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    answer = client.completions.create(model="demo", prompt=PROMPT, seed=11)
+    assert texts(answer) == [output.text for output in offline["defaults"]]
+
+
+def test_fields_of_extra_body_reach_the_engine(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    extra = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3, "min_tokens": 3, "stop_token_ids": [5]}
+    raw = client.completions.with_raw_response.create(
+        model="demo", prompt=PROMPT, seed=3, max_tokens=12, extra_body={**extra, "temprature": 5}
+    )
+    assert texts(raw.parse()) == [output.text for output in offline["extra"]]
+    assert raw.headers["x-jaxpage-ignored-fields"] == "temprature"
+
+
+def test_best_of_and_beams(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    best = client.completions.create(model="demo", prompt=PROMPT, best_of=3, seed=5, max_tokens=8)
+    assert texts(best) == [offline["best"][0].text]
+    beams = client.completions.create(
+        model="demo", prompt=PROMPT, n=2, best_of=3, max_tokens=8, temperature=0, extra_body={"use_beam_search": True}
+    )
+    assert texts(beams) == [output.text for output in offline["beams"]]
+
+
+def test_stops_are_cut_and_told(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    whole = offline["greedy"][0].text
+    stop = whole[5:9]
+    answer = client.completions.create(prompt=PROMPT, stop=[stop, "never said"], **GREEDY)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
+    assert choice.model_extra is not None and choice.model_extra["stop_reason"] == stop
+    chunks = list(client.completions.create(prompt=PROMPT, stop=[stop], stream=True, **GREEDY))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def test_several_prompts_and_echo(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    answer = client.completions.create(prompt=[PROMPT, "The old house"], echo=True, **GREEDY)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].text == PROMPT + offline["greedy"][0].text
+    assert answer.choices[1].text.startswith("The old house")
+
+
+def test_a_prompt_may_be_token_ids(client: openai.OpenAI, http: httpx.Client, offline: dict[str, Any]) -> None:
+    token_ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    for prompt in (token_ids, [token_ids]):
+        assert texts(client.completions.create(prompt=prompt, **GREEDY)) == [offline["greedy"][0].text]
+
+
+def test_a_streamed_completion_is_the_whole(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    asked: Any = {
+        "model": "demo",
+        "prompt": PROMPT,
+        "n": 3,
+        "seed": 7,
+        "max_tokens": 12,
+        "temperature": 0.9,
+        "top_p": 0.8,
+    }
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    *said, last = chunks
+    found, reasons = {0: "", 1: "", 2: ""}, {}
+    for chunk in said:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            found[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert list(found.values()) == [output.text for output in offline["seeded"]]
+    assert [reasons[index] for index in range(3)] == [output.finish_reason for output in offline["seeded"]]
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.completion_tokens == sum(len(output.token_ids) for output in offline["seeded"])
+    assert {chunk.id for chunk in chunks} == {last.id}
+
+
+# Chat
+
+
+def test_a_chat_is_what_llm_chats(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    answer = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY)
+    wanted = offline["chat"]
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.message.content == wanted.outputs[0].text
+    assert choice.finish_reason == wanted.outputs[0].finish_reason
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(wanted.prompt_token_ids)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert "".join(row.token for row in choice.logprobs.content) == choice.message.content
+    for row in choice.logprobs.content:
+        assert row.top_logprobs[0].logprob == max(top.logprob for top in row.top_logprobs) == row.logprob
+        assert len(row.top_logprobs) == 2
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+
+
+def test_a_streamed_chat_is_the_whole(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+    with client.chat.completions.stream(messages=MESSAGES, stream_options={"include_usage": True}, **GREEDY) as stream:
+        whole = stream.get_final_completion()
+    assert whole.choices[0].message.content == offline["chat"].outputs[0].text
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == len(offline["chat"].outputs[0].token_ids)
+    chunks = list(client.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    asked: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 64, "seed": 1, "response_format": wanted}
+    answer = client.chat.completions.create(**asked)
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
+    cut = client.chat.completions.create(**{**asked, "max_tokens": 2}).choices[0]
+    assert cut.finish_reason == "length"
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(cut.message.content or "")
+    with pytest.raises(openai.BadRequestError) as caught:
+        bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}
+        client.chat.completions.create(**{**asked, "response_format": bad})
+    assert caught.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "meet"}}], ids=["any", "named"]
+)
+def test_a_tool_is_called_with_arguments_that_fit(client: openai.OpenAI, choice: Any) -> None:
+    asked: Any = {
+        "model": "demo",
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "seed": 2,
+        "max_tokens": 100,
+    }
+    asked["parallel_tool_calls"] = False
+    answer = client.chat.completions.create(**asked).choices[0]
+    assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    assert answer.message.tool_calls is not None and len(answer.message.tool_calls) == 1
+    called: Any = answer.message.tool_calls[0]
+    assert called.function.name == "meet"
+    jsonschema.validate(json.loads(called.function.arguments), SCHEMA)
+    with client.chat.completions.stream(**asked) as stream:
+        streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
+    assert [(one.function.name, one.function.arguments) for one in streamed] == [
+        (called.function.name, called.function.arguments)
+    ]
+    answered = [
+        *MESSAGES,
+        answer.message.model_dump(exclude_none=True),
+        {"role": "tool", "content": "Met.", "tool_call_id": called.id},
+    ]
+    assert client.chat.completions.create(**{**GREEDY, "messages": answered, "tools": [TOOL]}).choices
+
+
+def test_reasoning_is_told_apart(client: openai.OpenAI) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = client.chat.completions.create(messages=MESSAGES, extra_body=extra, **GREEDY).choices[0].message
+    assert message.content == "" and message.model_extra is not None and message.model_extra["reasoning_content"]
+    chunks = client.chat.completions.create(messages=MESSAGES, extra_body=extra, stream=True, **GREEDY)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert not any(delta.content for delta in deltas)
+    reasoning = [(delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas]
+    assert "".join(reasoning) == message.model_extra["reasoning_content"]
+
+
+# Models, errors, retries
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object) == ("demo", "model")
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("gpt-4")
+    assert caught.value.code == "model_not_found"
+
+
+def test_errors_are_those_of_the_client(client: openai.OpenAI, server: Running) -> None:
+    for change, param, code in (
+        ({"temperature": 3}, "temperature", None),
+        ({"prompt": "x " * 600}, "prompt", "context_length_exceeded"),
+        ({"logit_bias": {"2048": 1}}, "logit_bias", None),
+        ({"suffix": "x"}, "suffix", None),
+        ({"stream_options": {"include_usage": True}}, "stream_options", None),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(**{**GREEDY, "prompt": PROMPT, **change})
+        assert (caught.value.param, caught.value.code, caught.value.type) == (param, code, "invalid_request_error")
+        assert caught.value.request_id
+    with pytest.raises(openai.BadRequestError):  # of a stream, before it begins
+        client.completions.create(**{**GREEDY, "prompt": PROMPT, "stream": True, "max_tokens": -1})
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-4", prompt=PROMPT)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="demo", input="x")
+    for key in ("wrong", KEY + "x", KEY[:-1]):
+        stranger = client.with_options(api_key=key)
+        for call in (stranger.models.list, lambda one=stranger: one.completions.create(prompt=PROMPT, **GREEDY)):
+            with pytest.raises(openai.AuthenticationError) as refused:
+                call()
+            assert refused.value.code == "invalid_api_key"
+
+
+def retrying(client: openai.OpenAI, relieve: Any) -> tuple[openai.OpenAI, list[int]]:
+    """A client that tries again as the official one does, the statuses that it got, and what happens after the first."""
+    statuses: list[int] = []
+
+    def see(response: httpx.Response) -> None:
+        statuses.append(response.status_code)
+        if len(statuses) == 1:
+            assert response.headers["retry-after"] == "1"
+            relieve()
+
+    http = httpx.Client(event_hooks={"response": [see]}, timeout=60)
+    return client.with_options(max_retries=2, http_client=http), statuses
+
+
+def test_a_full_queue_is_tried_again(client: openai.OpenAI, http: httpx.Client) -> None:
+    """16 places: 4 that run, 12 that wait."""
+    full = client.completions.create(**{**LONG, "prompt": [PROMPT] * 16, "stream": True})
+    next(iter(full))
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(prompt=PROMPT, **GREEDY)
+    assert caught.value.code == "rate_limit_exceeded"
+    again, statuses = retrying(client, full.close)
+    with again:
+        assert again.completions.create(prompt=PROMPT, **GREEDY).choices
+    assert statuses == [429, 200]
+    assert metrics(http)["jaxpage_rejected_total/queue_full"] >= 2
+
+
+def test_a_server_that_shuts_down_is_tried_again(client: openai.OpenAI, server: Running) -> None:
+    def opened() -> None:
+        server.server.visitors.is_closed = False
+
+    server.server.visitors.is_closed = True
+    try:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(prompt=PROMPT, **GREEDY)
+        assert caught.value.status_code == 503
+        again, statuses = retrying(client, opened)
+        with again:
+            assert again.completions.create(prompt=PROMPT, **GREEDY).choices
+    finally:
+        opened()
+    assert statuses == [503, 200]
+
+
+def test_a_client_that_waits_no_longer_frees_everything(client: openai.OpenAI, server: Running) -> None:
+    """The engine is held until the client has given up."""
+    held = threading.Event()
+    done = server.loop.call(lambda engine: held.wait(60))
+    try:
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.5).completions.create(prompt=PROMPT, **GREEDY)
+    finally:
+        held.set()
+    assert done.result(60)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_that_is_left_frees_everything(client: openai.OpenAI, http: httpx.Client, n: int) -> None:
+    before = metrics(http)["jaxpage_aborted_total/disconnect"]
+    with client.completions.create(**LONG, n=n, stream=True) as stream:
+        next(iter(stream))
+        assert metrics(http)["jaxpage_num_requests_running"] > 0
+    wait_until(lambda: metrics(http)["jaxpage_aborted_total/disconnect"] == before + 1, "the server sees it")
+
+
+def test_an_error_within_a_stream_reaches_the_client(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that fails on the device ends the stream with an event that the client raises; the server serves on."""
+    runner = server.loop.engine.runner
+    stream = client.completions.create(**LONG, stream=True)
+    chunks = iter(stream)
+    next(chunks)
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a device at 0xdead in /home/somebody")
+
+    with pytest.raises(openai.APIError) as caught:
+        monkeypatch.setattr(runner, "run", failing)
+        for _ in chunks:
+            pass
+    monkeypatch.undo()
+    assert "0x" not in caught.value.message and "home" not in caught.value.message
+    server.errors.clear()  # that it failed was logged, and had to be

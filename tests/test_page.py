@@ -1,0 +1,396 @@
+"""The page in a browser: the playground against a whole server, the inspector live and over recorded event logs."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from jaxpage.config import EngineConfig
+from jaxpage.engine.build import Built, build_engine
+from jaxpage.engine.events import Recorder
+from jaxpage.engine.log_header import header
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.inspector.routes import page_routes
+from jaxpage.serving.inspector.state import Inspector
+from tests.support.inspecting import POOL, run_crowd
+from tests.support.served import served, served_engine
+
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+expect = playwright.expect
+CHROMIUM = Path("/usr/bin/chromium")
+pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+KEY = "correct-horse"
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    config = EngineConfig(model="demo", max_num_batched_tokens=64, swap_space_blocks=24, **POOL)
+    return build_engine(config, progress=False)
+
+
+@pytest.fixture(scope="module")
+def crowd(built: Built) -> tuple[str, list[Any]]:
+    """An event log of a crowd, and the engine's snapshots of the same steps."""
+    engine, inspector, snapshots = built.engine, Inspector(), []
+    lines = [json.dumps(header(EngineConfig(model="demo", **POOL), engine, built.memory))]
+    silent = engine.events
+    engine.events = Recorder(lambda record: lines.append(json.dumps(record)))
+    inspector.inspect(engine)
+    run_crowd(engine, 8, lambda: snapshots.append(json.loads(json.dumps(inspector.inspect(engine)))))
+    engine.events = silent
+    engine.reset_prefix_cache()
+    return "\n".join(lines) + "\n", snapshots
+
+
+@pytest.fixture(scope="module")
+def loop(built: Built, crowd: Any) -> Iterator[EngineLoop]:
+    loop = EngineLoop(built)
+    loop.start()
+    yield loop
+    assert loop.stop(60)
+
+
+@pytest.fixture(scope="module")
+def server(loop: EngineLoop, built: Built) -> Iterator[str]:
+    with served_engine(loop, built) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page whose console must stay empty: a violation of the content security policy would be in it."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    page.set_default_timeout(60_000)
+    expect.set_options(timeout=60_000)
+    complaints: list[str] = []
+    page.allowed = []  # what a test brings about
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page
+    page.close()
+    assert not [text for text in complaints if not any(allowed in text for allowed in page.allowed)]
+
+
+def open_live(page: Any, server: str) -> None:
+    page.goto(f"{server}/ui/")
+    expect(page.locator("#status")).to_have_text("live")
+
+
+def free_blocks(page: Any) -> int:
+    text = page.locator("#numbers").inner_text()
+    counts = {name: int(number) for number, name in re.findall(r"(\d+) (in use|cached|free)", text)}
+    return counts["cached"] + counts["free"]
+
+
+def test_a_text_streams_while_its_blocks_fill(page: Any, server: str) -> None:
+    open_live(page, server)
+    before = free_blocks(page)
+    assert before == POOL["num_blocks"] - 1
+    page.fill("#n", "2")
+    page.fill("#max_tokens", "90")
+    page.fill("#seed", "1")
+    page.click("#send")
+    expect(page.locator(".state").first).to_have_text("running")
+    expect(page.locator(".column")).to_have_count(2)
+    expect(page.locator(".note")).to_have_text(re.compile(r"^180 tokens · [\d.]+ tokens/s · first after \d+ ms$"))
+    first, second = (page.locator(".column .text").nth(index).inner_text() for index in range(2))
+    assert len(first) > 100 and len(second) > 100 and first != second
+    expect(page.locator(".state").first).to_have_text("finished")
+    expect(page.locator("#numbers")).to_contain_text("0 in use")
+    assert free_blocks(page) == before, "all blocks came back"
+
+
+def test_stop_ends_the_request_in_the_engine(
+    page: Any, server: str, built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, step = threading.Semaphore(8), built.engine.step
+    monkeypatch.setattr(
+        built.engine, "step", lambda: gate.acquire() and step()
+    )  # it is still running when it is stopped
+    open_live(page, server)
+    page.fill("#max_tokens", "230")
+    page.click("#send")
+    expect(page.locator(".token").nth(3)).to_be_visible()
+    expect(page.locator("#send")).to_be_disabled()
+    page.click("#stop")
+    expect(page.locator(".note")).to_contain_text("stopped")
+    expect(page.locator("#send")).to_be_enabled()
+    gate.release(500)
+    expect(page.locator("#numbers")).to_contain_text("0 in use")
+    expect(page.locator(".requests button").first).to_have_attribute("title", re.compile("ended: abort"))
+    assert gate._value > 400, "the engine went on behind the stop"
+
+
+def test_a_cell_for_every_block(page: Any, server: str) -> None:
+    open_live(page, server)
+    expect(page.locator("#grid")).to_have_attribute("data-cells", str(POOL["num_blocks"]))
+    expect(page.locator("#host-grid")).to_have_attribute("data-cells", "24")
+    page.locator("#grid").focus()
+    page.keyboard.press("End")
+    expect(page.locator("#detail")).to_contain_text(f"Block {POOL['num_blocks'] - 1} ")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#detail")).to_contain_text(f"Block {POOL['num_blocks'] - 1} ")
+    page.keyboard.press("Home")
+    expect(page.locator("#detail")).to_contain_text("Block 0 takes the writes of padding")
+
+
+def test_the_probabilities_of_a_token(page: Any, server: str) -> None:
+    open_live(page, server)
+    page.fill("#max_tokens", "4")
+    page.click("#send")
+    expect(page.locator(".note")).to_contain_text("4 tokens")
+    page.locator(".token").nth(1).hover()
+    tip = page.locator("#tooltip")
+    expect(tip.locator(".tip-row.chosen")).to_have_count(1)
+    shares = [float(share) for share in re.findall(r"([\d.]+) %", tip.inner_text())]
+    assert len(shares) >= 5 and shares == sorted(shares, reverse=True) and sum(shares) < 100.5
+    page.locator(".text").first.focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".token").first).to_be_focused()
+
+
+def test_beams_side_by_side(page: Any, server: str) -> None:
+    open_live(page, server)
+    page.select_option("#search", "beam")
+    expect(page.locator("#temperature")).to_be_disabled()
+    page.fill("#n", "3")
+    page.fill("#max_tokens", "8")
+    page.click("#send")
+    expect(page.locator(".column h3")).to_have_text(["Beam 1", "Beam 2", "Beam 3"])
+    expect(page.locator(".note")).to_contain_text("tokens/s")
+    texts = [page.locator(".column .text").nth(index).inner_text() for index in range(3)]
+    assert all(texts) and len(set(texts)) == 3
+
+
+def test_a_chat_goes_on(page: Any, server: str) -> None:
+    open_live(page, server)
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    page.get_by_label("Chat").check(force=True)
+    for text in ("Once upon a time", "And then"):
+        page.fill("#max_tokens", "6")
+        page.fill("#prompt", text)
+        page.locator("#prompt").press("Control+Enter")
+        expect(page.locator(".note").first).to_contain_text("6 tokens")
+        expect(page.locator("#prompt")).to_have_value("")
+    first = page.locator(".exchange").nth(1).locator(".text").inner_text()
+    said = [(one["role"], one["content"].strip()) for one in bodies[1]["messages"]]
+    assert said == [("user", "Once upon a time"), ("assistant", first.strip()), ("user", "And then")]
+
+
+def test_a_refusal_is_told(page: Any, server: str) -> None:
+    page.allowed.append("400")
+    open_live(page, server)
+    page.fill("#n", "16")
+    page.click("#send")
+    expect(page.locator(".note.problem")).to_contain_text("max_num_seqs is 8")
+
+
+HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script><b>bold</b>'
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_markup_in_a_text_stays_text(page: Any, server: str, with_tokens: bool) -> None:
+    open_live(page, server)
+    logprobs = {"tokens": [HOSTILE], "token_logprobs": [-0.5], "top_logprobs": [{HOSTILE: -0.5, "<i>": -1.0}]}
+    choice = {"index": 0, "text": HOSTILE, "logprobs": logprobs if with_tokens else None, "finish_reason": HOSTILE}
+    body = f"data: {json.dumps({'choices': [choice]})}\r\n\r\ndata: [DONE]\r\n\r\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.click("#send")
+    expect(page.locator(".column .text")).to_have_text(HOSTILE)
+    expect(page.locator(".column p")).to_have_text(HOSTILE)
+    if with_tokens:
+        page.locator(".token").hover()
+        expect(page.locator("#tooltip")).to_contain_text("<i>")
+    assert page.evaluate("window.broken") is None
+    assert page.locator("main img, main script, main b:not(.part b), #tooltip i").count() == 0
+
+
+def test_the_key_is_asked_for(page: Any, loop: EngineLoop, built: Built) -> None:
+    page.allowed.append("401")
+    with served_engine(loop, built, api_keys=[KEY]) as address:
+        page.goto(f"{address}/ui/")
+        dialog = page.locator("#key-dialog")
+        expect(dialog).to_be_visible()
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-text")).to_contain_text("refused")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        expect(page.locator("#status")).to_have_text("live")
+        expect(page.locator("#model")).to_have_text("demo")
+        assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
+        page.goto("about:blank")
+
+
+def open_log(page: Any, address: str, log: str) -> None:
+    page.allowed.append("404")  # there is no engine to ask
+    page.goto(f"{address}/ui/")
+    page.set_input_files("#log-file", {"name": "run.jsonl", "mimeType": "text/plain", "buffer": log.encode()})
+
+
+@pytest.fixture(scope="module")
+def files() -> Iterator[str]:
+    """The page without an engine."""
+    with served(Starlette(routes=page_routes())) as address:
+        yield address
+
+
+COMPARED = (
+    "number",
+    "id",
+    "state",
+    "beam_width",
+    "num_sequences",
+    "prompt_tokens",
+    "max_total_tokens",
+    "cached_tokens",
+    "num_preemptions",
+)
+
+
+def comparable(snapshot: Any) -> Any:
+    """What a log tells as well as the engine: all but the times."""
+    requests = [
+        {
+            **{name: request[name] for name in COMPARED},
+            "sequences": sorted(request["sequences"], key=lambda one: one["id"]),
+        }
+        for request in snapshot["requests"]
+        if request["state"] != "finished"
+    ]
+    for request in requests:
+        for one in request["sequences"]:
+            one.pop("sample")
+    step = {name: value for name, value in snapshot["step"].items() if name not in ("seconds", "draws")}
+    return {
+        "pool": snapshot["pool"],
+        "requests": sorted(requests, key=lambda one: one["number"]),
+        "step": step,
+        "num_steps": snapshot["num_steps"],
+    }
+
+
+def test_a_log_shows_what_the_engine_showed(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
+    log, snapshots = crowd
+    open_log(page, files, log)
+    shown = page.evaluate(
+        """async (text) => {
+            const { Recording } = await import("/ui/log.js");
+            const recording = new Recording(text);
+            const moments = Array.from({ length: recording.last + 1 }, (_, moment) => moment);
+            const onwards = moments.map((moment) => recording.at(moment));
+            const jumps = moments.reverse().map((moment) => recording.at(moment)).reverse();
+            return [onwards, jumps];
+        }""",
+        log,
+    )
+    for way in shown:
+        for moment, want in enumerate(snapshots, start=1):
+            assert comparable(way[moment]) == comparable(want), f"moment {moment}"
+    kinds = Counter(request["state"] for snapshot in snapshots for request in snapshot["requests"])
+    assert kinds["preempted"] and kinds["swapped"] and kinds["finished"], "the crowd shows everything"
+
+
+def test_a_log_is_opened_and_walked_through(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
+    log, snapshots = crowd
+    open_log(page, files, log)
+    expect(page.locator("#playground")).to_be_hidden()
+    expect(page.locator("#moment")).to_have_text(f"step 1 of {len(snapshots)}")
+    expect(page.locator("#scrubber")).to_be_focused()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator("#moment")).to_have_text(f"step 4 of {len(snapshots)}")
+    used = sum(count > 0 for count in snapshots[3]["pool"]["ref_counts"])
+    expect(page.locator("#numbers")).to_contain_text(f"{used} in use")
+    expect(page.locator("#grid")).to_have_attribute("data-cells", str(POOL["num_blocks"]))
+    page.click("#back")
+    expect(page.locator("#moment")).to_have_text(f"step 3 of {len(snapshots)}")
+    page.get_by_role("button", name="Play").click()
+    expect(page.locator("#moment")).to_have_text(f"step 6 of {len(snapshots)}")
+    page.get_by_role("button", name="Pause").click()
+    page.click("#leave-log")
+    expect(page.locator("#playground")).to_be_visible()
+
+
+def torn(log: str) -> str:
+    return log + '{"event":"pl'
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda log: "", "line 1 is not a record"),
+        (lambda log: '{"event":"plan"}\n', "does not begin with a header"),
+        (lambda log: log.replace('"format": 2', '"format": 9', 1), "format 9"),
+        (lambda log: log.replace('"event": "plan"', '"event": "<b>"', 1), "there is no event <b>"),
+        (lambda log: log + "[1, 2\n", "is not a record of an event log"),
+        (torn, None),
+    ],
+)
+def test_a_damaged_log_is_told(
+    page: Any, files: str, crowd: tuple[str, list[Any]], change: Callable[[str], str], message: str | None
+) -> None:
+    open_log(page, files, change(crowd[0]))
+    if message is None:
+        expect(page.locator("#log-name")).to_contain_text("cut off at its end")
+    else:
+        expect(page.locator("#problem")).to_contain_text(message)
+        expect(page.locator("#replay")).to_be_hidden()
+
+
+def test_what_a_block_is_told_by_keyboard(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
+    log, snapshots = crowd
+    moment, block = next(
+        (moment, block)
+        for moment, snapshot in enumerate(snapshots, start=1)
+        for block, count in enumerate(snapshot["pool"]["ref_counts"])
+        if count > 1
+    )
+    open_log(page, files, log)
+    page.locator("#scrubber").fill(str(moment))
+    page.locator("#grid").focus()
+    page.keyboard.press("Home")
+    for _ in range(block):
+        page.keyboard.press("ArrowRight")
+    count = snapshots[moment - 1]["pool"]["ref_counts"][block]
+    expect(page.locator("#detail")).to_contain_text(f"Block {block} has {count} references")
+    expect(page.locator(".table", has_text="positions")).to_have_count(min(count, 8))
+    expect(page.locator(".table li.here").first).to_have_text(str(block))
+    page.keyboard.press("Enter")
+    page.locator("#theme").focus()
+    expect(page.locator("#detail")).to_contain_text(f"Block {block} ")
+    page.keyboard.press("Escape")
+    expect(page.locator("#detail")).to_contain_text("Point at a block")
+
+
+def test_light_and_dark(browser: Any, files: str) -> None:
+    for scheme, other in (("light", "dark"), ("dark", "light")):
+        page = browser.new_page(color_scheme=scheme)
+        page.goto(f"{files}/ui/")
+        root = page.locator("html")
+        expect(root).to_have_attribute("data-theme", scheme)
+        before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.get_by_label("Light or dark").click()
+        expect(root).to_have_attribute("data-theme", other)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+        page.close()

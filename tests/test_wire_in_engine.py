@@ -1,0 +1,146 @@
+"""The wire format on top of an engine: what a stream says is what the whole says, and what an engine refuses has the client's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from jaxpage import LLM
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import Exchange, Job, open_chat, open_completion
+from tests.support.engines import invariants
+from tests.support.wire import context
+from tests.test_wire_answers import joined
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g"}},
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129, "max_model_len": 256}
+    with LLM("demo", use_tqdm=False, preemption_mode="recompute", **sizes) as built:
+        yield built
+        invariants(built)
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> ModelContext:
+    return context(max_model_len=256, tokenizer=llm.tokenizer, tool_parser="hermes")
+
+
+def prompt_of(llm: LLM, job: Job) -> Any:
+    if not isinstance(job.prompt, str):
+        return list(job.prompt)
+    ids = llm.tokenizer(job.prompt, add_special_tokens=job.add_special_tokens)["input_ids"]
+    return {"prompt": job.prompt, "prompt_token_ids": ids}
+
+
+def generated(llm: LLM, exchange: Exchange) -> dict[str, Any]:
+    prompts = [prompt_of(llm, job) for job in exchange.jobs]
+    return exchange.whole(llm.generate(prompts, [job.params for job in exchange.jobs], use_tqdm=False))
+
+
+def opened(server: ModelContext, fields: dict[str, Any]) -> Exchange:
+    opens: Any = open_chat if "messages" in fields else open_completion
+    return opens({"model": "demo", "temperature": 0.0, **fields}, server)
+
+
+STREAMS: list[dict[str, Any]] = [
+    {"prompt": "Once upon a time", "max_tokens": 8, "stop": ["lived a", "zz"]},
+    {"prompt": "Once upon a time", "temperature": 0.8, "seed": -1, "max_tokens": 8, "n": 2, "echo": True, "logprobs": 2},
+    {"prompt": [300, 301, 302], "echo": True, "logprobs": 1, "max_tokens": 0},
+    {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "n": 2, "temperature": 1.0, "seed": 4},
+    {"messages": MESSAGES, "max_tokens": 40, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    {"messages": MESSAGES, "max_tokens": 60, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"messages": MESSAGES, "max_tokens": 100, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", STREAMS, ids=lambda value: f"{value!r:.60}")
+def test_what_is_streamed_is_the_whole(llm: LLM, server: ModelContext, fields: dict[str, Any]) -> None:
+    whole = generated(llm, opened(server, fields))
+    stream = opened(server, {**fields, "stream": True, "stream_options": {"include_usage": True}})
+    (job,) = stream.jobs
+    chunks = [chunk for delta in llm.stream(prompt_of(llm, job), job.params) for chunk in stream.chunks(0, delta)]
+    chunks += stream.last_chunks()
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # what was cached differs
+    assert [chunks[-1]["usage"][name] for name in counts] == [whole["usage"][name] for name in counts]
+    found = joined(chunks)
+    for choice in whole["choices"]:
+        said = found[choice["index"]]
+        assert said["finish_reason"] == choice["finish_reason"]
+        assert said["logprobs"] == choice["logprobs"]
+        if "text" in choice:
+            assert said["text"] == choice["text"]
+        else:
+            assert said["delta"]["content"] == (choice["message"]["content"] or "")
+            functions = [
+                [call["function"] for call in calls.get("tool_calls", [])]
+                for calls in (said["delta"], choice["message"])
+            ]
+            assert functions[0] == functions[1]
+
+
+def test_what_a_grammar_makes_the_model_write(llm: LLM, server: ModelContext) -> None:
+    formatted, named, required = [generated(llm, opened(server, fields))["choices"][0] for fields in STREAMS[-3:]]
+    jsonschema.validate(json.loads(formatted["message"]["content"]), SCHEMA)
+    (call,) = named["message"]["tool_calls"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+    assert (call["function"]["name"], named["finish_reason"]) == ("f", "stop")
+    (call,) = required["message"]["tool_calls"]
+    assert call["function"]["name"] in ("f", "g") and required["finish_reason"] == "tool_calls"
+
+
+def test_the_best_hypotheses_come_first(llm: LLM, server: ModelContext) -> None:
+    body = {"prompt": "Once", "use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 6}
+    exchange = opened(server, body)
+    whole = generated(llm, exchange)
+    (wanted,) = llm.generate("Once", exchange.jobs[0].params, use_tqdm=False)
+    assert [choice["text"] for choice in whole["choices"]] == [one.text for one in wanted.outputs]
+    assert len(whole["choices"]) == 2
+
+
+REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"prompt": "x " * 300}, "prompt", "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "x " * 300}]}, "messages", "context_length_exceeded"),
+    ({"prompt": ""}, "prompt", None),
+    ({"prompt": [2048]}, "prompt", None),
+    ({"prompt": "x", "stop_token_ids": [2048]}, "stop_token_ids", None),
+    ({"prompt": "x", "logit_bias": {"2048": 1}}, "logit_bias", None),
+    ({"prompt": "x", "allowed_token_ids": [1, 2**31 - 1]}, "allowed_token_ids", None),
+    ({"prompt": "x", "priority": 1}, "priority", None),
+    ({"prompt": "x", "min_tokens": 300, "max_tokens": 300}, "min_tokens", None),
+    ({"prompt": "x", "use_beam_search": True, "n": 100}, "n", None),
+    ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs", None),
+    ({"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+     "response_format", None),
+    ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+      "tool_choice": "required"}, "tools[0].function.parameters", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), REFUSED, ids=[f"{fields!r:.60}" for fields, *_ in REFUSED])
+def test_what_the_engine_refuses_has_the_clients_names(
+    llm: LLM, server: ModelContext, fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    exchange = opened(server, fields)
+    with pytest.raises(Exception) as caught:
+        generated(llm, exchange)
+    error = exchange.refusal(caught.value)
+    assert (error.status, error.param, error.code) == (400, param, code)
+
+
+def test_a_request_that_leaves_no_token_is_the_clients_fault(llm: LLM, server: ModelContext) -> None:
+    with pytest.raises(ApiError, match="leaves no token") as caught:
+        generated(llm, opened(server, {"prompt": "x", "allowed_token_ids": [0], "structured_outputs": {"regex": "a+"}}))
+    assert caught.value.status == 400
