@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -149,7 +149,7 @@ def _chat(chance: random.Random) -> Ask:
 
 
 def _wrong(chance: random.Random) -> Ask:
-    fields = chance.choice(
+    fields: dict[str, Any] = chance.choice(
         (
             {"temperature": -1},
             {"n": 10**9},
@@ -182,7 +182,7 @@ class Served:
     """The server's process."""
 
     def __init__(self, num_blocks: int, max_queued: int) -> None:
-        flags = {**SETTINGS, "num-blocks": num_blocks, "port": 0, "max-queued-requests": max_queued}
+        flags: dict[str, Any] = {**SETTINGS, "num-blocks": num_blocks, "port": 0, "max-queued-requests": max_queued}
         command = [sys.executable, str(ROOT / "tools" / "serve.py"), "demo", "--log-json"]
         command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -223,7 +223,7 @@ class Served:
             self._reading.join(5)
 
     def _metrics(self) -> dict[str, float]:
-        found: Counter[str] = Counter()
+        found: defaultdict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(fetch(self.address, "/metrics")):
             for sample in family.samples:
                 name = f"{sample.name} {sample.labels['le']}" if "le" in sample.labels else sample.name
@@ -283,7 +283,8 @@ def answer(address: str, ask: Ask) -> tuple[int, str] | None:
 def _left(connection: HTTPConnection, seconds: float) -> tuple[int, str] | None:
     """None, unless the answer was complete before the time was over."""
     deadline = time.monotonic() + seconds
-    pieces, response = [], None
+    response = None
+    pieces: list[bytes] = []
     while (left := deadline - time.monotonic()) > 0:
         connection.sock.settimeout(left)
         try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
 import uuid
 
@@ -14,7 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxpage.serving.http.answers import send_error, told
 from jaxpage.serving.metrics import ServerMetrics
 
-LINGER_SECONDS, LINGER_BYTES = 1.0, 4 << 20  # for the rest of a body that nobody wants
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _REASONS = {
     401: "unauthorized",
@@ -39,7 +36,6 @@ class Envelope:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        waits_to_send = "expect" in headers  # its body, for our consent
         body_is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
         has_begun = False
         scope.setdefault("state", {})["request_id"] = request_id
@@ -57,8 +53,6 @@ class Envelope:
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
                 answer["x-content-type-options"] = "nosniff"
-                if not body_is_read and not waits_to_send:
-                    await _linger(watched_receive)
                 if not body_is_read:  # nobody is going to read the rest
                     answer["connection"] = "close"
                 if (reason := _reason(message["status"])) is not None:
@@ -74,17 +68,6 @@ class Envelope:
             if has_begun:
                 raise
             await send_error(told(error), scope, receive, dressed_send)
-
-
-async def _linger(receive: Receive) -> None:
-    """Reads what is under way: a connection that is closed with unread bytes is reset, and its client may lose the answer."""
-    num_bytes, more = 0, True
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_SECONDS):
-            while more and num_bytes < LINGER_BYTES:
-                message = await receive()
-                num_bytes += len(message.get("body", b""))
-                more = message.get("more_body", False)
 
 
 def _reason(status: int) -> str | None:
