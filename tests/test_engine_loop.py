@@ -280,8 +280,13 @@ def test_a_request_has_its_time_and_no_more(built, monkeypatch):
             [streamed] = await gate.until(loop.submit([order(built, max_tokens=200)], stream=True))
             clock.now += 300
             [later] = await gate.until(loop.submit([order(built)], stream=False))
+            [early] = await gate.until(loop.submit([order(built)], stream=False, arrived=clock.now - 300))
             clock.now += 301
-            reading = [asyncio.ensure_future(whole.whole()), asyncio.ensure_future(_all(streamed))]
+            reading = [
+                asyncio.ensure_future(early.whole()),
+                asyncio.ensure_future(whole.whole()),
+                asyncio.ensure_future(_all(streamed)),
+            ]
             gate.open()
             for one in await asyncio.gather(*reading, return_exceptions=True):
                 assert isinstance(one, DeadlineExceeded) and "600 s" in str(one)

@@ -519,7 +519,7 @@ FIELDS = sorted(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=max(400, settings().max_examples))
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4), st.booleans())
 def test_any_body_is_understood_or_refused(fields: dict[str, Any], is_strict: bool) -> None:
     raw = json.dumps({**completion(), **fields}).encode()

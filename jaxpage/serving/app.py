@@ -80,9 +80,10 @@ class Server:
 
     async def _exchange(self, opened: Open, scope: Scope, receive: Receive, send: Send) -> None:
         with self.visitors.inside():
+            arrived = time.monotonic()
             raw = await _json_body(scope, receive)
             exchange = await self.preparing.run(lambda: self._opened(opened, raw))
-            await self._generating.answer(exchange, scope, receive, send)
+            await self._generating.answer(exchange, arrived, scope, receive, send)
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:
         body = parse_object(raw)

@@ -47,14 +47,14 @@ class EngineLoop:
         """
         Args:
             max_queued_requests: how many may be there beyond the engine's `max_num_seqs`. More are refused.
-            request_timeout_seconds: from `submit` to the end of a request.
+            request_timeout_seconds: from its arrival to the end of a request.
             stalled_after_seconds: a step that takes longer makes `healthy` false.
         """
         self.num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
         self.ended: Future[None] = Future()  # of the thread; with EngineFailed and its cause, if it died
         self.engine = built.engine  # after `start` only for `check` and `compiled`, which change nothing
         self._calls = Calls(built.engine)
-        self._timeout = request_timeout_seconds
+        self._timeout = math.inf if request_timeout_seconds is None else request_timeout_seconds
         self._stalled_after = stalled_after_seconds
         self._thread = threading.Thread(target=self._run, name="jaxpage-engine", daemon=True)
         self._inbox: queue.SimpleQueue[tuple[Callable[[Engine], Any], Future[Any] | None]] = queue.SimpleQueue()
@@ -103,12 +103,15 @@ class EngineLoop:
     async def stats(self) -> dict[str, Any]:
         return await self.snapshot(Engine.stats)
 
-    async def submit(self, orders: Sequence[Order], *, stream: bool, name: str = "request") -> list[Submitted]:
+    async def submit(
+        self, orders: Sequence[Order], *, stream: bool, name: str = "request", arrived: float | None = None
+    ) -> list[Submitted]:
         """Gives requests to the engine, all or none.
 
         Args:
             stream: whether `deltas` will be asked of them, or `whole`.
             name: what their ids begin with. They end with a number of the engine's own.
+            arrived: when, by `time.monotonic`; None: now.
 
         Raises:
             QueueFull, ShuttingDown, EngineFailed.
@@ -119,7 +122,8 @@ class EngineLoop:
         if stream:
             for order in orders:
                 check_streamable(order.params)
-        submitted = [Submitted(self, order, stream=stream) for order in orders]
+        deadline = (time.monotonic() if arrived is None else arrived) + self._timeout
+        submitted = [Submitted(self, order, stream=stream, deadline=deadline) for order in orders]
         self._take_places(len(submitted))
         try:
             await self.snapshot(lambda engine: self._add(submitted, name))
@@ -264,9 +268,8 @@ class EngineLoop:
         except BaseException:
             self._calls.end(reporters)
             raise
-        deadline = math.inf if self._timeout is None else time.monotonic() + self._timeout
         for one, (request_id, reporter) in zip(submitted, reporters.items(), strict=True):
-            one.request_id, one.reporter, one.deadline = request_id, reporter, deadline
+            one.request_id, one.reporter = request_id, reporter
             self._live[request_id] = one
 
     def _wanted(self, one: Submitted) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -25,12 +24,7 @@ _STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-
-
 _ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", ShuttingDown: "shutdown"}
-
-
-_NOT_IN_HEADERS = re.compile(r"[^\x21-\x2b\x2d-\x7e]")  # all but visible ASCII, and the comma between names
 
 
 class ClientGone(Exception):
@@ -45,20 +39,21 @@ class Generating:
         self._preparing = preparing
         self._metrics = metrics
 
-    async def answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError as long as nothing was sent."""
+    async def answer(self, exchange: Exchange, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
+        """arrived: when, by `time.monotonic`. Raises ApiError as long as nothing was sent."""
         try:
-            await while_connected(receive, self._answered(exchange, scope, receive, send))
+            await while_connected(receive, self._answered(exchange, arrived, scope, receive, send))
         except ClientGone:
             self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
 
-    async def _answered(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answered(self, exchange: Exchange, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             orders = await self._preparing.orders(exchange.jobs)
-            submitted = await self._loop.submit(orders, stream=exchange.stream, name=exchange.id)
+            submitted = await self._loop.submit(orders, stream=exchange.stream, name=exchange.id, arrived=arrived)
         except Exception as error:
-            raise refusal_of(error) or exchange.refusal(error) from error
-        headers = {"x-jaxpage-ignored-fields": _listed(exchange.ignored_fields)} if exchange.ignored_fields else {}
+            refusal = refusal_of(error) or exchange.refusal(error)
+            raise (told(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
+        headers = {"x-jaxpage-ignored-fields": ", ".join(exchange.ignored_fields)} if exchange.ignored_fields else {}
         try:
             if exchange.stream:
                 await self._stream(exchange, submitted, headers, send)
@@ -131,8 +126,3 @@ async def _send_part(send: Send, body: bytes) -> None:
 
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + encoded(value) + b"\n\n"
-
-
-def _listed(fields: tuple[str, ...]) -> str:
-    """Names that a client made up, as a header may carry them."""
-    return ", ".join(_NOT_IN_HEADERS.sub("?", field[:64]) for field in fields[:32])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol, TypeVar
@@ -54,16 +53,16 @@ class Submitted:
     A slow reader costs nothing but the place of its request.
     """
 
-    def __init__(self, loop: Keeper, order: Order, *, stream: bool) -> None:
+    def __init__(self, loop: Keeper, order: Order, *, stream: bool, deadline: float) -> None:
         self.request_id = ""  # once the engine has it
         self.order = order
         self.stream = stream
+        self.deadline = deadline
         self.home = asyncio.get_running_loop()
         self._loop = loop
         self._waiting: asyncio.Future[RequestOutput] | None = None  # this and the error: on the event loop
         self._error: JaxpageError | None = None
-        self.deadline = math.inf  # from here on: on the engine's thread
-        self.reporter: Reporter | None = None
+        self.reporter: Reporter | None = None  # from here on: on the engine's thread
         self.is_wanted = self.has_news = self.is_over = False
 
     async def deltas(self) -> AsyncIterator[RequestOutput]:

@@ -70,9 +70,10 @@ export class BlockGrid {
   layout() {
     const width = this.canvas.clientWidth;
     const fits = (size) => Math.ceil(this.blocks.length / Math.max(1, Math.floor(width / size))) * size <= this.maxHeight;
-    this.pitch = SIZES.find(fits) ?? SIZES.at(-1);
-    this.size = this.pitch - (this.pitch > 15 ? 4 : this.pitch > 8 ? 2 : 1);
-    this.columns = Math.max(1, Math.floor(width / this.pitch));
+    const least = SIZES.find(fits) ?? SIZES.at(-1);
+    this.columns = Math.max(1, Math.floor(width / least));
+    this.pitch = this.blocks.length < this.columns ? least : (width - 1) / this.columns; // rows are as wide as the box
+    this.size = Math.floor(this.pitch) - (least > 15 ? 4 : least > 8 ? 2 : 1);
     return Math.max(1, Math.ceil(this.blocks.length / this.columns)) * this.pitch + 2;
   }
 

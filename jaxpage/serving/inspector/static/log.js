@@ -461,6 +461,7 @@ class LogState {
 
   // The same form as a snapshot of an engine
 
+  /** Shares no list with what goes on. */
   snapshot() {
     const { refs, entries, pins, requests, plan, history, copies, step, numSteps } = this.data;
     const order = { running: 0, swapped: 1, preempted: 1, waiting: 2, finished: 3 };
@@ -478,20 +479,21 @@ class LogState {
       },
       requests: sorted.map((request) => this.described(request)),
       step: plan,
-      history,
+      history: [...history],
       copies,
       num_steps: numSteps,
       compiles: null,
     };
   }
 
-  described({ members, ids, lastStep, rank, salt, scores, cached_tokens, ...request }) {
+  described({ members, ids, lastStep, rank, salt, scores, cached_tokens, timeline, ...request }) {
     const sequences = members.map((id) => this.data.sequences.get(id));
     return {
       ...request,
       cached_tokens: cached_tokens ?? 0,
+      timeline: timeline.map((segment) => [...segment]),
       sequences: sequences.map(({ id, sample, tokens, computed, blocks, host }) => ({
-        id, sample, known: tokens.length, computed, blocks, host_blocks: host,
+        id, sample, known: tokens.length, computed, blocks: [...blocks], host_blocks: host,
       })),
       ...(request.state === "finished" ? { reasons: sequences.map((sequence) => sequence.reason) } : {}),
     };

@@ -42,8 +42,8 @@ export function drawTimeline(canvas, request, from, to, now) {
   if (first) context.fillRect(x(first[1]), height / 2 - 0.5, x(last[2] ?? now) - x(first[1]), 1);
   for (const [kind, start, end] of request.timeline) {
     const left = Math.max(x(start), 0);
+    if (x(end ?? now) < 0) continue;
     const right = Math.max(x(end ?? now), left + 1.5);
-    if (right < 0) continue;
     if (kind === "queued" || kind === "preempted" || kind === "swapped") {
       drawWaiting(context, kind, left, right, height);
     } else {

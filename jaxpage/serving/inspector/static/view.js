@@ -34,12 +34,13 @@ export class InspectorView {
 
   /** isLive: copies fade; otherwise those of the step stay. */
   show(snapshot, isLive) {
+    const isFirst = !this.snapshot || this.isLive !== isLive; // what was copied before nobody looked at
     this.snapshot = snapshot;
     this.isLive = isLive;
     this.blocks = blocksOf(snapshot);
     this.hostBlocks = hostBlocksOf(snapshot);
     const step = snapshot.step;
-    const copies = snapshot.copies.filter(([number]) => (isLive ? number > this.lastStep : number === step?.step));
+    const copies = snapshot.copies.filter(([number]) => (isLive ? number > this.lastStep && !isFirst : number === step?.step));
     this.grid.show(this.blocks, { written: this.written(), copies: copies.map(([, from, to]) => [from, to]), keep: isLive });
     $("host").hidden = !this.hostBlocks.length;
     if (this.hostBlocks.length) this.hostGrid.show(this.hostBlocks);
