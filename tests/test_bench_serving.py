@@ -13,7 +13,7 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.bench.http_client import Answer, Client
-from jaxpage.bench.serve import summary
+from jaxpage.bench.serve import Places, summary
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_bench import LLAMA
 
@@ -170,6 +170,30 @@ def test_no_more_requests_at_a_time_than_asked_for(server: FakeServer, capsys: p
     server.together = 3
     bench(server, "--num-prompts", "12", "--max-concurrency", "3", "--model", "b", capsys=capsys)
     assert server.most == 3 and server.bodies[-1]["model"] == "b"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_place_that_is_free_is_given_on_unless_batches_stay_whole(whole: bool) -> None:
+    async def run() -> list[list[int]]:
+        places, admitted, seen = Places(2, whole=whole), [], []
+
+        async def one(index: int) -> None:
+            await places.take()
+            admitted.append(index)
+
+        tasks = [asyncio.ensure_future(one(index)) for index in range(5)]
+        for leaves in (False, True, True, True, True):
+            if leaves:
+                places.give_back()
+            for _ in range(10):  # turns of the loop: far more than it takes
+                await asyncio.sleep(0)
+            seen.append(list(admitted))
+        await asyncio.gather(*tasks)
+        return seen
+
+    one_by_one = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    in_batches = [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert asyncio.run(run()) == (in_batches if whole else one_by_one)
 
 
 def test_static_batches_wait_for_their_last(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ async def _run(
         whole: a place that is free is given to nobody before all are: the batches of an engine that cannot change them.
     """
     salt = uuid.uuid4().hex  # no run finds the prefixes of another in the server's cache
-    places = _Places(most or len(work), whole=whole)
+    places = Places(most or len(work), whole=whole)
     start = perf_counter()
     with tqdm(total=len(work), desc="Static batches" if whole else "Requests", unit="request", disable=None) as bar:
 
@@ -143,7 +143,7 @@ async def _run(
     return summary(answers, perf_counter() - start)
 
 
-class _Places:
+class Places:
     """Places for requests at a time, first come, first served."""
 
     def __init__(self, number: int, *, whole: bool) -> None:
