@@ -11,12 +11,10 @@ from jaxpage.serving.wire.errors import ApiError
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one request body. What they do not bound is bounded by the size of the body."""
+    """Bounds of one request beside those of its fields (fields.py)."""
 
     max_prompts: int = 256
     max_sequences: int = 1024  # prompts times sequences of each
-    max_messages: int = 4096
-    max_tools: int = 128
     max_tokenize_characters: int = 1_000_000
     max_detokenize_tokens: int = 1_000_000
 

@@ -14,6 +14,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_BIASES = 1024
 MAX_COMPLETION_LOGPROBS = 5
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 
 Item = TypeVar("Item")
 Items = Annotated[
@@ -223,8 +225,8 @@ class NamedTool(Fields):
 class ConversationFields(Fields):
     """What a chat template is given."""
 
-    messages: Annotated[Items[Message], Field(min_length=1)]
-    tools: Items[Tool] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -40,9 +40,6 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
         ApiError: 400; there is no template, it refuses the messages or fails on them, or a variable is none of its own.
     """
     template = template_of(context, tools)
-    if len(request.messages) > context.limits.max_messages:
-        message = f"messages has {len(request.messages)} of them; at most {context.limits.max_messages} are allowed"
-        raise ApiError(400, message, param="messages")
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"

@@ -35,7 +35,7 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         if choice not in (None, "none"):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         return ToolUse()
-    _check(tools, context)
+    _check(tools)
     if choice == "none":
         return ToolUse()
     if request.structured_outputs is not None or not isinstance(request.response_format, TextFormat | None):
@@ -58,9 +58,7 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     return ToolUse(lambda: new_parser(names), tools, keeps_special_tokens=_has_special_marks(context))
 
 
-def _check(tools: list[Tool], context: ModelContext) -> None:
-    if len(tools) > context.limits.max_tools:
-        raise ApiError(400, f"tools has {len(tools)}; at most {context.limits.max_tools} are allowed", param="tools")
+def _check(tools: list[Tool]) -> None:
     names = set()
     for index, tool in enumerate(tools):
         if tool.function.name in names:
