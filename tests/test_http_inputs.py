@@ -300,9 +300,10 @@ def promises(client: httpx.Client) -> Promises:
 @pytest.fixture(autouse=True)
 def as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test of the server in this process it is as it was, and nothing went wrong in it."""
+    promises = request.getfixturevalue("promises") if "server" in request.fixturenames else None
     yield
-    if "server" in request.fixturenames:
-        request.getfixturevalue("promises").check()
+    if promises is not None:
+        promises.check()
         assert request.getfixturevalue("server").errors == []
 
 

@@ -14,9 +14,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jaxpage.decoding.strategy import NO_TOKEN_LEFT
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import Logprob, RequestOutput
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
+from jaxpage.serving.wire.logprobs import TokenTexts, completion_logprobs
 from tests.support.wire import Scripted, context, deltas, output, tokenizer
 
 USER = {"role": "user", "content": "Hello"}
@@ -353,3 +354,10 @@ def test_a_sequence_that_has_ended_says_nothing_more() -> None:
     chunks = [stream.chunks(0, delta) for delta in deltas(output(stream, script), script)]
     assert [[choice["index"] for chunk in step for choice in chunk["choices"]] for step in chunks] == [[0, 1], [1], [1]]
     assert not stream.last_chunks()
+
+
+def test_tokens_with_one_text_are_all_told() -> None:
+    """Pieces of characters look alike; the likeliest of them must not hide behind the chosen one."""
+    entry = {5: Logprob(-2.0, 2, "\ufffd"), 6: Logprob(-1.0, 1, "\ufffd")}
+    found = completion_logprobs([5], [entry], 2, 0, TokenTexts(None))
+    assert found["top_logprobs"] == [{"\ufffd": -2.0, "token_id:6": -1.0}]

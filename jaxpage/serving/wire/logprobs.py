@@ -66,10 +66,12 @@ def chat_logprobs(token_ids: list[int], entries: Entries, wanted: int, texts: To
 
 
 def _by_text(entry: dict[int, Logprob], texts: TokenTexts) -> dict[str, float]:
-    """Of several tokens with one text the first: the chosen one, or the likeliest."""
+    """The chosen token first. Of several with one text, which pieces of a character have, the others go by their number: lm-eval
+    takes the largest value for the likeliest token's."""
     found: dict[str, float] = {}
     for token_id, one in entry.items():
-        found.setdefault(texts(token_id, one), bounded(one.logprob))
+        text = texts(token_id, one)
+        found[f"token_id:{token_id}" if text in found else text] = bounded(one.logprob)
     return found
 
 

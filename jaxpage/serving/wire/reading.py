@@ -21,6 +21,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "documents": (),
+    "escape_special_tokens": (False,),
     "function_call": (),
     "functions": (),
     "guided_choice": (),
