@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 
 from jaxpage.engine.engine import Engine
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.wire import tokenizing
 from tests.support.holding import Steps, held, stepped
-from tests.support.running import Running, metrics, running, wait_until
+from tests.support.running import WAIT_SECONDS, Running, metrics, running, wait_until
 
 MAX_QUEUED = 160
 COMMON: dict[str, Any] = {"model": "demo", "max_tokens": 8}
@@ -235,6 +237,36 @@ async def _leave_waiting(server: Running, raw: bytes) -> None:
     await writer.drain()
     await asyncio.to_thread(wait_until, lambda: server.loop._num_open, "it has a place in the queue")
     writer.transport.abort()
+
+
+def test_nobody_waits_for_texts_that_are_only_tokenized(
+    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take seconds for each of them, and there may be many."""
+    goes_on, asked = threading.Event(), threading.Semaphore(0)
+
+    def endless(text: str, param: str) -> str:
+        asked.release()
+        goes_on.wait()
+        return text
+
+    monkeypatch.setattr(tokenizing, "valid_text", endless)
+    answers: list[httpx.Response] = []
+    tokenizings = [
+        threading.Thread(target=lambda: answers.append(client.post("/tokenize", json={"prompt": TEXT})))
+        for _ in range(8)
+    ]
+    try:
+        for one in tokenizings:
+            one.start()
+        assert asked.acquire(timeout=WAIT_SECONDS)
+        assert client.post(COMPLETIONS, json={**COMMON, "prompt": TEXT}, timeout=WAIT_SECONDS).status_code == 200
+        assert not answers
+    finally:
+        goes_on.set()
+        for one in tokenizings:
+            one.join(WAIT_SECONDS)
+    assert [answer.status_code for answer in answers] == [200] * 8
 
 
 def test_a_thousand_clients_at_once(server: Running) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tools.soak import Ask, Look, Tally, asks, broken, judge
+from tools.soak import Look, Tally, broken, judge
+from tools.soak_requests import Ask, asks
 
 ROOT = Path(__file__).parents[1]
 WARM = Look(
@@ -32,7 +33,7 @@ WARM = Look(
 
 
 def test_a_short_soak_keeps_every_promise() -> None:
-    command = [sys.executable, "tools/soak.py", "--requests", "200", "--warm-up", "60", "--clients", "16"]
+    command = [sys.executable, "-m", "tools.soak", "--requests", "200", "--warm-up", "60", "--clients", "16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("every promise was kept\n"), done.stdout + done.stderr
     assert "requests              200 in" in done.stdout
