@@ -94,7 +94,7 @@ class Server:
 
     async def _transform(self, transform: Transform, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await _json_body(scope, receive)
-        result = await self.preparing.run(lambda: transform(parse_object(raw), self._context))
+        result = await self.preparing.aside(lambda: transform(parse_object(raw), self._context))
         await json_answer(result)(scope, receive, send)
 
     async def _models(self, request: Request) -> Response:

@@ -18,6 +18,7 @@ from jaxpage.serving.wire.exchange import Job
 _Result = TypeVar("_Result")
 _READING_THREADS = 2  # tokenizers and parsers let the engine's thread run meanwhile, or are short
 _GRAMMAR_THREADS = 1  # grammars are compiled one at a time
+_ASIDE_THREADS = 1  # a text that no model could take may be tokenized, which takes seconds
 
 
 class Workers:
@@ -53,11 +54,16 @@ class Preparing:
     def __init__(self, engine: Engine, max_waiting: int) -> None:
         self._engine = engine
         self._reading = Workers("reading", _READING_THREADS, max_waiting)
+        self._aside = Workers("aside", _ASIDE_THREADS, max_waiting)
         self._grammars = Workers("grammars", _GRAMMAR_THREADS, max_waiting)  # of their own: each may take seconds
 
     async def run(self, function: Callable[[], _Result]) -> _Result:
         """Anything else that a request needs done. Raises QueueFull, and what it raises."""
         return await self._reading.run(function)
+
+    async def aside(self, function: Callable[[], _Result]) -> _Result:
+        """The same for what is not on its way to the engine: what is does not wait behind it."""
+        return await self._aside.run(function)
 
     async def orders(self, jobs: Sequence[Job]) -> list[Order]:
         """Raises QueueFull, and what is wrong with one of the jobs: see `checked` and `Engine.compiled`."""
@@ -70,6 +76,7 @@ class Preparing:
 
     def close(self) -> None:
         self._reading.close()
+        self._aside.close()
         self._grammars.close()
 
     def _checked(self, job: Job) -> Order:

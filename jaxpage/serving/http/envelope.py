@@ -53,7 +53,6 @@ class Envelope:
         async def dressed_send(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
-                has_begun = True
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
                 answer["x-content-type-options"] = "nosniff"
@@ -66,6 +65,7 @@ class Envelope:
                 await _read_on(watched_receive)
                 message = {"type": "http.response.body"}
             await send(message)
+            has_begun = True  # not before: of a start that could not be sent the client knows nothing
 
         try:
             await self._app(scope, watched_receive, dressed_send)

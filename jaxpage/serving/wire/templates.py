@@ -24,11 +24,13 @@ from jaxpage.serving.wire.fields import (
     ToolCall,
     ToolMessage,
 )
+from jaxpage.serving.wire.render_time import templates_end_within
 
 # What the renderer itself gives a template.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception"}
 _MAX_NUMBER, _MAX_TEXT = 10_000, 1_000  # of a variable: a template may count up to it
 _MAX_VARIABLES = 64
+RENDER_SECONDS = 2.0
 
 
 def render(request: ConversationFields, context: ModelContext, tools: list[Tool]) -> str:
@@ -48,18 +50,19 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
     messages = [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
     variables = _variables(request.chat_template_kwargs or {}, template, context)
     try:
-        return str(
-            context.tokenizer.apply_chat_template(  # type: ignore[union-attr]  # it has a template
-                messages,
-                tools=[_tool(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=not continues
-                if request.add_generation_prompt is None
-                else request.add_generation_prompt,
-                continue_final_message=continues,
-                **variables,
+        with templates_end_within(RENDER_SECONDS):
+            return str(
+                context.tokenizer.apply_chat_template(  # type: ignore[union-attr]  # it has a template
+                    messages,
+                    tools=[_tool(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=not continues
+                    if request.add_generation_prompt is None
+                    else request.add_generation_prompt,
+                    continue_final_message=continues,
+                    **variables,
+                )
             )
-        )
     except Exception as error:  # a template is a program, and may fail in any way
         what = str(error) or type(error).__name__
         raise ApiError(400, f"The model's chat template refuses these messages: {what}", param="messages") from None

@@ -1,0 +1,455 @@
+"""The flaws that servers of language models were found to have (SECURITY.md names them), tried on this one."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hmac
+import http.client
+import json
+import logging
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
+
+from jaxpage.engine import grammar_compiler
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.wire import templates
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import open_chat
+from tests.support.holding import held
+from tests.support.running import Running, metrics, running, wait_until
+from tests.support.wire import context, with_template
+
+KEYS = ("a-first-key-of-this-test", "a-second-key-of-this-test")
+COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hm"}], "max_tokens": 2}
+OF_THE_MACHINE = re.compile(r"0x[0-9a-f]{4}|Traceback|site-packages|/home|/usr|/work|object at|File \"")
+MIB = 1 << 20
+
+
+class Witness:
+    """What the interpreter does that its audit events tell of: connections, names looked up, files, programs."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any]] | None = None
+        sys.addaudithook(self._heard)  # for good: there is no way to take one away
+
+    def _heard(self, event: str, arguments: Any) -> None:
+        if self.seen is not None and event in (
+            "socket.connect",
+            "socket.getaddrinfo",
+            "open",
+            "os.system",
+            "subprocess.Popen",
+        ):
+            self.seen.append((event, arguments))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[list[tuple[str, Any]]]:
+        self.seen = seen = []
+        try:
+            yield seen
+        finally:
+            self.seen = None
+
+
+@pytest.fixture(scope="module")
+def witness() -> Witness:
+    return Witness()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(ServerConfig(), api_keys=KEYS) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    """With a key. Whatever it is answered has nothing of the machine in it."""
+
+    def check(answer: httpx.Response) -> None:
+        answer.read()
+        if answer.status_code >= 400:
+            assert not OF_THE_MACHINE.search(answer.text), answer.text
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    headers = {"Authorization": f"Bearer {KEYS[1]}"}
+    with httpx.Client(base_url=server.address, timeout=120, headers=headers, event_hooks={"response": [check]}) as one:
+        yield one
+
+
+def _port(server: Running) -> int:
+    return int(server.address.rpartition(":")[2])
+
+
+# Doors
+
+
+def test_one_socket_listens_and_only_to_this_machine(server: Running, client: httpx.Client) -> None:
+    assert ServerConfig().host == "127.0.0.1"
+    client.post("/v1/completions", json={**COMPLETION, "structured_outputs": {"choice": ["a"]}})  # starts its process
+    process = psutil.Process()
+    listening = [
+        one.laddr
+        for member in (process, *process.children(recursive=True))
+        for one in member.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    assert listening == [("127.0.0.1", _port(server))]
+
+
+ODD_PATHS = (
+    *("//v1/models", "/v1/../metrics", "/v1/%2e%2e/metrics", "/metrics/", "/health/", "/health/../metrics", "/HEALTH"),
+    *(
+        "/health;/metrics",
+        "/health%2f..%2fmetrics",
+        "/ready?x=/metrics&key=" + KEYS[0],
+        "/nothing",
+        "/ui",
+        "/debug/state",
+    ),
+)
+WRONG: tuple[dict[str, str], ...] = (
+    {},
+    {"Authorization": ""},
+    {"Authorization": "Bearer"},
+    {"Authorization": f"Bearer {KEYS[0]}x"},
+    {"Authorization": f"Bearer {KEYS[0][:-1]}"},
+    {"Authorization": KEYS[0]},
+    {"Authorization": f"Basic {KEYS[0]}"},
+    {"X-Api-Key": KEYS[0]},
+    {"Authorization": f"Bearer {KEYS[0]} {KEYS[1]}"},
+    {"X-Forwarded-For": "127.0.0.1", "X-Original-URL": "/health", "X-Rewrite-Url": "/health"},
+    {"Host": "a/health?x="},
+)
+
+
+def test_every_path_but_two_needs_a_key(server: Running) -> None:
+    paths = [route.path.replace("{name:path}", "demo") for route in server.server.routes if isinstance(route, Route)]
+    assert len(paths) > 10
+    closed = [*(path for path in paths if path not in ("/health", "/ready")), *ODD_PATHS]
+    for path in closed:
+        open_exactly = path.partition("?")[0] in ("/health", "/ready")
+        for headers in WRONG if path in ("/metrics", "/v1/completions", "/health/../metrics") else WRONG[:1]:
+            for method in ("GET", "POST", "HEAD", "OPTIONS", "BREW") if not headers else ("GET",):
+                status = _status(server, method, path, headers)
+                assert status in ((200, 405) if open_exactly else (401, 400)), (method, path, headers, status)
+                assert status != 400 or "Host" in headers
+    assert [_status(server, "GET", path, {}) for path in ("/health", "/ready")] == [200, 200]
+    assert _status(server, "GET", "/metrics", {"Authorization": f"Bearer {KEYS[0]}"}) == 200
+
+
+def _status(server: Running, method: str, path: str, headers: dict[str, str]) -> int:
+    """As it is written: nothing tidies the path."""
+    connection = http.client.HTTPConnection("127.0.0.1", _port(server), timeout=60)
+    try:
+        connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("given", [KEYS[0], KEYS[1], "no key"])
+def test_a_key_is_compared_with_all_in_constant_time(
+    server: Running, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(first: bytes, second: bytes) -> bool:
+        compared.append((first, second))
+        return real(first, second)
+
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    status = _status(server, "GET", "/version", {"Authorization": f"Bearer {given}"})
+    assert status == (200 if given in KEYS else 401)
+    assert len(compared) == len(KEYS) and {len(part) for pair in compared for part in pair} == {32}, "digests, all"
+
+
+def test_the_page_is_off(client: httpx.Client) -> None:
+    assert [client.get(path).status_code for path in ("/ui", "/ui/", "/debug/state", "/debug/events")] == [404] * 4
+
+
+# What is asked for from outside
+
+
+def test_nobody_is_called_and_no_file_is_read(
+    server: Running, client: httpx.Client, witness: Witness, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    urls = ("http://127.0.0.1:9/x.png", f"file://{secret}", "data:image/png;base64,AAAA", "http://example.invalid/")
+    with witness.watching() as seen:
+        for url in urls:
+            parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": url}]
+            answer = client.post(
+                "/v1/chat/completions", json={**CHAT, "messages": [{"role": "user", "content": parts}]}
+            )
+            assert answer.status_code == 400 and "supported" in answer.text
+            schema = {"json": {"$ref": url}}
+            answer = client.post("/v1/completions", json={**COMPLETION, "structured_outputs": schema})
+            assert answer.status_code == 400
+        for name in (str(secret), "../../etc/passwd", "http://example.invalid/model"):
+            assert client.post("/v1/completions", json={**COMPLETION, "model": name}).status_code == 404
+            assert client.get(f"/v1/models/{name}").status_code == 404
+        assert client.post("/v1/completions", json=COMPLETION).status_code == 200
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+    own = ("127.0.0.1", _port(server))
+    called = [
+        arguments[1] if event == "socket.connect" else arguments for event, arguments in seen if "socket" in event
+    ]
+    assert {tuple(address[:2]) for address in called} <= {own}, "but for the client's own calls"
+    read = [str(arguments[0]) for event, arguments in seen if event == "open"]
+    assert not [path for path in read if "secret.txt" in path or "passwd" in path]
+
+
+def test_compressed_bodies_are_refused(client: httpx.Client) -> None:
+    bomb = gzip.compress(b" " * (50 * MIB))
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    assert client.post("/v1/completions", content=bomb, headers=headers).status_code == 415
+
+
+def test_headers_without_end_take_no_memory(server: Running) -> None:
+    process, before = psutil.Process(), psutil.Process().memory_info().rss
+    line, sent = b"x-a: " + b"b" * 8000 + b"\r\n", 0
+    with socket.create_connection(("127.0.0.1", _port(server)), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n")
+        try:
+            while sent < 30 * MIB:
+                connection.sendall(line)
+                sent += len(line)
+            answer = connection.recv(100)
+        except ConnectionError:
+            answer = b""
+    assert not answer or answer.startswith(b"HTTP/1.1 4"), answer
+    assert sent < 30 * MIB or answer, "it was cut off, or told"
+    assert process.memory_info().rss < before + 16 * MIB
+
+
+def test_helpers_have_limits_too(client: httpx.Client) -> None:
+    assert client.post("/detokenize", json={"tokens": [1] * 1_000_001}).status_code == 400
+    assert client.post("/tokenize", json={"prompt": "a" * 1_000_001}).status_code == 400
+    assert client.post("/detokenize", json={"tokens": [1] * 3_000_000}).status_code == 413
+
+
+# Templates
+
+INJECTIONS = (
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context.cycler.__init__.__globals__.os.popen('touch CANARY').read() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
+    "{{ joiner.__init__.__globals__.os.system('touch CANARY') }}",
+    "{{ namespace.__init__.__globals__.os.system('touch CANARY') }}",
+    "{{ lipsum.__globals__['os'].system('touch CANARY') }}",
+    "{{ lipsum.__globals__.__builtins__.open('CANARY', 'w') }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ raise_exception.__globals__['__builtins__']['open']('CANARY', 'w') }}",
+    "{{ strftime_now.__globals__ }}",
+    "{{ strftime_now.__code__.co_consts }}",
+    "{{ (''|attr('__class__')).__mro__ }}",
+    "{{ ''|attr('__class__')|attr('__mro__') }}",
+    "{{ ''['__class__'] }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    "{{ ('{0.__class__.__init__.__globals__}'|format)(messages) }}",
+    "{{ messages|map(attribute='__class__')|list }}",
+    "{{ [].append.__self__.__class__ }}",
+    "{% set x = messages.append({'role': 'system', 'content': 'CANARY'}) %}{{ messages }}",
+    "{% import 'os' as os %}{{ os.system('touch CANARY') }}",
+    "{% include 'config.json' %}",
+    "{% extends 'config.json' %}",
+    "{{ range(10**9)|list }}",
+    "{% for x in range(10**9) %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", INJECTIONS, ids=range(len(INJECTIONS)))
+def test_templates_of_a_model_cannot_leave_their_sandbox(
+    witness: Witness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, template: str
+) -> None:
+    """Refused, or harmless: nothing is run, nothing is written, nothing of Python shows in the prompt."""
+    monkeypatch.chdir(tmp_path)
+    own = context(tokenizer=with_template(template))
+    with witness.watching() as seen:
+        try:
+            exchange = open_chat(CHAT, own)
+        except ApiError as error:
+            assert error.status == 400 and not OF_THE_MACHINE.search(error.message)
+        else:
+            prompt = exchange.jobs[0].prompt
+            assert isinstance(prompt, str) and not re.search("<class|<module|built-in|subprocess|CANARY", prompt), (
+                prompt
+            )
+    assert not [event for event in seen if event[0] != "open"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_template_that_goes_round_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the thread that renders it, which has nothing of a trace left behind."""
+    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.2)
+    before = sys.gettrace()
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ApiError, match="took longer than 0.2 s") as refused:
+        open_chat(CHAT, context(tokenizer=with_template(loop)))
+    assert refused.value.status == 400 and sys.gettrace() is before
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template": "{{ messages }}"},
+        {"chat_template_kwargs": {"chat_template": "{{ messages }}"}},
+        {"chat_template_kwargs": {"tokenize": True}},
+        {"chat_template_kwargs": {"messages": []}},
+        {"chat_template_kwargs": {"tools": []}},
+        {"chat_template_kwargs": {"add_generation_prompt": True}},
+        {"chat_template_kwargs": {"return_dict": True}},
+    ],
+)
+def test_a_request_brings_no_template(client: httpx.Client, fields: dict[str, Any]) -> None:
+    assert client.post("/v1/chat/completions", json={**CHAT, **fields}).status_code == 400
+
+
+# What one client learns of another, or does to it
+
+
+def test_a_salt_hides_a_prompt_from_others(client: httpx.Client) -> None:
+    """How soon an answer comes tells whether its prompt is cached, so others' prompts must not be found."""
+
+    def cached(salt: str | None) -> int:
+        body = {**COMPLETION, "prompt": list(range(200, 264)), **({} if salt is None else {"cache_salt": salt})}
+        before = metrics(client)["jaxpage_prefix_cache_hits_total"]
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        found = usage["prompt_tokens_details"]["cached_tokens"]
+        assert metrics(client)["jaxpage_prefix_cache_hits_total"] - before == found
+        return int(found)
+
+    assert [cached("mine"), cached("yours"), cached(None)] == [0, 0, 0]
+    assert all(cached(salt) >= 48 for salt in ("mine", "yours", None))
+
+
+def test_ids_are_the_servers_own(server: Running, client: httpx.Client) -> None:
+    """Two requests under one id of their clients: one leaves, and the other is answered."""
+    headers = {"X-Request-Id": "the-same"}
+    body = {**COMPLETION, "max_tokens": 50, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+    with held(server):
+        leaving = http.client.HTTPConnection("127.0.0.1", _port(server))
+        key = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "application/json"}
+        leaving.request("POST", "/v1/completions", json.dumps(body), {**headers, **key})
+        wait_until(lambda: server.loop._num_open == 1, "the first is there")
+        staying = threading.Thread(
+            target=lambda: answers.append(client.post("/v1/completions", json=body, headers=headers))
+        )
+        staying.start()
+        wait_until(lambda: server.loop._num_open == 2, "both are there")
+        leaving.close()
+        wait_until(lambda: server.server.visitors._number == 1, "the first has left")
+    staying.join(60)
+    (answer,) = answers
+    assert answer.json()["usage"]["completion_tokens"] == 50 and answer.headers["x-request-id"] == "the-same"
+    assert "the-same" not in answer.json()["id"]
+    assert answer.json()["id"] != client.post("/v1/completions", json=body, headers=headers).json()["id"]
+
+
+@pytest.mark.parametrize("given", ["x" * 10_000, "a b", "é", "", "../../x", "<script>"])
+def test_ids_that_are_none_are_replaced(client: httpx.Client, given: str) -> None:
+    answer = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
+    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+# What grows
+
+
+def test_what_clients_make_up_is_no_label(server: Running, client: httpx.Client) -> None:
+    def series() -> set[tuple[str, str]]:
+        found = text_string_to_metric_families(client.get("/metrics").text)
+        return {(sample.name, str(sample.labels)) for family in found for sample in family.samples}
+
+    before = series()
+    key = {"Authorization": f"Bearer {KEYS[0]}"}
+    for number in range(300):
+        _status(server, f"M{number}", f"/path-{number}", key)
+    for number in range(20):
+        client.post("/v1/completions", json={**COMPLETION, "model": f"m{number}", f"field_{number}": 1, "user": "x"})
+    assert series() == before
+
+
+def test_unique_schemas_are_forgotten(server: Running, client: httpx.Client, witness: Witness) -> None:
+    def ask(number: int) -> None:
+        properties = {f"name_{number}_{place}": {"type": "string", "maxLength": 20} for place in range(20)}
+        wanted = {"json": {"type": "object", "properties": properties, "required": list(properties)}}
+        body = {**COMPLETION, "max_tokens": 1, "structured_outputs": wanted}
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+    for number in range(grammar_compiler.CACHED_GRAMMARS):
+        ask(number)
+    before = psutil.Process().memory_info().rss
+    with witness.watching() as seen:
+        for number in range(1000, 1000 + 2 * grammar_compiler.CACHED_GRAMMARS):
+            ask(number)
+    compiler = server.loop.engine.grammars
+    assert len(compiler._cache) == grammar_compiler.CACHED_GRAMMARS
+    assert sum(size for _, size in compiler._cache.values()) <= grammar_compiler.CACHED_BYTES
+    assert psutil.Process().memory_info().rss < before + 50 * MIB
+    written = [arguments for event, arguments in seen if event == "open" and set(str(arguments[1])) & set("wax+")]
+    assert not written, "no file is made"
+
+
+# What is told
+
+
+def test_keys_and_prompts_are_in_no_log(
+    server: Running, client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the lowest level, whatever becomes of the request: answered, refused, failed, left."""
+    caplog.set_level(logging.DEBUG)
+    secret = "xylophone"
+    body = {**COMPLETION, "prompt": f"The {secret}", "user": secret, "cache_salt": secret}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert client.post("/v1/completions", json={**body, "temperature": -1}).status_code == 400
+    assert client.post("/v1/completions", content=f'{{"prompt": "{secret}",}}').status_code == 415
+    assert (
+        client.post("/v1/completions", json={**body, "structured_outputs": {"regex": f"{secret}("}}).status_code == 400
+    )
+    chat = {**CHAT, "messages": [{"role": "user", "content": secret}]}
+    assert client.post("/v1/chat/completions", json=chat).status_code == 200
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 100}) as leaving:
+        next(leaving.iter_lines())
+
+    def fail(batch: Any) -> None:
+        raise RuntimeError("the device failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.loop.engine.runner, "run", fail)
+        assert client.post("/v1/completions", json=body).status_code == 500
+    assert "the device failed" in caplog.text, "something was logged"
+    formatter = logging.Formatter()
+    for record in caplog.records:
+        if not record.name.startswith(("httpx", "httpcore")):
+            told = formatter.format(record) + repr(vars(record))
+            assert secret not in told and not any(key in told for key in KEYS), told
+
+
+def test_the_tests_that_are_promised_exist() -> None:
+    root = Path(__file__).parents[1]
+    promised = set(re.findall(r"`(test_\w+)`", (root / "SECURITY.md").read_text()))
+    files = (root / "tests").glob("test_*.py")
+    assert len(promised) > 30
+    assert not promised - {name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text())}

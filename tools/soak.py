@@ -1,0 +1,311 @@
+"""A soak of a served demo model: thousands of mixed requests, many of them abandoned, and what is left behind them.
+
+    python -m tools.soak --requests 10000
+
+The server is a child process with a pool so small that requests give way to each other. A share of the requests are anchors: the same
+greedy request must be answered alike from the first to the last. Exit status 1 if a promise is broken: they are printed, one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+from tqdm import tqdm
+
+from tools.soak_requests import Ask, asks
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = {"max-num-seqs": 8, "max-num-batched-tokens": 64, "max-model-len": 256, "dtype": "float32"}
+ANSWER_SECONDS = 120.0  # for one answer; longer is a hang
+START_SECONDS = 300.0
+QUIET_SECONDS = 30.0  # in which an idle server has given everything back
+GROWTH = 1.1  # of resident memory between the end of the warm-up and the end
+GROWTH_BYTES = 32 << 20  # less than so much is no growth
+
+
+@dataclass
+class Tally:
+    """What came of the requests; for one thread."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    anchors: dict[str, str] = field(default_factory=dict)  # what an anchor must say
+
+
+@dataclass(frozen=True)
+class Look:
+    """An idle server, seen from outside."""
+
+    resident_bytes: int
+    num_files: int
+    num_threads: int
+    metrics: dict[str, float]  # without labels; of those with labels the sum
+
+
+class Served:
+    """The server's process."""
+
+    def __init__(self, num_blocks: int, max_queued: int) -> None:
+        flags: dict[str, Any] = {**SETTINGS, "num-blocks": num_blocks, "port": 0, "max-queued-requests": max_queued}
+        command = [sys.executable, "-m", "tools.serve", "demo", "--log-json"]
+        command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.errors: Counter[str] = Counter()  # messages of the server's log
+        self._address: str | None = None
+        self._is_known = threading.Event()
+        self._reading = threading.Thread(target=self._read_log, daemon=True)
+        self._reading.start()
+
+    @property
+    def address(self) -> str:
+        """host:port, as soon as it is ready. Raises RuntimeError if it never is."""
+        if not self._is_known.wait(START_SECONDS) or self._address is None:
+            raise RuntimeError("the server did not start: " + "; ".join(self.errors))
+        return self._address
+
+    def look(self) -> Look:
+        """Once it is idle."""
+        deadline = time.monotonic() + QUIET_SECONDS
+        while True:
+            metrics = self._metrics()
+            busy = metrics["jaxpage_num_requests_running"] or metrics["jaxpage_num_requests_waiting"]
+            if not busy or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        process = psutil.Process(self.process.pid)
+        return Look(process.memory_info().rss, process.num_fds(), process.num_threads(), metrics)
+
+    def end(self) -> int:
+        """Asks it to end, and returns its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+        finally:
+            self._reading.join(5)
+
+    def _metrics(self) -> dict[str, float]:
+        found: defaultdict[str, float] = defaultdict(float)
+        for family in text_string_to_metric_families(fetch(self.address, "/metrics")):
+            for sample in family.samples:
+                name = f"{sample.name} {sample.labels['le']}" if "le" in sample.labels else sample.name
+                found[name] += sample.value
+        return dict(found)
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            try:
+                record = json.loads(line)
+            except ValueError:  # what a library prints
+                self.errors[line.strip()[:200]] += 1
+                continue
+            if record["message"] == "ready":
+                self._address = record["address"].removeprefix("http://")
+                self._is_known.set()
+            elif record["level"] in ("warning", "error", "critical"):
+                self.errors[f"{record['level']}: {record['message'][:160]}"] += 1
+        self._is_known.set()
+
+
+@contextmanager
+def server(num_blocks: int, max_queued: int) -> Iterator[Served]:
+    served = Served(num_blocks, max_queued)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
+
+
+def fetch(address: str, path: str) -> str:
+    connection = HTTPConnection(address, timeout=ANSWER_SECONDS)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read().decode()
+    finally:
+        connection.close()
+
+
+def answer(address: str, ask: Ask) -> tuple[int, str] | None:
+    """Status and body; None if the client left before. Raises OSError or HTTPException."""
+    connection = HTTPConnection(address, timeout=ANSWER_SECONDS)
+    try:
+        body = None if ask.body is None else json.dumps({k: v for k, v in ask.body.items() if v is not None})
+        connection.request("GET" if body is None else "POST", ask.path, body, {"Content-Type": "application/json"})
+        if ask.leaves_after is None:
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        return _left(connection, ask.leaves_after)
+    finally:
+        connection.close()
+
+
+def _left(connection: HTTPConnection, seconds: float) -> tuple[int, str] | None:
+    """None, unless the answer was complete before the time was over."""
+    deadline = time.monotonic() + seconds
+    response = None
+    pieces: list[bytes] = []
+    while (left := deadline - time.monotonic()) > 0:
+        connection.sock.settimeout(left)
+        try:
+            response = response or connection.getresponse()
+            if not (piece := response.read1(65536)):
+                return response.status, b"".join(pieces).decode()
+            pieces.append(piece)
+        except TimeoutError:
+            break
+    return None
+
+
+def judge(ask: Ask, status: int, body: str, anchors: dict[str, str]) -> str | None:
+    """What is wrong with an answer."""
+    if status not in ask.status:
+        return f"{ask.kind}: status {status}: {body[:120]}"
+    if status != 200:
+        return None if "error" in json.loads(body) else f"{ask.kind}: an error of another shape"
+    if ask.body is not None and ask.body.get("stream"):
+        if not body.endswith("data: [DONE]\n\n"):
+            return f"{ask.kind}: a stream without its end"
+        if '"error"' in body:
+            return f"{ask.kind}: an error in a stream"
+    if ask.kind == "anchor" and ask.body is not None:
+        text = json.loads(body)["choices"][0]["text"]
+        if anchors.setdefault(ask.body["prompt"], text) != text:
+            return "anchor: another text than before"
+    return None
+
+
+def run(address: str, wanted: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]) -> None:
+    """Asks everything, `num_clients` at a time."""
+
+    def one(ask: Ask) -> tuple[Ask, tuple[int, str] | Exception | None]:
+        try:
+            return ask, answer(address, ask)
+        except (OSError, HTTPException) as error:
+            return ask, error
+
+    with ThreadPoolExecutor(num_clients) as pool:
+        for future in as_completed([pool.submit(one, ask) for ask in wanted]):
+            ask, result = future.result()
+            tally.kinds[ask.kind] += 1
+            if isinstance(result, Exception):
+                tally.errors[f"{ask.kind}: {type(result).__name__}: {result}"] += 1
+            elif result is None:
+                tally.left[ask.kind] += 1
+            elif (wrong := judge(ask, *result, tally.anchors)) is not None:
+                tally.errors[wrong] += 1
+            bar.set_postfix_str(f"{sum(tally.left.values())} left, {sum(tally.errors.values())} wrong")
+            bar.update()
+
+
+def step_seconds(before: Look, after: Look, share: float) -> float:
+    """The bound of the bucket in which this share of the steps between two looks lies."""
+    name = "jaxpage_engine_step_seconds_bucket "
+    gained = {
+        float(key.removeprefix(name)): value - before.metrics.get(key, 0)
+        for key, value in after.metrics.items()
+        if key.startswith(name)
+    }
+    total = max(gained.values())
+    return min(bound for bound, count in gained.items() if count >= share * total)
+
+
+def broken(looks: list[Look], tally: Tally, served: Served, status: int) -> list[str]:
+    """The promises that were not kept. looks: behind the warm-up, and at the end."""
+    warm, end = looks[0], looks[-1]
+    found = [f"{count} x {error}" for error, count in tally.errors.items()]
+    found += [f"{count} x in the server's log: {line}" for line, count in served.errors.items()]
+    for name in ("num_requests_running", "num_requests_waiting", "num_blocks_pinned"):
+        if end.metrics[f"jaxpage_{name}"]:
+            found.append(f"{name} is {end.metrics[f'jaxpage_{name}']:g} at the end")
+    for look in (warm, end):
+        if look.metrics["jaxpage_num_blocks_free"] != look.metrics["jaxpage_num_blocks_total"]:
+            found.append("blocks are lost")
+    if end.metrics["jaxpage_compile_total"] != warm.metrics["jaxpage_compile_total"]:
+        found.append("something was compiled in service")
+    if end.resident_bytes > max(GROWTH * warm.resident_bytes, warm.resident_bytes + GROWTH_BYTES):
+        found.append(f"memory grew from {warm.resident_bytes >> 20} to {end.resident_bytes >> 20} MiB")
+    if end.num_files > warm.num_files + 2 or end.num_threads > warm.num_threads + 2:
+        found.append(f"files {warm.num_files} -> {end.num_files}, threads {warm.num_threads} -> {end.num_threads}")
+    if not end.metrics["jaxpage_num_preemptions_total"]:
+        found.append("no request gave way: the pool is too large for this soak")
+    if status != 0:
+        found.append(f"the server's exit status is {status}")
+    return found
+
+
+def report(looks: list[Look], tally: Tally, seconds: float) -> str:
+    warm, end = looks[0], looks[-1]
+    steps = [f"{step_seconds(*pair, 0.99):g}" for pair in itertools.pairwise(looks)]
+
+    def both(name: str) -> str:
+        return f"{warm.metrics[f'jaxpage_{name}']:g} -> {end.metrics[f'jaxpage_{name}']:g}"
+
+    rows = {
+        "requests": f"{sum(tally.kinds.values())} in {seconds:.0f} s, of whose clients {sum(tally.left.values())} left early",
+        "by kind": ", ".join(f"{kind} {count}" for kind, count in tally.kinds.most_common()),
+        "wrong answers": str(sum(tally.errors.values())),
+        "resident memory": f"{warm.resident_bytes >> 20} -> {end.resident_bytes >> 20} MiB",
+        "files, threads": f"{warm.num_files} -> {end.num_files}, {warm.num_threads} -> {end.num_threads}",
+        "free blocks": f"{both('num_blocks_free')} of {end.metrics['jaxpage_num_blocks_total']:g}",
+        "compile_total": both("compile_total"),
+        "preemptions": both("num_preemptions_total"),
+        "aborted_total": both("aborted_total"),
+        "rejected_total": both("rejected_total"),
+        "steps": both("engine_steps_total"),
+        "p99 step, by quarter": f"at most {', '.join(steps)} s",
+    }
+    return "\n".join(f"{name:<22}{value}" for name, value in rows.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--requests", type=int, default=10_000, help="default: %(default)s")
+    parser.add_argument("--warm-up", type=int, help="requests before the first look; default: a tenth")
+    parser.add_argument("--clients", type=int, default=24, help="that ask at the same time; default: %(default)s")
+    parser.add_argument("--leaving", type=float, default=0.15, help="share that leaves early; default: %(default)s")
+    parser.add_argument("--num-blocks", type=int, default=25, help="of the KV pool; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    count, warm_up = arguments.requests, arguments.warm_up or arguments.requests // 10
+    ends = [warm_up, *(warm_up + (count - warm_up) * quarter // 4 for quarter in (1, 2, 3, 4))]
+    tally, looks = Tally(), []
+    everything = list(asks(count, arguments.seed, arguments.leaving))
+    with server(arguments.num_blocks, 4 * arguments.clients) as served:
+        address, began = served.address, time.monotonic()
+        with tqdm(total=count, unit=" requests", disable=None) as bar:
+            for start, end in itertools.pairwise([0, *ends]):
+                run(address, iter(everything[start:end]), arguments.clients, tally, bar)
+                looks.append(served.look())
+        seconds = time.monotonic() - began
+        status = served.end()
+    print(report(looks, tally, seconds))
+    found = broken(looks, tally, served, status)
+    print("\n".join(f"BROKEN: {one}" for one in found) or "every promise was kept")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
