@@ -157,7 +157,7 @@ MODELS = [
     Row(404, {"model": "gpt-4", "prompt": "x"}, "model", path="/tokenize", code="model_not_found"),
 ]
 NO_IDS = [(VOCAB, ""), *[(token_id, "[0]") for token_id in (-1, 2**31, 2**63, 2**64)]]  # and where the error says it is
-NO_REGEXES = ["(", "(?=x)", "(?P<n>a)(?P=n)", "((a{1000}){1000}){1000}", "(" * 30_000, "a{99999999999}"]
+NO_REGEXES = ["(", "(?=x)", "(?P<n>a)(?P=n)", "(" * 30_000, "a{99999999999}", ""]
 NO_GRAMMARS: list[dict[str, Any]] = [
     *({}, {"grammar": "start: ("}, {"grammar": 5}, {"choice": []}, {"choice": [5]}, {"json_object": False}),
     *({"json": "{"}, {"json": {"type": "banana"}}, {"json": {"$ref": "http://localhost/x"}}),
@@ -174,6 +174,7 @@ FIELDS = [
     *[Row(400, completion(allowed_token_ids=[token_id]), "allowed_token_ids" + place) for token_id, place in NO_IDS],
     *[Row(400, completion(logit_bias={str(token_id): 1}), "logit_bias") for token_id in (VOCAB, 2**31)],
     Row(400, completion(priority=1), "priority"),
+    *[Row(400, completion(repetition_penalty=value), "repetition_penalty") for value in (5e-324, 1e-300, 1e300)],
     Row(400, completion(escape_special_tokens=True), "escape_special_tokens", "is not supported"),
     *[
         Row(400, completion(prompt=[7] * length), "prompt", "max_model_len", code="context_length_exceeded")
@@ -197,14 +198,12 @@ FIELDS = [
     Row(400, chat(response_format=schema_format({"pattern": "("})), SOME_SCHEMA_IS_WRONG, "regular expression", CHAT),
 ]
 OTHERS = [
-    *[
-        Row(400, body, "prompt", path="/tokenize")
-        for body in ({}, {"prompt": 5}, {"prompt": "x" * 1_000_001}, {"prompt": "\0", "add_special_tokens": 1, "x": 1})
-    ],
+    *[Row(400, body, "prompt", path="/tokenize") for body in ({}, {"prompt": 5}, {"prompt": "x" * 1_000_001})],
     *[
         Row(400, body, "messages", path="/tokenize")
         for body in ({"prompt": "x", "messages": [USER]}, {"messages": []}, {"messages": [said("Refuse")]})
     ],
+    Row(400, {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens", path="/tokenize"),
     Row(400, {"messages": [USER], "chat_template": "{{ 1 }}"}, "chat_template", path="/tokenize"),
     *[
         Row(400, {"tokens": tokens}, param, path="/detokenize")
@@ -232,7 +231,7 @@ COMPLETED: list[dict[str, Any]] = [
     *[{"top_k": value} for value in (0, -1, VOCAB + 5)],
     *[{"seed": value} for value in (0, -1, 2**63 - 1, -(2**63))],
     *({"n": None}, {"temprature": 1}, {"top_p": 5e-324}, {"min_p": 1}, {"logit_bias": {"5": 100, "2047": -100}}),
-    *({"repetition_penalty": 1e-300}, {"repetition_penalty": 1e300}, {"logprobs": 5}, {"model": "other-name"}),
+    *({"repetition_penalty": 1e-9}, {"repetition_penalty": 1e9}, {"logprobs": 5}, {"model": "other-name"}),
     *({"prompt": [0, 0, 0]}, {"prompt": "<|endoftext|><|im_end|>"}, {"prompt": "\0\x1b[31m\u202e"}),
     *(
         {"stream": True, "stream_options": {}},
@@ -240,7 +239,7 @@ COMPLETED: list[dict[str, Any]] = [
         {"max_tokens": 0, "echo": True, "logprobs": 1},
     ),
     {"max_tokens": 2**31 - 1, "stop_token_ids": list(range(VOCAB))},
-    *[{"structured_outputs": {"regex": regex}} for regex in ("(a+)+$", "(a+)+b", "")],
+    *[{"structured_outputs": {"regex": regex}} for regex in ("(a+)+$", "(a+)+b", "((a{1000}){1000}){1000}")],
 ]
 CHATTED: list[dict[str, Any]] = [
     *(
@@ -312,18 +311,19 @@ def client_of(address: str) -> httpx.Client:
 
 
 def check(client: httpx.Client, row: Row) -> None:
-    """Sends the path as it stands, which httpx would tidy up."""
-    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", **row.headers}
-    raw = {name: value.encode("latin-1") for name, value in headers.items() if value}
-    request = httpx.Request(
-        row.method, client.base_url.copy_with(raw_path=row.path.encode()), headers=raw, content=row.content
-    )
-    answer = client.send(request)
-    assert answer.status_code == row.status, answer.text
+    """With the client of the standard library, which tidies nothing up, and sends all before it reads."""
+    given = {"authorization": f"Bearer {KEY}", "content-type": "application/json", **row.headers}
+    headers = {name: value for name, value in given.items() if value}
+    connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port or 80, timeout=120)
+    with contextlib.closing(connection):
+        connection.request(row.method, row.path, row.content, headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+    assert answer.status == row.status, text
     assert answer.headers["x-content-type-options"] == "nosniff"
-    if row.status >= 400:
-        check_error(answer.headers, answer.text)
-        error = answer.json()["error"]
+    if row.status >= 400 and row.method != "HEAD":
+        check_error(answer.headers, text)
+        error = json.loads(text)["error"]
         assert (error["param"], error["code"]) == (row.param, row.code), error
         assert row.message in error["message"]
 
@@ -372,21 +372,23 @@ def optimised_server(model: str, directory: Path) -> Iterator[tuple[str, Path]]:
     with said.open("wb") as file:
         process = subprocess.Popen(command, stderr=file, env={**os.environ, "JAXPAGE_API_KEY": KEY})
     try:
-        wait_until(lambda: process.poll() is not None or "Ready" in said.read_text(), "the server is ready")
+        wait_until(lambda: process.poll() is not None or "Ready" in said.read_text(), "it is ready", 600)
         found = re.search(r"http://[\d.:]+", said.read_text())
         assert found, said.read_text()
         yield found[0], said
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        status = process.wait(60)
+    assert status == 0
 
 
 @pytest.mark.slow
 def test_the_same_without_asserts(model: str, tmp_path: Path) -> None:
     with optimised_server(model, tmp_path) as (address, said), client_of(address) as client:
         promises = Promises(client)
-        for row in ROWS:
-            check(client, row)
+        for first in range(0, len(ROWS), 16):
+            for row in ROWS[first : first + 16]:
+                check(client, row)
             promises.check()
         assert "Traceback" not in said.read_text()
 
@@ -435,11 +437,10 @@ def closes(connection: socket.socket) -> bool:
         (b"GET http://x/health HTTP/1.1\r\nHost: x\r\n\r\n", 401),
         (b"GET /health HTTP/1.1\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
-        (b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n", 400),
         (b"nonsense\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 101 + b"\r\n", 431),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000 + b"\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 66_000 + b"\r\n\r\n", 431),
         (head(Content_Length=-1), 400),
         (head(Content_Length="1, 2"), 400),
         (head(Content_Length=10**12), 413),
@@ -459,6 +460,32 @@ def test_what_is_hardly_http(server: Running, raw: bytes, status: int) -> None:
         assert found == status, text
         if status != 200:
             check_error(headers, text)
+
+
+def all_of(connection: socket.socket) -> bytes:
+    received = b""
+    while part := connection.recv(65536):
+        received += part
+    return received
+
+
+def test_requests_behind_each_other_are_answered_in_order(server: Running) -> None:
+    with connected(server) as connection:
+        second = b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + second)
+        received = all_of(connection)
+    assert received.count(b"HTTP/1.1 200") == 2
+    assert received.index(b'"ok"') < received.index(b'"ready"')
+
+
+def test_a_body_that_is_refused_is_neither_asked_for_nor_taken_for_a_request(server: Running) -> None:
+    inner = f"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
+    for length in ({"Content_Length": len(inner)}, {"Transfer_Encoding": "chunked"}):
+        with connected(server) as connection:
+            connection.sendall(head(**length, Authorization="Bearer x", Expect="100-continue"))
+            connection.sendall(inner if "Content_Length" in length else b"%x\r\n%s\r\n0\r\n\r\n" % (len(inner), inner))
+            received = all_of(connection)
+        assert received.startswith(b"HTTP/1.1 401 ") and received.count(b"HTTP/1.1 ") == 1
 
 
 def test_a_body_without_length_is_cut_at_the_limit(server: Running) -> None:
@@ -588,6 +615,14 @@ def test_equal_seeds_give_equal_texts(server: Running, client: httpx.Client) -> 
         assert found[0] == found[1]
 
 
+def test_special_tokens_in_text_are_special(server: Running, client: httpx.Client) -> None:
+    """In prompts and in messages, as docs/serving.md says. Of a token's parts nothing is special."""
+    special = {"prompt": "a<|endoftext|>"}, {"messages": [said("a<|endoftext|>")]}
+    for body in special:
+        assert 0 in client.post("/tokenize", json=body).json()["tokens"]
+    assert 0 not in client.post("/tokenize", json={"prompt": "a<|endoftext |>"}).json()["tokens"]
+
+
 def test_unknown_fields_are_told(server: Running, client: httpx.Client) -> None:
     answer = client.post(COMPLETIONS, json=completion(temprature=1))
     assert answer.headers["x-jaxpage-ignored-fields"] == "temprature"
@@ -629,7 +664,7 @@ def test_any_request_of_the_document_is_answered_as_it_says(server: Running, mod
         if mode.is_negative and operation.method == "get":
             continue  # nothing in it could be wrong
 
-        @hypothesis.settings(max_examples=25 if operation.method == "post" else 2, deadline=None)
+        @hypothesis.settings(max_examples=15 if operation.method == "post" else 2, deadline=None)
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: schemathesis.Case) -> None:
             case.body = bounded(case.body)

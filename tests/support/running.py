@@ -56,11 +56,11 @@ class Running:
         self.errors = errors  # what was logged as one
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> None:
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> None:
     """Waits for something that other threads bring about."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS:g} s for: {what}"
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for: {what}"
         time.sleep(0.01)
 
 

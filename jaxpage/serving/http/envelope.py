@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import uuid
 
@@ -12,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxpage.serving.http.answers import send_error, told
 from jaxpage.serving.metrics import ServerMetrics
 
+LINGER_SECONDS = 2.0  # for the rest of a body that is refused
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _REASONS = {
     401: "unauthorized",
@@ -57,6 +60,10 @@ class Envelope:
                     answer["connection"] = "close"
                 if (reason := _reason(message["status"])) is not None:
                     self._metrics.rejected(reason)
+            elif not body_is_read and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await _read_on(watched_receive)
+                message = {"type": "http.response.body"}
             await send(message)
             has_begun = True  # not before: of a start that could not be sent the client knows nothing
 
@@ -68,6 +75,15 @@ class Envelope:
             if has_begun:
                 raise
             await send_error(told(error), scope, receive, dressed_send)
+
+
+async def _read_on(receive: Receive) -> None:
+    """Takes what is still sent of a body whose answer is out, for a while: a connection that is closed before is reset, and many clients
+    read the answer only when they have sent everything."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
 
 
 def _reason(status: int) -> str | None:

@@ -7,6 +7,7 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxpage.serving.http.connection import MAX_HEADER_BYTES
 from jaxpage.serving.wire.errors import ApiError
 
 MAX_HEADERS = 100
@@ -46,6 +47,9 @@ class Limits:
     def _check(self, headers: Headers) -> None:
         if len(headers) > MAX_HEADERS:
             raise ApiError(431, f"The request has {len(headers)} headers; at most {MAX_HEADERS} are read")
+        num_bytes = sum(len(name) + len(value) for name, value in headers.raw)
+        if num_bytes > MAX_HEADER_BYTES:  # what comes in one piece has not been measured yet
+            raise ApiError(431, f"The headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are read")
         if int(headers.get("content-length", "0")) > self._max_body_bytes:
             raise self._too_large()
 
