@@ -1,7 +1,8 @@
 """A process that tries grammars before the engine compiles them: `python -m jaxpage.grammar_worker`, started by the engine.
 
 llguidance's limits bound a mask, not the time and the memory that building a matcher takes ({"multipleOf": 1234567} took half a minute
-and 700 MB), and a thread in native code cannot be ended. Here each grammar is tried by a child that is killed at its deadline.
+and 700 MB), and a thread in native code cannot be ended. Here each grammar is tried by a child that is killed when it has had its
+time of the processor.
 
 Lines of JSON: first the tokenizer comes in; then for each [kind, value, seconds, bytes] that comes in [problem or null, bytes] goes out.
 """
@@ -23,6 +24,7 @@ from jaxpage.grammars import matcher_of, problem_of, source_of, tokenizer_of
 
 _MAX_REPORT = 1 << 16
 _PR_SET_PDEATHSIG = 1
+_PATIENCE = 4  # times the seconds: a machine that is busy with others gives a child less than all of its time
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 
@@ -42,20 +44,21 @@ def _tried(tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _die_with_parent(seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor's time; SIGPROF ends it, wherever it is
+        _die_with_parent(_PATIENCE * seconds)
         _try(tokenizer, kind, value, num_bytes, writer)
     os.close(writer)
-    ready, _, _ = select.select([reader], [], [], seconds)
+    ready, _, _ = select.select([reader], [], [], _PATIENCE * seconds)
     report = os.read(reader, _MAX_REPORT) if ready else b""
     os.close(reader)
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     if report:
         problem, used = json.loads(report)
         return problem, used
-    if ready:
-        return f"compiling it takes more than {num_bytes >> 20} MiB, or crashes", 0
-    return f"compiling it takes longer than {seconds:g} s", 0
+    if not ready or os.WTERMSIG(status) == signal.SIGPROF:
+        return f"compiling it takes longer than {seconds:g} s", 0
+    return f"compiling it takes more than {num_bytes >> 20} MiB, or crashes", 0
 
 
 def _die_with_parent(seconds: float) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Once upon a time", "ma
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hm"}], "max_tokens": 2}
 OF_THE_MACHINE = re.compile(r"0x[0-9a-f]{4}|Traceback|site-packages|/home|/usr|/work|object at|File \"")
 MIB = 1 << 20
+ROOT = Path(__file__).parents[1]
 
 
 class Witness:
@@ -412,6 +414,28 @@ def test_unique_schemas_are_forgotten(server: Running, client: httpx.Client, wit
     assert not written, "no file is made"
 
 
+def test_a_grammar_has_its_time_of_the_processor() -> None:
+    """A machine that is busy with others refuses no grammar for that; one that works without end is ended."""
+    program = """
+import json, os, time
+from jaxpage import grammar_worker
+
+def waits(*arguments):
+    time.sleep(1.5)
+    os.write(arguments[-1], json.dumps([None, 7]).encode())
+    os._exit(0)
+
+def works(*arguments):
+    while True:
+        pass
+
+for grammar_worker._try in (waits, works):
+    print(grammar_worker._tried(None, "regex", "", 1.0, 1 << 20))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["(None, 7)", "('compiling it takes longer than 1 s', 0)"]
+
+
 # What is told
 
 
@@ -448,8 +472,7 @@ def test_keys_and_prompts_are_in_no_log(
 
 
 def test_the_tests_that_are_promised_exist() -> None:
-    root = Path(__file__).parents[1]
-    promised = set(re.findall(r"`(test_\w+)`", (root / "SECURITY.md").read_text()))
-    files = (root / "tests").glob("test_*.py")
+    promised = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
+    files = (ROOT / "tests").glob("test_*.py")
     assert len(promised) > 30
     assert not promised - {name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text())}

@@ -182,7 +182,7 @@ def _left(connection: HTTPConnection, seconds: float) -> tuple[int, str] | None:
 def judge(ask: Ask, status: int, body: str, anchors: dict[str, str]) -> str | None:
     """What is wrong with an answer."""
     if status not in ask.status:
-        return f"{ask.kind}: status {status}: {body[:120]}"
+        return f"{ask.kind}: status {status}: {body[:400]}"
     if status != 200:
         return None if "error" in json.loads(body) else f"{ask.kind}: an error of another shape"
     if ask.body is not None and ask.body.get("stream"):
