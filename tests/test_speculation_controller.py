@@ -75,7 +75,8 @@ def test_no_batch_loses(device: str, profile: str) -> None:
         # A drafter that does not follow cannot be looked at, so that little gains are found late.
         assert of_best >= (0.9 if DEVICES[device].follow else 0.95), f"batch {num_rows}: {progress.num_by_shape}"
         assert of_none >= 0.97, f"batch {num_rows}: {progress.num_by_shape}"
-        assert progress.num_switches <= steps / 50, f"batch {num_rows} goes to and fro"
+        # A look is two switches; the credit that there is at the start may pay for one more.
+        assert progress.num_switches <= steps / 50 + 2, f"batch {num_rows} goes to and fro"
 
 
 def test_the_simulated_device_counts_right() -> None:

@@ -25,7 +25,7 @@ from jaxpage.speculative_config import MOST_DRAFTS
 
 SHARE = 0.01  # of the time that may be lost by looking elsewhere
 CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
-FIRST_CREDIT_STEPS = 2.0  # that there are at the start: without a look at it, a drafter on the device soon rests
+FIRST_CREDIT_STEPS = 1.0  # that there is at the start: without a look at it, a drafter on the device soon rests
 LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
 BEGINS, ENDS = 1.02, 0.98  # how much better drafting promises to be than not to draft, when it begins and when it ends

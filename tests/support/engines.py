@@ -109,7 +109,7 @@ class LogitsWitness:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def step(self, bucket: Any) -> Any:
+    def step(self, bucket: Any, *, rests: bool = False) -> Any:
         def run(parameters: Any, pages: Any, packed: Any, adjustments: Any) -> Any:
             if bucket not in self._jitted:
                 self._jitted[bucket] = jax.jit(functools.partial(self._logits_of, bucket))
