@@ -45,7 +45,7 @@ VOCAB, MAX_LEN = 2048, 512
 CONFIG = ServerConfig(served_model_name=("demo", "other-name"), max_queued_requests=12, body_timeout_seconds=3.0)
 REFUSING = "{% if messages[0].content == 'Refuse' %}{{ raise_exception('roles at 0xdead in /home/me/x must alternate') }}{% endif %}"
 TEMPLATE = REFUSING + CHATML
-ZIPPED, BOMB = gzip.compress(b"{}"), gzip.compress(b" " * 50_000_000)
+ZIPPED, BOMB = gzip.compress(b"{}", mtime=0), gzip.compress(b" " * 50_000_000, mtime=0)
 OF_THE_MACHINE = re.compile(r"0x|Traceback|site-packages|/home|object at")
 
 
