@@ -26,6 +26,8 @@ from jaxpage.speculative_config import AcceptanceRule
 from tests.support.distributions import probabilities, z_score
 from tests.support.reference_sampling import adjusted
 
+pytestmark = pytest.mark.slow
+
 VOCAB, START, LENGTH, NUM_GENERATIONS = 8, 2, 3, 20_000
 REJECTION, TYPICAL = AcceptanceRule("rejection"), AcceptanceRule("typical")
 rng = np.random.default_rng(11)

@@ -18,6 +18,8 @@ from tests.support.eagle import Eagle, Eagle3, torch, write
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 
+pytestmark = pytest.mark.slow
+
 SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 HEAD = {**LLAMA, "num_hidden_layers": 1, "rms_norm_eps": 1e-3, "rope_theta": 500.0}
 TAPS = (1, 0, 1)
