@@ -467,11 +467,11 @@ def test_messages_show_nothing_of_the_machine() -> None:
 
 def test_tokens_and_back() -> None:
     text = "Once upon a time, é"
-    found = tokenize({"model": "demo", "prompt": text, "return_token_strs": True}, context())
+    found = tokenize({"model": "demo", "prompt": text, "return_token_strs": True}, context()).body
     assert found["tokens"] == tokenizer()(text)["input_ids"]
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert detokenize({"tokens": found["tokens"]}, context()) == {"prompt": text}
-    conversation = tokenize({"messages": [USER]}, context())
+    assert detokenize({"tokens": found["tokens"]}, context()).body == {"prompt": text}
+    conversation = tokenize({"messages": [USER]}, context()).body
     assert conversation["tokens"] == tokenizer()("<|user|>Hello<|assistant|>", add_special_tokens=False)["input_ids"]
 
 
@@ -494,6 +494,24 @@ def test_tokens_and_back() -> None:
 def test_the_small_endpoints_have_bounds_too(function: Any, body: dict[str, Any], param: str) -> None:
     error = refused(function, body)
     assert (error.status, error.param) == (400, param)
+
+
+def test_a_text_to_tokenize_is_no_longer_than_a_prompt() -> None:
+    longest = context().max_prompt_characters
+    assert tokenize({"prompt": "x" * longest}, context()).body["count"]
+    for body, param in (
+        ({"prompt": "x" * (longest + 1)}, "prompt"),
+        (chat(messages=[{**USER, "content": "x" * longest}]), "messages"),
+    ):
+        error = refused(tokenize, body)
+        assert (error.param, error.code) == (param, "context_length_exceeded")
+
+
+def test_unknown_fields_of_the_small_endpoints_are_told() -> None:
+    assert tokenize({"prompt": "x", "mood": 1}, context()).ignored_fields == ("mood",)
+    assert tokenize({"messages": [{**USER, "mood": 1}]}, context()).ignored_fields == ("messages[0].mood",)
+    assert detokenize({"tokens": [5], "mood": 1}, context()).ignored_fields == ("mood",)
+    assert detokenize({"tokens": [5]}, context()).ignored_fields == ()
 
 
 SCALARS = (
