@@ -105,11 +105,13 @@ class JsonCalls:
     An answer that begins otherwise is content, and so is all from the first object on that is no call.
     """
 
-    def __init__(self, names: frozenset[str], *, separators: str, tag: str = "") -> None:
-        """separators: characters between objects, beside white space; tag: what may stand before the first."""
+    def __init__(self, names: frozenset[str], *, separators: str, tag: str = "", keeps_cut: bool = True) -> None:
+        """separators: characters between objects, beside white space; tag: what may stand before the first; keeps_cut: the
+        beginning of an object that does not end is content, and not nothing."""
         self._names = names
         self._separators = separators
         self._tag = tag
+        self._keeps_cut = keeps_cut
         self._is_content = False
         self._has_called = False
         self._held: list[str] = []  # since the last call
@@ -137,7 +139,7 @@ class JsonCalls:
                 yield call
 
     def finish(self) -> Iterator[Piece]:
-        if self._depth or not self._has_called:
+        if self._keeps_cut and (self._depth or not self._has_called):
             yield from self._give_up("")
 
     def _may_stand_between(self, character: str) -> bool:
@@ -191,8 +193,8 @@ def llama3_json(names: frozenset[str]) -> PieceParser:
 
 
 def required(names: frozenset[str]) -> PieceParser:
-    """What `required_schema` makes the model write."""
-    return JsonCalls(names, separators="[],")
+    """What `required_schema` makes the model write, and no one else reads: what is cut off in the middle of a call says nothing."""
+    return JsonCalls(names, separators="[],", keeps_cut=False)
 
 
 TOOL_PARSERS: dict[str, Callable[[frozenset[str]], PieceParser]] = {"hermes": hermes, "llama3_json": llama3_json}
