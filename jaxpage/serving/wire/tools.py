@@ -157,6 +157,8 @@ class JsonCalls:
     An answer that begins otherwise is content, and so is all from the first object on that is no call.
     """
 
+    _OF_STRUCTURE = re.compile(r'[{}"\\]')
+
     def __init__(self, names: frozenset[str], *, separators: str, tag: str = "", keeps_cut: bool = True) -> None:
         """separators: characters between objects, beside white space; tag: what may stand before the first; keeps_cut: the
         beginning of an object that does not end is content, and not nothing."""
@@ -174,6 +176,9 @@ class JsonCalls:
         if self._is_content:
             if text:
                 yield Piece("content", text)
+            return
+        if self._depth and not self._is_escaped and not self._OF_STRUCTURE.search(text):
+            self._held.append(text)
             return
         for position, character in enumerate(text):
             self._held.append(character)
