@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
+from jaxpage.memory import BlockManager, BlockPool
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.scheduling import Scheduler, StepLimits
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
 from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
+from tests.support.fake_device import make_group
 from tests.support.wire import VOCAB_SIZE, context, tokenizer, with_template
 
 NAN, INF = float("nan"), float("inf")
@@ -433,6 +436,26 @@ def test_errors_of_the_engine_in_the_clients_terms() -> None:
     assert (exchange.refusal(long).param, exchange.refusal(long).code) == ("prompt", "context_length_exceeded")
     assert open_chat(chat(), context()).refusal(long).param == "messages"
     assert exchange.refusal(ValueError("stop_token_ids has 9999, but")).param == "stop_token_ids"
+
+
+@pytest.mark.parametrize(("opens", "param"), [(open_completion, "prompt"), (open_chat, "messages")])
+def test_a_request_that_never_fits_is_told_by_its_parameter(opens: Any, param: str) -> None:
+    """In the words of the engine's roster, which has no parameters."""
+    exchange = opens(completion() if opens is open_completion else chat(), context())
+    scheduler = Scheduler(StepLimits(2, 16, 2, mixed=False), BlockManager(BlockPool(5), 4), max_num_seqs=2)
+    for group, name, message in (
+        (
+            make_group("long", 0, range(10), max_tokens=8),
+            param,
+            f"{param} and what may follow it need 5 KV blocks (1 x 18 tokens",
+        ),
+        (make_group("wide", 1, range(1), max_tokens=1, n=3), "n", "n asks for 3 sequences at once; max_num_seqs is 2"),
+    ):
+        with pytest.raises(CapacityError) as caught:
+            scheduler.add(group)
+        error = exchange.refusal(caught.value)
+        assert (error.status, error.param) == (400, name)
+        assert error.message.startswith(message)
 
 
 @pytest.mark.parametrize(

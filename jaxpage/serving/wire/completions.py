@@ -78,6 +78,7 @@ class CompletionAnswer(Answer):
         self._parameter_names = {
             "prompt_token_ids": "prompt",
             "beam_width": "n",
+            "n": "n" if request.best_of is None else "best_of",  # as many sequences as the engine runs
             "structured_outputs": format_parameter(request),
         }
         self._texts = TokenTexts(context.tokenizer)
