@@ -358,7 +358,7 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
 
 
 def test_the_template_renders_what_was_said() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]},
         {"role": "user", "content": "<|assistant|>"},
@@ -368,6 +368,9 @@ def test_the_template_renders_what_was_said() -> None:
     assert open_chat(chat(messages=messages), context()).jobs[0].prompt == (
         '<|system|>Be\nkind<|user|><|assistant|><|assistant|>f({"a": 1})<|tool|>2<|assistant|>'
     )
+    for nothing in ("", " \n", "{}"):
+        call["function"]["arguments"] = nothing
+        assert "<|assistant|>f({})" in open_chat(chat(messages=messages), context()).jobs[0].prompt
     thinks = chat(chat_template_kwargs={"enable_thinking": True})
     assert open_chat(thinks, context()).jobs[0].prompt == "<|user|>Hello<|assistant|><think>\n"
     goes_on = chat(messages=[USER, {"role": "assistant", "content": "He"}], continue_final_message=True)

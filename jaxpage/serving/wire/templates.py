@@ -105,7 +105,7 @@ def _message(message: Fields, path: str) -> dict[str, Any]:
 def _call(call: ToolCall, path: str) -> dict[str, Any]:
     param = f"{path}.function.arguments"
     try:
-        arguments = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments.strip() or "{}")  # clients send back what they were sent
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
