@@ -12,7 +12,7 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import CompletionRequest
 from jaxpage.serving.wire.job import Job
-from jaxpage.serving.wire.logprobs import Entries, TokenTexts, completion_logprobs
+from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
 
@@ -84,7 +84,7 @@ class CompletionAnswer(Answer):
         self._texts = TokenTexts(context.tokenizer)
         self._echoed: set[int] = set()  # choices of a stream that have their prompt
         self._prompt_logprobs: dict[int, Entries] = {}  # by job: they come once
-        self._offsets: dict[int, int] = {}  # by choice of a stream: characters of the tokens so far
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         return super().chunks(job_index, self._cut(delta))
@@ -137,9 +137,10 @@ class CompletionAnswer(Answer):
         shown = output.echoed(position, prompt=self._prompt_text(output)) if echo else one
         logprobs = None
         if self._request.logprobs is not None and shown.logprobs is not None:
-            offset = self._offsets.get(index, 0)
-            logprobs = completion_logprobs(shown.token_ids, shown.logprobs, self._request.logprobs, offset, self._texts)
-            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+            offsets = self._offsets.setdefault(index, TextOffsets(self._context.tokenizer))
+            logprobs = completion_logprobs(
+                shown.token_ids, shown.logprobs, self._request.logprobs, offsets, self._texts
+            )
         return {"index": index, "text": shown.text, "logprobs": logprobs, **self._end(one, one.finish_reason)}
 
     def _prompt_text(self, output: RequestOutput) -> str:
