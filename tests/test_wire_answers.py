@@ -369,6 +369,17 @@ def test_a_failed_generation_is_an_error(reason: str, stop_reason: str | None, s
             stream.chunks(0, last)
 
 
+def test_a_stream_tells_the_tokens_of_its_prompt_once() -> None:
+    for opens in (completion, chat):
+        stream = opens(stream=True, n=2, return_token_ids=True)
+        script = [Scripted(["a", "b"]), Scripted(["c", "d"])]
+        wanted = output(stream, script)
+        chunks = [chunk for delta in deltas(wanted, script) for chunk in stream.chunks(0, delta)]
+        told = chunks[:1] if opens is chat else [chunk["choices"][0] for chunk in chunks[:2]]
+        assert [one.pop("prompt_token_ids") for one in told] == [wanted.prompt_token_ids] * len(told)
+        assert "prompt_token_ids" not in json.dumps(chunks)
+
+
 def test_a_sequence_that_has_ended_says_nothing_more() -> None:
     stream = completion(stream=True, n=2)
     script = [Scripted(["a"]), Scripted(["b", "c", "d"])]

@@ -82,7 +82,7 @@ class CompletionAnswer(Answer):
             "structured_outputs": format_parameter(request),
         }
         self._texts = TokenTexts(context.tokenizer)
-        self._echoed: set[int] = set()  # choices of a stream that have their prompt
+        self._begun: set[int] = set()  # choices of a stream that have their prompt
         self._prompt_logprobs: dict[int, Entries] = {}  # by job: they come once
         self._offsets: dict[int, TextOffsets] = {}  # by choice
 
@@ -119,10 +119,13 @@ class CompletionAnswer(Answer):
         has_tokens = output.token_ids and (self._request.logprobs is not None or self._request.return_token_ids)
         if not is_news and not has_tokens:
             return []
-        echoes = self._request.echo and index not in self._echoed
-        self._echoed.add(index)
+        is_first = index not in self._begun
+        self._begun.add(index)
         whole = replace(delta, prompt_logprobs=self._prompt_logprobs.get(job_index))
-        return [self._said(index, whole, position, echo=bool(echoes))]
+        choice = self._said(index, whole, position, echo=bool(self._request.echo) and is_first)
+        if self._request.return_token_ids and is_first:
+            choice["prompt_token_ids"] = delta.prompt_token_ids
+        return [choice]
 
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
         choice = self._said(index, output, position, echo=bool(self._request.echo))
