@@ -100,8 +100,8 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ],
     ({"store": True}, "store", "is not supported"),
     ({"response_format": "json"}, "response_format", "must"),
-    ({"response_format": {}}, "response_format", "must say of which kind"),
-    ({"response_format": {"type": "xml"}}, "response_format", "none of the kinds"),
+    ({"response_format": {}}, "response_format.type", "is required"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "one of 'text', 'json_object', 'json_schema'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
@@ -142,8 +142,11 @@ COMPLETION_REFUSED = [
 CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *[({"messages": value}, "messages", "must") for value in (None, {}, "hi", [])],
     ({"messages": ["hi"]}, "messages[0]", "must"),
-    ({"messages": [{"content": "x"}]}, "messages[0]", "must say of which kind"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "none of the kinds"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "is required"),
+    *[
+        ({"messages": [USER, {"role": role, "content": "x"}]}, "messages[1].role", "one of 'system', 'developer', 'user', 'assistant'")
+        for role in ("robot", 5, None, [], "function")
+    ],
     ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content", "must be a string"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "is required without tool_calls"),
