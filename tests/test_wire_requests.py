@@ -66,7 +66,15 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [1, 2**31]}, "stop_token_ids[1]", "must be"),
     *[({"logit_bias": value}, "logit_bias", "must be") for value in ([], "x", 1)],
     ({"logit_bias": {str(i): 1 for i in range(100_000)}}, "logit_bias", "at most 1024"),
-    *[({"logit_bias": {key: 1}}, f"logit_bias.{key}", "must match") for key in ("x", "-1", "1.5")],
+    *[
+        (
+            {"logit_bias": {key: 1}},
+            "(a name that cannot be shown)" if key in ("+1", " 1", "1\n", "\u0661") else f"logit_bias.{key}",
+            "must match",
+        )
+        for key in ("x", "-1", "1.5", "+1", " 1", "1\n", "\u0661")
+    ],
+    ({"logit_bias": {"1": 5, "01": 6}}, "logit_bias", "a token twice"),
     *[({"logit_bias": {"1": value}}, "logit_bias.1", "must be") for value in (NAN, "1", 101, -100.5, True)],
     ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least 1"),
     ({"bad_words": [""]}, "bad_words[0]", "must have at least 1"),
