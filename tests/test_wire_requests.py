@@ -144,6 +144,7 @@ COMPLETION_REFUSED = [
     ({"suffix": "x"}, "suffix", "is not supported"),
     ({"messages": [USER]}, "messages", "is not supported by this endpoint"),
     ({"tools": [tool()]}, "tools", "is not supported by this endpoint"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "is not supported by this endpoint"),
     ({"max_tokens": 0, "echo": True, "best_of": 2}, "max_tokens", "nothing to choose"),
     ({"use_beam_search": True, "logprobs": 1}, "logprobs", "is not supported with use_beam_search"),
 ]

@@ -88,7 +88,7 @@ def _check_supported(body: Mapping[str, Any], model: type[BaseModel]) -> None:
             raise ApiError(400, f"{name} is not supported", param=name)
     if issubclass(model, GenerationRequest):
         for name in sorted(_OF_GENERATION - model.model_fields.keys()):
-            if body.get(name) not in (None, False):
+            if not (body.get(name) is None or body[name] is False):  # 0 is neither
                 raise ApiError(400, f"{name} is not supported by this endpoint", param=name)
 
 
