@@ -241,6 +241,20 @@ def test_a_bad_chat_is_refused(fields: dict[str, Any], param: str, message: str)
     assert message in error.message
 
 
+@pytest.mark.parametrize("pattern", [r"\\1", r"a\\\\2", "[(?=]", r"[\](?!]", r"\(?=", "[?](a)", r"[\1]", r"\[(a)\]"])
+def test_a_pattern_that_only_looks_as_if_it_looked_around_is_taken(pattern: str) -> None:
+    re.compile(pattern)
+    assert open_completion(
+        completion(response_format=schema_format({"type": "string", "pattern": pattern})), context()
+    ).jobs
+
+
+@pytest.mark.parametrize("pattern", [r"(a)\1", r"(a)\\\1", "[a](?=b)", r"\[(?!b)", r"(?<n>a)\k<n>", "(?<=a)b"])
+def test_a_pattern_that_looks_around_or_back_is_refused(pattern: str) -> None:
+    error = refused(open_completion, completion(response_format=schema_format({"type": "string", "pattern": pattern})))
+    assert "looks around or back" in error.message
+
+
 @pytest.mark.parametrize("missing", ["model", "prompt"])
 def test_what_is_missing_is_named(missing: str) -> None:
     body = completion()
