@@ -217,6 +217,16 @@ def test_what_a_choice_of_tools_asks_of_the_engine() -> None:
     assert opened("auto").jobs[0].prompt.startswith("[f][g]") and not opened("none").jobs[0].prompt.startswith("[f]")
 
 
+@pytest.mark.parametrize("function", [{}, {"parameters": {}}, {"parameters": RECURSIVE}])
+def test_the_model_is_shown_the_schema_that_it_is_held_to(function: dict[str, Any]) -> None:
+    shows = with_template("{{ tools[0].function.parameters | tojson }}")
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+    body |= {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
+    body["tool_choice"] = {"type": "function", "function": {"name": "f"}}
+    (job,) = open_chat(body, context(tokenizer=shows)).jobs
+    assert json.loads(job.prompt) == json.loads(job.params.structured_outputs[1])
+
+
 def test_marks_that_are_special_tokens_are_kept_in_the_text() -> None:
     assert opened("auto").jobs[0].params.skip_special_tokens
     special = with_template(chatml().chat_template)

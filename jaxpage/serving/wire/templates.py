@@ -78,6 +78,11 @@ def template_of(context: ModelContext, tools: list[Tool]) -> str:
         raise ApiError(400, str(error), param="messages") from None
 
 
+def parameters_of(tool: Tool) -> dict[str, Any]:
+    """The schema that the model is shown, and held to where a grammar holds it."""
+    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 def _message(message: Fields, path: str) -> dict[str, Any]:
     """As templates expect it: content as one text, the arguments of calls as objects."""
     content = getattr(message, "content", None)
@@ -116,13 +121,12 @@ def _call(call: ToolCall, path: str) -> dict[str, Any]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    parameters = tool.function.parameters or {"type": "object", "properties": {}}
     return {
         "type": "function",
         "function": {
             "name": tool.function.name,
             "description": tool.function.description or "",
-            "parameters": parameters,
+            "parameters": parameters_of(tool),
         },
     }
 
