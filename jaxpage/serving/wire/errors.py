@@ -76,8 +76,8 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
         return ApiError(400, message, param=(names or {}).get("prompt", "prompt"), code="context_length_exceeded")
     for pattern, parameter, verb in _PARAMETERS_OF_REQUESTS:
         if found := pattern.match(message):
-            param = (names or {}).get(parameter, parameter)
-            return ApiError(400, f"{param} {verb}{message[found.end() :]}", param=param)
+            known = (names or {}).get(parameter, parameter)
+            return ApiError(400, f"{known} {verb}{message[found.end() :]}", param=known)
     word = re.match(r"(?:[Tt]he )?(\w*)", message)
     param = word[1] if word and word[1] in _PARAMETERS else None
     return ApiError(400, message, param=(names or {}).get(param or "", param))

@@ -11,7 +11,7 @@ from jaxpage.argument_checks import shown
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.structured_outputs import MAX_CHARACTERS
 
-MAX_DEPTH = 64
+MAX_SCHEMA_DEPTH = 64
 _TYPES = {"null", "boolean", "object", "array", "number", "integer", "string"}
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\(?:[1-9]|k<)")  # where no class is open and nothing escaped
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -39,8 +39,8 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
     if len(json.dumps(schema)) > MAX_CHARACTERS:
         refuse(f"at most {MAX_CHARACTERS} characters of JSON are allowed")
     for part, depth in _parts(schema):
-        if depth > MAX_DEPTH:
-            refuse(f"nested more than {MAX_DEPTH} deep")
+        if depth > MAX_SCHEMA_DEPTH:
+            refuse(f"nested more than {MAX_SCHEMA_DEPTH} deep")
         if not isinstance(part, dict | bool):
             refuse(f"{shown(part)} is no JSON schema")
         if not isinstance(part, dict):
