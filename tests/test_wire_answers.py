@@ -17,7 +17,7 @@ from jaxpage.decoding.strategy import NO_TOKEN_LEFT
 from jaxpage.outputs import Logprob, RequestOutput
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
-from jaxpage.serving.wire.logprobs import TokenTexts, completion_logprobs
+from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, completion_logprobs
 from tests.support.wire import Scripted, context, deltas, output, tokenizer
 
 USER = {"role": "user", "content": "Hello"}
@@ -174,6 +174,27 @@ def test_the_columns_of_an_echo_with_log_probabilities() -> None:
     for token, offset, top in zip(columns["tokens"], columns["text_offset"], columns["top_logprobs"], strict=True):
         assert choice["text"][offset:].startswith(token)
         assert top is None or (len(top) == 3 and token in top)
+
+
+@pytest.mark.parametrize("text", ["a\N{PILE OF POO}b\u4e2d\u6587!", "\u4e2d", "no pieces"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_offsets_are_places_in_the_text(text: str, is_cut: bool) -> None:
+    """Each token that is text by itself is found there; pieces of a character are where it is; bytes that are none count as shown."""
+    ids = tokenizer()(text)["input_ids"]
+    if is_cut:
+        piece = next(token_id for token_id in range(300) if "\ufffd" in tokenizer().decode([token_id]))
+        ids = [*ids, piece, *tokenizer()("x")["input_ids"]]
+        text = tokenizer().decode(ids)
+    entries: list[Any] = [{token_id: Logprob(-1.0, 1, tokenizer().decode([token_id]))} for token_id in ids]
+    places, texts = TextOffsets(tokenizer()), TokenTexts(tokenizer())
+    halves = [completion_logprobs([one], [entry], 0, places, texts) for one, entry in zip(ids, entries, strict=True)]
+    tokens, offsets = ([half[name][0] for half in halves] for name in ("tokens", "text_offset"))
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert offset < len(text)
+        if "\ufffd" not in token:
+            assert text[offset:].startswith(token)
+    whole = completion_logprobs(ids, entries, 0, TextOffsets(tokenizer()), texts)
+    assert whole["text_offset"] == offsets
 
 
 def test_nothing_but_the_prompt() -> None:
@@ -348,6 +369,17 @@ def test_a_failed_generation_is_an_error(reason: str, stop_reason: str | None, s
             stream.chunks(0, last)
 
 
+def test_a_stream_tells_the_tokens_of_its_prompt_once() -> None:
+    for opens in (completion, chat):
+        stream = opens(stream=True, n=2, return_token_ids=True)
+        script = [Scripted(["a", "b"]), Scripted(["c", "d"])]
+        wanted = output(stream, script)
+        chunks = [chunk for delta in deltas(wanted, script) for chunk in stream.chunks(0, delta)]
+        told = chunks[:1] if opens is chat else [chunk["choices"][0] for chunk in chunks[:2]]
+        assert [one.pop("prompt_token_ids") for one in told] == [wanted.prompt_token_ids] * len(told)
+        assert "prompt_token_ids" not in json.dumps(chunks)
+
+
 def test_a_sequence_that_has_ended_says_nothing_more() -> None:
     stream = completion(stream=True, n=2)
     script = [Scripted(["a"]), Scripted(["b", "c", "d"])]
@@ -359,5 +391,5 @@ def test_a_sequence_that_has_ended_says_nothing_more() -> None:
 def test_tokens_with_one_text_are_all_told() -> None:
     """Pieces of characters look alike; the likeliest of them must not hide behind the chosen one."""
     entry = {5: Logprob(-2.0, 2, "\ufffd"), 6: Logprob(-1.0, 1, "\ufffd")}
-    found = completion_logprobs([5], [entry], 2, 0, TokenTexts(None))
+    found = completion_logprobs([5], [entry], 2, TextOffsets(None), TokenTexts(None))
     assert found["top_logprobs"] == [{"\ufffd": -2.0, "token_id:6": -1.0}]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage.serving.wire.body import MAX_DEPTH, parse_object
+from jaxpage.serving.wire.body import MAX_BODY_DEPTH, parse_object
 from jaxpage.serving.wire.errors import ApiError
 
 REFUSED = [
@@ -37,9 +37,9 @@ REFUSED = [
     (b'{"a": ' + b"9" * 5000 + b"}", "not a valid JSON number"),
     (b'{"a": 1, "a": 2}', "the key 'a' twice"),
     (b'{"a": {"b": 1, "b": 1}}', "the key 'b' twice"),
-    (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", f"nested more than {MAX_DEPTH} deep"),
-    (b"[" * 100_000, f"nested more than {MAX_DEPTH} deep"),
-    (b'{"a":' * 100_000, f"nested more than {MAX_DEPTH} deep"),
+    (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", f"nested more than {MAX_BODY_DEPTH} deep"),
+    (b"[" * 100_000, f"nested more than {MAX_BODY_DEPTH} deep"),
+    (b'{"a":' * 100_000, f"nested more than {MAX_BODY_DEPTH} deep"),
     (b'{"prompt": "\\ud800"}', "'prompt' contains invalid Unicode"),
     (b'{"stop": ["\\uDC00\\ud800"]}', "'stop' contains invalid Unicode"),
     (b'{"\\ud800": 1}', "contains invalid Unicode"),
@@ -61,7 +61,7 @@ ACCEPTED = [
     b' {"a": [1, -0.0, 5e-324, 1e308, true, null, "\\u00e9 \xc3\xa9"]} ',
     b'{"a": "[[[{{{", "b": "\\"[{", "c": "\\\\"}',
     b'{"a": "\\ud83d\\ude00 \\\\ud800"}',  # a pair of surrogates, and no surrogate
-    b'{"a": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}",
+    b'{"a": ' + b"[" * (MAX_BODY_DEPTH - 1) + b"]" * (MAX_BODY_DEPTH - 1) + b"}",
     b'{"a": ' + b"[[],{}," * 60 + b"1" + b"]" * 60 + b"}",
     b'{"a": "' + b"[" * 1000 + b'"}',
 ]

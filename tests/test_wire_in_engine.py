@@ -121,6 +121,9 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "x", "priority": 1}, "priority", None),
     ({"prompt": "x", "min_tokens": 300, "max_tokens": 300}, "min_tokens", None),
     ({"prompt": "x", "use_beam_search": True, "n": 100}, "n", None),
+    ({"prompt": "x", "n": 5}, "n", None),
+    ({"prompt": "x", "n": 1, "best_of": 5}, "best_of", None),
+    ({"messages": MESSAGES, "n": 5}, "n", None),
     ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs", None),
     ({"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
      "response_format", None),
@@ -138,6 +141,7 @@ def test_what_the_engine_refuses_has_the_clients_names(
         generated(llm, exchange)
     error = exchange.refusal(caught.value)
     assert (error.status, error.param, error.code) == (400, param, code)
+    assert "request '" not in error.message, "an id of the engine's says nothing to a client"
 
 
 def test_a_request_that_leaves_no_token_is_the_clients_fault(llm: LLM, server: ModelContext) -> None:

@@ -57,7 +57,7 @@ def test_the_answers_are_what_it_says() -> None:
     for opens, body, name in ((open_completion, completion(), "Completion"), (open_chat, chat(), "ChatCompletion")):
         exchange = opens(body, context())
         validator(name).validate(exchange.whole([output(exchange, [Scripted(["x"])])]))
-    validator("Tokens").validate(tokenize({"prompt": "x"}, context()))
-    validator("Text").validate(detokenize({"tokens": [5]}, context()))
+    validator("Tokens").validate(tokenize({"prompt": "x"}, context()).body)
+    validator("Text").validate(detokenize({"tokens": [5]}, context()).body)
     validator("Error").validate(ApiError(404, "x").body())
     assert not validator("Error").is_valid({"error": "x"})

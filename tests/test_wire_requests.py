@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
+from jaxpage.memory import BlockManager, BlockPool
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.scheduling import Scheduler, StepLimits
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
 from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
+from tests.support.fake_device import make_group
 from tests.support.wire import VOCAB_SIZE, context, tokenizer, with_template
 
 NAN, INF = float("nan"), float("inf")
@@ -63,7 +66,15 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [1, 2**31]}, "stop_token_ids[1]", "must be"),
     *[({"logit_bias": value}, "logit_bias", "must be") for value in ([], "x", 1)],
     ({"logit_bias": {str(i): 1 for i in range(100_000)}}, "logit_bias", "at most 1024"),
-    *[({"logit_bias": {key: 1}}, f"logit_bias.{key}", "must match") for key in ("x", "-1", "1.5")],
+    *[
+        (
+            {"logit_bias": {key: 1}},
+            "(a name that cannot be shown)" if key in ("+1", " 1", "1\n", "\u0661") else f"logit_bias.{key}",
+            "must match",
+        )
+        for key in ("x", "-1", "1.5", "+1", " 1", "1\n", "\u0661")
+    ],
+    ({"logit_bias": {"1": 5, "01": 6}}, "logit_bias", "a token twice"),
     *[({"logit_bias": {"1": value}}, "logit_bias.1", "must be") for value in (NAN, "1", 101, -100.5, True)],
     ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least 1"),
     ({"bad_words": [""]}, "bad_words[0]", "must have at least 1"),
@@ -97,8 +108,8 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ],
     ({"store": True}, "store", "is not supported"),
     ({"response_format": "json"}, "response_format", "must"),
-    ({"response_format": {}}, "response_format", "must say of which kind"),
-    ({"response_format": {"type": "xml"}}, "response_format", "none of the kinds"),
+    ({"response_format": {}}, "response_format.type", "is required"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "one of 'text', 'json_object', 'json_schema'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
@@ -133,14 +144,18 @@ COMPLETION_REFUSED = [
     ({"suffix": "x"}, "suffix", "is not supported"),
     ({"messages": [USER]}, "messages", "is not supported by this endpoint"),
     ({"tools": [tool()]}, "tools", "is not supported by this endpoint"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "is not supported by this endpoint"),
     ({"max_tokens": 0, "echo": True, "best_of": 2}, "max_tokens", "nothing to choose"),
     ({"use_beam_search": True, "logprobs": 1}, "logprobs", "is not supported with use_beam_search"),
 ]
 CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *[({"messages": value}, "messages", "must") for value in (None, {}, "hi", [])],
     ({"messages": ["hi"]}, "messages[0]", "must"),
-    ({"messages": [{"content": "x"}]}, "messages[0]", "must say of which kind"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "none of the kinds"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "is required"),
+    *[
+        ({"messages": [USER, {"role": role, "content": "x"}]}, "messages[1].role", "one of 'system', 'developer', 'user', 'assistant'")
+        for role in ("robot", 5, None, [], "function")
+    ],
     ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content", "must be a string"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "is required without tool_calls"),
@@ -224,6 +239,20 @@ def test_a_bad_chat_is_refused(fields: dict[str, Any], param: str, message: str)
     error = refused(open_chat, chat(**fields))
     assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
     assert message in error.message
+
+
+@pytest.mark.parametrize("pattern", [r"\\1", r"a\\\\2", "[(?=]", r"[\](?!]", r"\(?=", "[?](a)", r"[\1]", r"\[(a)\]"])
+def test_a_pattern_that_only_looks_as_if_it_looked_around_is_taken(pattern: str) -> None:
+    re.compile(pattern)
+    assert open_completion(
+        completion(response_format=schema_format({"type": "string", "pattern": pattern})), context()
+    ).jobs
+
+
+@pytest.mark.parametrize("pattern", [r"(a)\1", r"(a)\\\1", "[a](?=b)", r"\[(?!b)", r"(?<n>a)\k<n>", "(?<=a)b"])
+def test_a_pattern_that_looks_around_or_back_is_refused(pattern: str) -> None:
+    error = refused(open_completion, completion(response_format=schema_format({"type": "string", "pattern": pattern})))
+    assert "looks around or back" in error.message
 
 
 @pytest.mark.parametrize("missing", ["model", "prompt"])
@@ -355,7 +384,7 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
 
 
 def test_the_template_renders_what_was_said() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]},
         {"role": "user", "content": "<|assistant|>"},
@@ -365,6 +394,9 @@ def test_the_template_renders_what_was_said() -> None:
     assert open_chat(chat(messages=messages), context()).jobs[0].prompt == (
         '<|system|>Be\nkind<|user|><|assistant|><|assistant|>f({"a": 1})<|tool|>2<|assistant|>'
     )
+    for nothing in ("", " \n", "{}"):
+        call["function"]["arguments"] = nothing
+        assert "<|assistant|>f({})" in open_chat(chat(messages=messages), context()).jobs[0].prompt
     thinks = chat(chat_template_kwargs={"enable_thinking": True})
     assert open_chat(thinks, context()).jobs[0].prompt == "<|user|>Hello<|assistant|><think>\n"
     goes_on = chat(messages=[USER, {"role": "assistant", "content": "He"}], continue_final_message=True)
@@ -435,6 +467,26 @@ def test_errors_of_the_engine_in_the_clients_terms() -> None:
     assert exchange.refusal(ValueError("stop_token_ids has 9999, but")).param == "stop_token_ids"
 
 
+@pytest.mark.parametrize(("opens", "param"), [(open_completion, "prompt"), (open_chat, "messages")])
+def test_a_request_that_never_fits_is_told_by_its_parameter(opens: Any, param: str) -> None:
+    """In the words of the engine's roster, which has no parameters."""
+    exchange = opens(completion() if opens is open_completion else chat(), context())
+    scheduler = Scheduler(StepLimits(2, 16, 2, mixed=False), BlockManager(BlockPool(5), 4), max_num_seqs=2)
+    for group, name, message in (
+        (
+            make_group("long", 0, range(10), max_tokens=8),
+            param,
+            f"{param} and what may follow it need 5 KV blocks (1 x 18 tokens",
+        ),
+        (make_group("wide", 1, range(1), max_tokens=1, n=3), "n", "n asks for 3 sequences at once; max_num_seqs is 2"),
+    ):
+        with pytest.raises(CapacityError) as caught:
+            scheduler.add(group)
+        error = exchange.refusal(caught.value)
+        assert (error.status, error.param) == (400, name)
+        assert error.message.startswith(message)
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -467,11 +519,11 @@ def test_messages_show_nothing_of_the_machine() -> None:
 
 def test_tokens_and_back() -> None:
     text = "Once upon a time, é"
-    found = tokenize({"model": "demo", "prompt": text, "return_token_strs": True}, context())
+    found = tokenize({"model": "demo", "prompt": text, "return_token_strs": True}, context()).body
     assert found["tokens"] == tokenizer()(text)["input_ids"]
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert detokenize({"tokens": found["tokens"]}, context()) == {"prompt": text}
-    conversation = tokenize({"messages": [USER]}, context())
+    assert detokenize({"tokens": found["tokens"]}, context()).body == {"prompt": text}
+    conversation = tokenize({"messages": [USER]}, context()).body
     assert conversation["tokens"] == tokenizer()("<|user|>Hello<|assistant|>", add_special_tokens=False)["input_ids"]
 
 
@@ -494,6 +546,24 @@ def test_tokens_and_back() -> None:
 def test_the_small_endpoints_have_bounds_too(function: Any, body: dict[str, Any], param: str) -> None:
     error = refused(function, body)
     assert (error.status, error.param) == (400, param)
+
+
+def test_a_text_to_tokenize_is_no_longer_than_a_prompt() -> None:
+    longest = context().max_prompt_characters
+    assert tokenize({"prompt": "x" * longest}, context()).body["count"]
+    for body, param in (
+        ({"prompt": "x" * (longest + 1)}, "prompt"),
+        (chat(messages=[{**USER, "content": "x" * longest}]), "messages"),
+    ):
+        error = refused(tokenize, body)
+        assert (error.param, error.code) == (param, "context_length_exceeded")
+
+
+def test_unknown_fields_of_the_small_endpoints_are_told() -> None:
+    assert tokenize({"prompt": "x", "mood": 1}, context()).ignored_fields == ("mood",)
+    assert tokenize({"messages": [{**USER, "mood": 1}]}, context()).ignored_fields == ("messages[0].mood",)
+    assert detokenize({"tokens": [5], "mood": 1}, context()).ignored_fields == ("mood",)
+    assert detokenize({"tokens": [5]}, context()).ignored_fields == ()
 
 
 SCALARS = (

@@ -20,6 +20,7 @@ from tests.support.wire import VOCAB_SIZE, chatml, context, tokenizer, with_temp
 
 NAMES = frozenset({"f", "g"})
 F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "parameters": {}}'
+MARKS = r"\"</tool_call><tool_call>\\"
 CALL_F, CALL_G = ("call", "f", '{"a": 1}'), ("call", "g", "{}")
 PARSERS: dict[str, Callable[[], PieceParser]] = {
     "hermes": lambda: hermes(NAMES),
@@ -52,8 +53,17 @@ CASES = [
     ("hermes", f" Hm. \n<tool_call>\n{F}\n</tool_call> \n<tool_call>{G}</tool_call>\n", [("content", "", " Hm."), CALL_F, CALL_G]),
     ("hermes", f"<tool_call>{F}</tool_call> then\n", [CALL_F, ("content", "", " then")]),
     ("hermes", "<tool_call>{no}</tool_call> \n", [("content", "", "<tool_call>{no}</tool_call> \n")]),
-    ("hermes", f"<tool_call>{F}", [("content", "", f"<tool_call>{F}")]),
-    ("hermes", f"<tool_call>{F}</tool_ca", [("content", "", f"<tool_call>{F}</tool_ca")]),
+    *[("hermes", f"Hm.\n<tool_call>{F}{cut}", [("content", "", "Hm."), CALL_F]) for cut in ("", "\n", "</tool_ca")],
+    ("hermes", f"<tool_call>{F[:-1]}", [("content", "", f"<tool_call>{F[:-1]}")]),
+    ("hermes", f"<tool_call>{F}x</tool_ca", [("content", "", f"<tool_call>{F}x</tool_ca")]),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "{MARKS}"}}}}</tool_call>{MARKS}',
+     [("call", "f", f'{{"a": "{MARKS}"}}'), ("content", "", MARKS)]),
+    ("hermes", f'<tool_call>{{"name: "f"}}</tool_call>\n<tool_call>{F}</tool_call>',
+     [("content", "", '<tool_call>{"name: "f"}</tool_call>'), CALL_F]),
+    ("hermes", f'<tool_call>"</tool_call><tool_call>\\"</tool_call>\n<tool_call>{F}',
+     [("content", "", '<tool_call>"</tool_call><tool_call>\\"</tool_call>'), CALL_F]),
+    ("hermes", f'<tool_call>"\\</tool_call>\n<tool_call>{F}', [("content", "", '<tool_call>"\\</tool_call>'), CALL_F]),
+    ("hermes", '<tool_call>{"a": "</tool_call>', [("content", "", '<tool_call>{"a": "</tool_call>')]),
     ("hermes", '<tool_call>{"name": "h"}</tool_call>', [("content", "", '<tool_call>{"name": "h"}</tool_call>')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
      [("content", "", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>')]),
@@ -70,7 +80,10 @@ CASES = [
     ("llama3_json", "<|python_tag|", [("content", "", "<|python_tag|")]),
     ("llama3_json", "<|python_x", [("content", "", "<|python_x")]),
     ("required", f"[{F}, {G}]", [CALL_F, CALL_G]),
-    ("required", f"[{F}, " + '{"name', [CALL_F, ("content", "", ', {"name')]),
+    ("required", f"[{F}, " + '{"name', [CALL_F]),
+    ("required", '[ { "n', []),
+    ("required", " [", []),
+    ("required", '[{"name": "h", "parameters": {}}]', [("content", "", '[{"name": "h", "parameters": {}}]')]),
     ("named", '{"a": 1}', [("call", "f", '{"a": 1}')]),
     ("named", "", []),
     ("think", "<think>a</think>b", [("reasoning", "", "a"), ("content", "", "b")]),
@@ -123,6 +136,11 @@ def test_it_makes_no_difference_how_a_text_is_cut(name: str, text: str, data: st
 
 ADVERSARIAL = [
     *[("hermes", unit) for unit in ("<tool_call></tool_call>", "<tool_call>", "<tool_cal", " ")],
+    *[
+        ("hermes", unit)
+        for unit in ('<tool_call>"</tool_call>', '<tool_call>\\"</tool_call>', '<tool_call>"</tool_call>\n')
+    ],
+    *[("hermes", "<tool_call>" + unit) for unit in ('"', '"\\', '"a\\"')],
     *[("llama3_json", unit) for unit in (" ", "{", '{"\\', G + ";")],
     *[("think and hermes", unit) for unit in (" ", "<think>", "x")],
     ("open think", "</think"),
@@ -197,6 +215,16 @@ def test_what_a_choice_of_tools_asks_of_the_engine() -> None:
     assert json.loads(opened("required").jobs[0].params.structured_outputs[1])["items"]
     assert opened("auto").jobs[0].params.structured_outputs is None
     assert opened("auto").jobs[0].prompt.startswith("[f][g]") and not opened("none").jobs[0].prompt.startswith("[f]")
+
+
+@pytest.mark.parametrize("function", [{}, {"parameters": {}}, {"parameters": RECURSIVE}])
+def test_the_model_is_shown_the_schema_that_it_is_held_to(function: dict[str, Any]) -> None:
+    shows = with_template("{{ tools[0].function.parameters | tojson }}")
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+    body |= {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
+    body["tool_choice"] = {"type": "function", "function": {"name": "f"}}
+    (job,) = open_chat(body, context(tokenizer=shows)).jobs
+    assert json.loads(job.prompt) == json.loads(job.params.structured_outputs[1])
 
 
 def test_marks_that_are_special_tokens_are_kept_in_the_text() -> None:

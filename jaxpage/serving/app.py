@@ -36,10 +36,11 @@ from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, tokenize
+from jaxpage.serving.wire.tokenizing import Transformed
 
 logger = logging.getLogger(__name__)
 Open = Callable[[dict[str, Any], ModelContext], Exchange]
-Transform = Callable[[dict[str, Any], ModelContext], dict[str, Any]]
+Transform = Callable[[dict[str, Any], ModelContext], Transformed]
 STATS_SECONDS = 5.0  # a step may take longer; then there are no metrics for now
 
 
@@ -95,7 +96,8 @@ class Server:
     async def _transform(self, transform: Transform, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await _json_body(scope, receive)
         result = await self.preparing.aside(lambda: transform(parse_object(raw), self._context))
-        await json_answer(result)(scope, receive, send)
+        headers = {"x-jaxpage-ignored-fields": ", ".join(result.ignored_fields)} if result.ignored_fields else {}
+        await json_answer(result.body, headers=headers)(scope, receive, send)
 
     async def _models(self, request: Request) -> Response:
         return json_answer({"object": "list", "data": [self._card(name) for name in self._context.model_names]})

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from jaxpage.argument_checks import shown
 from jaxpage.serving.wire.errors import ApiError
 
-MAX_DEPTH = 128
+MAX_BODY_DEPTH = 128
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -38,7 +38,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         where = f"line {error.lineno}, column {error.colno}"
         raise ApiError(400, f"Request body is not valid JSON: {error.msg} ({where})") from None
     except RecursionError:
-        raise ApiError(400, f"Request body is nested more than {MAX_DEPTH} deep") from None
+        raise ApiError(400, f"Request body is nested more than {MAX_BODY_DEPTH} deep") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"Request body is {shown(value)}; expected a JSON object")
     if _SURROGATE.search(text):
@@ -53,8 +53,8 @@ def _check_depth(text: str) -> None:
     for found in _STRING_OR_BRACKET.finditer(text):
         if found[0] in "[{":
             depth += 1
-            if depth > MAX_DEPTH:
-                raise ApiError(400, f"Request body is nested more than {MAX_DEPTH} deep")
+            if depth > MAX_BODY_DEPTH:
+                raise ApiError(400, f"Request body is nested more than {MAX_BODY_DEPTH} deep")
         elif found[0] in "]}":
             depth -= 1
 

@@ -88,6 +88,13 @@ class ChatAnswer(Answer):
         self._texts = TokenTexts(context.tokenizer)
         self._readers_by_choice: dict[int, _Reader] = {}  # of a stream
 
+    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        is_first = not self._readers_by_choice
+        chunks = super().chunks(job_index, delta)
+        if self._request.return_token_ids and is_first and chunks:
+            chunks[0]["prompt_token_ids"] = delta.prompt_token_ids
+        return chunks
+
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         response = super().whole(outputs)
         if self._request.prompt_logprobs is not None:

@@ -12,7 +12,7 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import CompletionRequest
 from jaxpage.serving.wire.job import Job
-from jaxpage.serving.wire.logprobs import Entries, TokenTexts, completion_logprobs
+from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
 
@@ -78,12 +78,13 @@ class CompletionAnswer(Answer):
         self._parameter_names = {
             "prompt_token_ids": "prompt",
             "beam_width": "n",
+            "n": "n" if request.best_of is None else "best_of",  # as many sequences as the engine runs
             "structured_outputs": format_parameter(request),
         }
         self._texts = TokenTexts(context.tokenizer)
-        self._echoed: set[int] = set()  # choices of a stream that have their prompt
+        self._begun: set[int] = set()  # choices of a stream that have their prompt
         self._prompt_logprobs: dict[int, Entries] = {}  # by job: they come once
-        self._offsets: dict[int, int] = {}  # by choice of a stream: characters of the tokens so far
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         return super().chunks(job_index, self._cut(delta))
@@ -118,10 +119,13 @@ class CompletionAnswer(Answer):
         has_tokens = output.token_ids and (self._request.logprobs is not None or self._request.return_token_ids)
         if not is_news and not has_tokens:
             return []
-        echoes = self._request.echo and index not in self._echoed
-        self._echoed.add(index)
+        is_first = index not in self._begun
+        self._begun.add(index)
         whole = replace(delta, prompt_logprobs=self._prompt_logprobs.get(job_index))
-        return [self._said(index, whole, position, echo=bool(echoes))]
+        choice = self._said(index, whole, position, echo=bool(self._request.echo) and is_first)
+        if self._request.return_token_ids and is_first:
+            choice["prompt_token_ids"] = delta.prompt_token_ids
+        return [choice]
 
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
         choice = self._said(index, output, position, echo=bool(self._request.echo))
@@ -136,9 +140,10 @@ class CompletionAnswer(Answer):
         shown = output.echoed(position, prompt=self._prompt_text(output)) if echo else one
         logprobs = None
         if self._request.logprobs is not None and shown.logprobs is not None:
-            offset = self._offsets.get(index, 0)
-            logprobs = completion_logprobs(shown.token_ids, shown.logprobs, self._request.logprobs, offset, self._texts)
-            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+            offsets = self._offsets.setdefault(index, TextOffsets(self._context.tokenizer))
+            logprobs = completion_logprobs(
+                shown.token_ids, shown.logprobs, self._request.logprobs, offsets, self._texts
+            )
         return {"index": index, "text": shown.text, "logprobs": logprobs, **self._end(one, one.finish_reason)}
 
     def _prompt_text(self, output: RequestOutput) -> str:

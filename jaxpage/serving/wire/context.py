@@ -46,10 +46,16 @@ class ModelContext:
             return tuple(prompt)
         if self.tokenizer is None:
             raise ApiError(400, "The model has no tokenizer; give the prompt as token ids", param=param)
-        if len(prompt) > self.max_prompt_characters:
-            message = f"The prompt has {len(prompt)} characters, which cannot fit in max_model_len={self.max_model_len} tokens"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        self.check_length(prompt, param)
         return valid_text(prompt, param)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raises ApiError for a text that is too long on the face of it."""
+        if len(text) > self.max_prompt_characters:
+            message = (
+                f"The prompt has {len(text)} characters, which cannot fit in max_model_len={self.max_model_len} tokens"
+            )
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def valid_text(text: str, param: str) -> str:

@@ -24,6 +24,11 @@ INTERNAL = "The server failed to answer this request"
 _OF_THE_MACHINE = re.compile(
     r"0x[0-9a-fA-F]+|<[\w.]+ object[^>]*>|object at\b|(?<![\w/])/(?!v1/)(?:[\w.+@-]+/)+[\w.+@-]*|site-packages|Traceback"
 )
+_PARAMETERS_OF_REQUESTS = (  # what the engine says of a request as a whole, by its own id, and the parameter that it is about
+    (re.compile(r"request '[^']*' asks for "), "n", "asks for "),
+    (re.compile(r"request '[^']*' has a prompt of "), "prompt", "has "),
+    (re.compile(r"request '[^']*' may need "), "prompt", "and what may follow it need "),
+)
 _PARAMETERS = {*SamplingParams.__annotations__, *BeamSearchParams.__annotations__, "prompt", "prompt_token_ids"}
 
 
@@ -69,6 +74,10 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
         return ApiError(500, INTERNAL)
     if message.startswith("The prompt has") and "max_model_len" in message:
         return ApiError(400, message, param=(names or {}).get("prompt", "prompt"), code="context_length_exceeded")
+    for pattern, parameter, verb in _PARAMETERS_OF_REQUESTS:
+        if found := pattern.match(message):
+            known = (names or {}).get(parameter, parameter)
+            return ApiError(400, f"{known} {verb}{message[found.end() :]}", param=known)
     word = re.match(r"(?:[Tt]he )?(\w*)", message)
     param = word[1] if word and word[1] in _PARAMETERS else None
     return ApiError(400, message, param=(names or {}).get(param or "", param))

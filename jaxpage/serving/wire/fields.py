@@ -100,7 +100,7 @@ class GenerationRequest(Fields):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     logit_bias: (
         Annotated[
-            dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MAX_BIASES),
         ]
         | None

@@ -11,6 +11,9 @@ Entries = list[
 ]  # by position; the chosen token first. None: the first token of an echoed prompt
 
 
+_MOST_PIECES = 4  # bytes of a character in UTF-8
+
+
 class TokenTexts:
     """What tokens are called: their text, or their number where the model has no tokenizer."""
 
@@ -21,6 +24,35 @@ class TokenTexts:
         if logprob is not None and logprob.decoded_token is not None:
             return logprob.decoded_token
         return f"token_id:{token_id}" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+
+class TextOffsets:
+    """Where the tokens of one choice begin in its text. Those that are pieces of one character begin where it does."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+        self._pieces: list[int] = []  # of a character that is not whole yet
+
+    def after(self, token_id: int, text: str) -> int:
+        """The offset of the next token, in characters."""
+        if self._tokenizer is None or "\ufffd" not in text:
+            self._offset += self._length_of_pieces()
+            self._pieces.clear()
+            offset = self._offset
+            self._offset += len(text)
+            return offset
+        offset = self._offset
+        self._pieces.append(token_id)
+        joined = self._tokenizer.decode(self._pieces)
+        if not joined.endswith("\ufffd") or len(self._pieces) == _MOST_PIECES:
+            self._offset += len(joined)
+            self._pieces.clear()
+        return offset
+
+    def _length_of_pieces(self) -> int:
+        """Of pieces that were none: as many characters as the text has for them."""
+        return len(self._tokenizer.decode(self._pieces)) if self._tokenizer is not None and self._pieces else 0
 
 
 def bounded(logprob: float) -> float:
@@ -35,17 +67,16 @@ def likeliest(entry: dict[int, Logprob], wanted: int) -> dict[int, Logprob]:
 
 
 def completion_logprobs(
-    token_ids: list[int], entries: Entries, wanted: int, offset: int, texts: TokenTexts
+    token_ids: list[int], entries: Entries, wanted: int, places: TextOffsets, texts: TokenTexts
 ) -> dict[str, Any]:
-    """Of completions. `offset`: characters of the choice before these tokens; `wanted`: candidates beside the token itself."""
+    """Of completions. `places`: after the tokens of the choice before these; `wanted`: candidates beside the token itself."""
     tokens, logprobs, tops, offsets = [], [], [], []
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = texts(token_id, entry[token_id] if entry else None)
         tokens.append(token)
         logprobs.append(bounded(entry[token_id].logprob) if entry else None)
         tops.append(_by_text(likeliest(entry, wanted), texts) if entry and wanted else None)
-        offsets.append(offset)
-        offset += len(token)
+        offsets.append(places.after(token_id, token))
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,

@@ -38,11 +38,9 @@ class Plain:
 
 
 def held_back(text: str, mark: str) -> int:
-    """How many of the last characters could be the beginning of a mark that is not in the text."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
+    """How many of the last characters could be the beginning of a mark that is not in the text. Its first character comes once."""
+    begin = text.rfind(mark[0])
+    return len(text) - begin if begin >= 0 and mark.startswith(text[begin:]) else 0
 
 
 class Thinking:

@@ -55,8 +55,6 @@ LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
 _OF_GENERATION = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
 _MESSAGES = {  # where pydantic's own would not go on from the name of the field
     "extra_forbidden": "is not a known field",
-    "union_tag_invalid": "is none of the kinds that there are",
-    "union_tag_not_found": "must say of which kind it is",
 }
 _MAX_IGNORED = 16  # told of; they go into a header
 _IGNORED_NAME = re.compile(r"[\w.\[\]-]{1,80}", re.ASCII)
@@ -90,7 +88,7 @@ def _check_supported(body: Mapping[str, Any], model: type[BaseModel]) -> None:
             raise ApiError(400, f"{name} is not supported", param=name)
     if issubclass(model, GenerationRequest):
         for name in sorted(_OF_GENERATION - model.model_fields.keys()):
-            if body.get(name) not in (None, False):
+            if not (body.get(name) is None or body[name] is False):  # 0 is neither
                 raise ApiError(400, f"{name} is not supported by this endpoint", param=name)
 
 
@@ -101,8 +99,18 @@ def _check_model(name: str | None, context: ModelContext) -> None:
 
 def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
     """The first of the errors, with the path of its field in the body."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
     path = _path(first["loc"], body)
+    if first["type"] in (
+        "union_tag_invalid",
+        "union_tag_not_found",
+    ):  # the field that says which of several models it is
+        field = first["ctx"]["discriminator"].strip("'")
+        kinds = first["ctx"].get("expected_tags")
+        if kinds is None:
+            return ApiError(400, f"{path}.{field} is required", param=f"{path}.{field}")
+        message = f"{path}.{field} must be one of {kinds}, got {shown(first['input'].get(field))}"
+        return ApiError(400, message, param=f"{path}.{field}")
     if first["type"] == "missing":
         return ApiError(400, f"{path} is required", param=path)
     message = _MESSAGES.get(first["type"], first["msg"]).removeprefix("Value error, ")

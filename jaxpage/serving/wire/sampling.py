@@ -44,7 +44,10 @@ def sampling_params(request: GenerationRequest, context: ModelContext, **own: An
     """The model's defaults, the request's fields over them, and `own` of the endpoint over those. Raises ApiError."""
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
     if request.logit_bias is not None:
-        given["logit_bias"] = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
+        biases = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
+        if len(biases) < len(request.logit_bias):
+            raise ApiError(400, "logit_bias has a token twice, in two spellings", param="logit_bias")
+        given["logit_bias"] = biases
     if request.seed is not None:
         given["seed"] = request.seed % 2**64  # a seed of -1 is one, and not the wish for another
     given["user"] = request.user or None

@@ -11,9 +11,9 @@ from jaxpage.argument_checks import shown
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.structured_outputs import MAX_CHARACTERS
 
-MAX_DEPTH = 64
+MAX_SCHEMA_DEPTH = 64
 _TYPES = {"null", "boolean", "object", "array", "number", "integer", "string"}
-_BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\[1-9]")
+_BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\(?:[1-9]|k<)")  # where no class is open and nothing escaped
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTED_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = (
@@ -39,8 +39,8 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
     if len(json.dumps(schema)) > MAX_CHARACTERS:
         refuse(f"at most {MAX_CHARACTERS} characters of JSON are allowed")
     for part, depth in _parts(schema):
-        if depth > MAX_DEPTH:
-            refuse(f"nested more than {MAX_DEPTH} deep")
+        if depth > MAX_SCHEMA_DEPTH:
+            refuse(f"nested more than {MAX_SCHEMA_DEPTH} deep")
         if not isinstance(part, dict | bool):
             refuse(f"{shown(part)} is no JSON schema")
         if not isinstance(part, dict):
@@ -83,10 +83,10 @@ def _problem_of(pattern: Any) -> str | None:
     """What is plainly wrong with a pattern. It is not compiled: that can take for ever, and the grammars' compiler has limits."""
     if not isinstance(pattern, str):
         return "is no string"
-    if _BEYOND_REGULAR.search(pattern):
-        return "looks around or back, which is not supported"
     depth, in_class, escaped, may_repeat = 0, False, False, False
-    for character in pattern:
+    for place, character in enumerate(pattern):
+        if not (escaped or in_class) and _BEYOND_REGULAR.match(pattern, place):
+            return "looks around or back, which is not supported"
         if escaped or in_class:
             in_class, escaped = in_class and (escaped or character != "]"), not escaped and character == "\\"
             may_repeat = True

@@ -78,6 +78,11 @@ def template_of(context: ModelContext, tools: list[Tool]) -> str:
         raise ApiError(400, str(error), param="messages") from None
 
 
+def parameters_of(tool: Tool) -> dict[str, Any]:
+    """The schema that the model is shown, and held to where a grammar holds it."""
+    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 def _message(message: Fields, path: str) -> dict[str, Any]:
     """As templates expect it: content as one text, the arguments of calls as objects."""
     content = getattr(message, "content", None)
@@ -105,7 +110,7 @@ def _message(message: Fields, path: str) -> dict[str, Any]:
 def _call(call: ToolCall, path: str) -> dict[str, Any]:
     param = f"{path}.function.arguments"
     try:
-        arguments = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments.strip() or "{}")  # clients send back what they were sent
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
@@ -116,13 +121,12 @@ def _call(call: ToolCall, path: str) -> dict[str, Any]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    parameters = tool.function.parameters or {"type": "object", "properties": {}}
     return {
         "type": "function",
         "function": {
             "name": tool.function.name,
             "description": tool.function.description or "",
-            "parameters": parameters,
+            "parameters": parameters_of(tool),
         },
     }
 

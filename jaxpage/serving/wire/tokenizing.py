@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxpage.serving.wire.context import ModelContext, valid_text
 from jaxpage.serving.wire.errors import ApiError
@@ -11,44 +11,53 @@ from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.templates import render
 
 
-def tokenize(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
+class Transformed(NamedTuple):
+    """What is said to a text or to tokens, and the unknown fields of the request, as an `Exchange` has them."""
+
+    body: dict[str, Any]
+    ignored_fields: tuple[str, ...]
+
+
+def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """The tokens of a text, or of a conversation. May take a while: for a worker thread. Raises ApiError."""
     tokenizer = _tokenizer(context)
-    text, request = _conversation(body, context) if "messages" in body else _text(body, context)
+    param = "messages" if "messages" in body else "prompt"
+    text, request, ignored = _conversation(body, context) if param == "messages" else _text(body, context)
     if len(text) > (longest := context.limits.max_tokenize_characters):
-        raise ApiError(400, f"prompt has {len(text)} characters; at most {longest} are allowed", param="prompt")
-    text = valid_text(text, "messages" if "messages" in body else "prompt")
-    token_ids = tokenizer(text, add_special_tokens=request.add_special_tokens)["input_ids"]
-    return {
+        raise ApiError(400, f"{param} has {len(text)} characters; at most {longest} are allowed", param=param)
+    context.check_length(text, param)
+    token_ids = tokenizer(valid_text(text, param), add_special_tokens=request.add_special_tokens)["input_ids"]
+    answer = {
         "count": len(token_ids),
         "max_model_len": context.max_model_len,
         "tokens": token_ids,
         "token_strs": tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None,
     }
+    return Transformed(answer, ignored)
 
 
-def _text(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeRequest]:
-    request, _ = read(body, TokenizeRequest, context)
-    return request.prompt, request
+def _text(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeRequest, tuple[str, ...]]:
+    request, ignored = read(body, TokenizeRequest, context)
+    return request.prompt, request, ignored
 
 
-def _conversation(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeChatRequest]:
+def _conversation(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeChatRequest, tuple[str, ...]]:
     if "prompt" in body:
         raise ApiError(400, "prompt and messages exclude each other", param="messages")
-    request, _ = read(body, TokenizeChatRequest, context)
-    return render(request, context, request.tools or []), request
+    request, ignored = read(body, TokenizeChatRequest, context)
+    return render(request, context, request.tools or []), request, ignored
 
 
-def detokenize(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
+def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """The text of tokens, special ones included. May take a while: for a worker thread. Raises ApiError."""
     tokenizer = _tokenizer(context)
-    request, _ = read(body, DetokenizeRequest, context)
+    request, ignored = read(body, DetokenizeRequest, context)
     if len(request.tokens) > (most := context.limits.max_detokenize_tokens):
         raise ApiError(400, f"tokens has {len(request.tokens)} of them; at most {most} are allowed", param="tokens")
     if request.tokens and max(request.tokens) >= context.vocab_size:
         message = f"tokens has {max(request.tokens)}, but the model's token ids are 0 to {context.vocab_size - 1}"
         raise ApiError(400, message, param="tokens")
-    return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
+    return Transformed({"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}, ignored)
 
 
 def _tokenizer(context: ModelContext) -> Any:

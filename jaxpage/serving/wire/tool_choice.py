@@ -11,10 +11,8 @@ from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import ChatCompletionRequest, NamedTool, TextFormat, Tool
 from jaxpage.serving.wire.pieces import PieceParser, Plain
 from jaxpage.serving.wire.schemas import check_schema
-from jaxpage.serving.wire.templates import template_of
+from jaxpage.serving.wire.templates import parameters_of, template_of
 from jaxpage.serving.wire.tools import MARKS, TOOL_PARSERS, NamedCall, required, required_schema
-
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ToolUse(NamedTuple):
@@ -48,7 +46,7 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         raise ApiError(400, message, param="tool_choice")
     names = frozenset(tool.function.name for tool in tools)
     if choice == "required":
-        schemas = [(tool.function.name, _parameters(tool)) for tool in tools]
+        schemas = [(tool.function.name, parameters_of(tool)) for tool in tools]
         schema = required_schema(schemas, several=request.parallel_tool_calls is not False)
         parameter = "tools[0].function.parameters" if len(tools) == 1 else "tools"
         return ToolUse(lambda: required(names), tools, {"json": schema}, parameter)
@@ -72,12 +70,8 @@ def _named(tools: list[Tool], name: str) -> ToolUse:
     index = next((index for index, tool in enumerate(tools) if tool.function.name == name), None)
     if index is None:
         raise ApiError(400, f"tool_choice names {shown(name)}, which is none of tools", param="tool_choice")
-    schema, parameter = _parameters(tools[index]), f"tools[{index}].function.parameters"
+    schema, parameter = parameters_of(tools[index]), f"tools[{index}].function.parameters"
     return ToolUse(lambda: NamedCall(name), tools, {"json": schema}, parameter, is_named=True)
-
-
-def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or _NO_PARAMETERS
 
 
 def _has_special_marks(context: ModelContext) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jaxpage.serving.wire.pieces import Piece, PieceParser, held_back
 
@@ -37,47 +38,98 @@ def _as_text(arguments: dict[str, Any]) -> str:
 class Hermes:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, with content around them.
 
+    The last may do without its closing mark, where the text ends in front of it; a mark in a string of the JSON is none.
     What stands between the marks and is no call is content, with its marks. White space before and behind a call is none.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    _NEXT = {  # what to look for next  # noqa: RUF012
+        "outside": re.compile(OPEN),
+        "inside": re.compile(rf'["\\]|{CLOSE}'),
+        "broken": re.compile(CLOSE),  # inside, and no JSON: strings are none
+    }
+    _OF_STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*+)*+')
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
-        self._is_inside = False
+        self._state: Literal["outside", "inside", "broken"] = "outside"
         self._inside: list[str] = []
-        self._held = ""  # the beginning of a mark, perhaps
+        self._string: list[str] | None = None  # the one that is open, inside
+        self._held = ""  # the beginning of a mark or of an escape, perhaps
         self._space: list[str] = []  # behind what was said, and content only if more of it follows
         self._has_called = False
 
     def push(self, text: str) -> Iterator[Piece]:
         text, self._held = self._held + text, ""
         begin = 0
-        while True:
-            mark = self.CLOSE if self._is_inside else self.OPEN
-            end = text.find(mark, begin)
-            if end < 0:
+        while begin < len(text):
+            if self._string is not None:
+                begin, is_broken = self._more_of_string(self._string, text, begin)
+                if is_broken:
+                    yield from self._broken(self._string)
+                continue
+            found = self._NEXT[self._state].search(text, begin)
+            if found is None:
+                mark = self.OPEN if self._state == "outside" else self.CLOSE
                 certain = len(text) - held_back(text[max(begin, len(text) - len(mark)) :], mark)
                 yield from self._said(text[begin:certain])
                 self._held = text[certain:]
                 return
-            yield from self._said(text[begin:end])
-            if self._is_inside:
-                yield from self._called()
-            self._is_inside = not self._is_inside
-            begin = end + len(mark)
+            yield from self._said(text[begin : found.start()])
+            begin = found.end()
+            if found[0] == self.OPEN:
+                self._state = "inside"
+            elif found[0] == self.CLOSE:
+                yield from self._called(self.CLOSE)
+            elif found[0] == '"':
+                self._string = ['"']
+            else:
+                self._inside.append(found[0])
+                self._state = "broken"
 
     def finish(self) -> Iterator[Piece]:
-        yield from self._said(self._held)
-        if self._is_inside:
-            self._is_inside = False
-            yield from self._said(self.OPEN + "".join(self._inside))
+        if self._string is not None:
+            yield from self._broken([*self._string, self._held])
+            self._held = ""
+        if self._state != "outside":
+            yield from self._called(self._held)
+        else:
+            yield from self._said(self._held)
         space = "".join(self._space)
         if space and not self._has_called:
             yield Piece("content", space)
 
+    def _more_of_string(self, string: list[str], text: str, begin: int) -> tuple[int, bool]:
+        """To where the text was read, and whether the string can go no further: JSON has no control characters in it."""
+        found = self._OF_STRING.match(text, begin)
+        end = found.end() if found else begin
+        string.append(text[begin:end])
+        if text[end:] == "\\":
+            self._held = "\\"
+            return len(text), False
+        if text[end : end + 1] == '"':
+            self._inside += [*string, '"']
+            self._string = None
+            return end + 1, False
+        return end, end < len(text)
+
+    def _broken(self, string: list[str]) -> Iterator[Piece]:
+        """It is no JSON, and no call: a mark in the string was one after all.
+
+        What is behind that mark is read again. It has no string that is broken: its quotes all have a backslash in front of them.
+        """
+        self._string = None
+        before, mark, behind = "".join(string).partition(self.CLOSE)
+        self._inside.append(before)
+        self._state = "broken"
+        if mark:
+            yield from self._called(mark)
+            yield from self.push(behind)
+            held, self._held = self._held, ""
+            yield from self._said(held)
+
     def _said(self, text: str) -> Iterator[Piece]:
-        if self._is_inside:
+        if self._state != "outside":
             self._inside.append(text)
             return
         content = text.rstrip()
@@ -86,17 +138,17 @@ class Hermes:
             self._space.clear()
         self._space.append(text[len(content) :])
 
-    def _called(self) -> Iterator[Piece]:
+    def _called(self, mark: str) -> Iterator[Piece]:
+        """mark: what there is of the closing one."""
         text = "".join(self._inside)
         self._inside.clear()
+        self._state = "outside"
         if (call := call_of(text, self._names)) is not None:
             self._space.clear()
             self._has_called = True
             yield call
         else:
-            self._is_inside = False
-            yield from self._said(self.OPEN + text + self.CLOSE)
-            self._is_inside = True
+            yield from self._said(self.OPEN + text + mark)
 
 
 class JsonCalls:
@@ -105,11 +157,15 @@ class JsonCalls:
     An answer that begins otherwise is content, and so is all from the first object on that is no call.
     """
 
-    def __init__(self, names: frozenset[str], *, separators: str, tag: str = "") -> None:
-        """separators: characters between objects, beside white space; tag: what may stand before the first."""
+    _OF_STRUCTURE = re.compile(r'[{}"\\]')
+
+    def __init__(self, names: frozenset[str], *, separators: str, tag: str = "", keeps_cut: bool = True) -> None:
+        """separators: characters between objects, beside white space; tag: what may stand before the first; keeps_cut: the
+        beginning of an object that does not end is content, and not nothing."""
         self._names = names
         self._separators = separators
         self._tag = tag
+        self._keeps_cut = keeps_cut
         self._is_content = False
         self._has_called = False
         self._held: list[str] = []  # since the last call
@@ -120,6 +176,9 @@ class JsonCalls:
         if self._is_content:
             if text:
                 yield Piece("content", text)
+            return
+        if self._depth and not self._is_escaped and not self._OF_STRUCTURE.search(text):
+            self._held.append(text)
             return
         for position, character in enumerate(text):
             self._held.append(character)
@@ -137,7 +196,7 @@ class JsonCalls:
                 yield call
 
     def finish(self) -> Iterator[Piece]:
-        if self._depth or not self._has_called:
+        if self._keeps_cut and (self._depth or not self._has_called):
             yield from self._give_up("")
 
     def _may_stand_between(self, character: str) -> bool:
@@ -191,8 +250,8 @@ def llama3_json(names: frozenset[str]) -> PieceParser:
 
 
 def required(names: frozenset[str]) -> PieceParser:
-    """What `required_schema` makes the model write."""
-    return JsonCalls(names, separators="[],")
+    """What `required_schema` makes the model write, and no one else reads: what is cut off in the middle of a call says nothing."""
+    return JsonCalls(names, separators="[],", keeps_cut=False)
 
 
 TOOL_PARSERS: dict[str, Callable[[frozenset[str]], PieceParser]] = {"hermes": hermes, "llama3_json": llama3_json}
