@@ -19,7 +19,7 @@ import psutil
 import pytest
 from starlette.routing import Route
 
-from jaxpage.serving import generating, server
+from jaxpage.serving import app, generating, server
 from tests.support.gates import Gate
 from tests.support.servers import answer_of, ask, demo_engine, request_bytes, serving
 
@@ -415,6 +415,58 @@ def test_who_leaves_while_the_queue_is_long_leaves_the_queue(built, monkeypatch)
         wait_until(lambda: nothing_runs(running))
         assert running.aborted() == {"disconnect": 20}
         first.close()
+
+
+class Reading:
+    """Stands before the reading of bodies."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self._goes_on, self._parse = [], threading.Event(), app.parse_object
+        monkeypatch.setattr(app, "parse_object", self.parse)
+
+    def parse(self, raw):
+        self.begun.append(raw)
+        self._goes_on.wait()
+        return self._parse(raw)
+
+    def open(self):
+        self._goes_on.set()
+
+
+@pytest.mark.parametrize(("path", "num_threads"), [(COMPLETIONS, 2), ("/tokenize", 1)])
+def test_what_waits_to_be_read_is_dropped_when_its_client_leaves(built, monkeypatch, path, num_threads):
+    reading = Reading(monkeypatch)
+    raw = request_bytes("POST", path, SHORT if path == COMPLETIONS else {"prompt": "Once"})
+    with serving(built) as running, contextlib.ExitStack() as clients:
+        clients.callback(reading.open)
+        first = [clients.enter_context(running.connect()) for _ in range(num_threads)]
+        for client in first:
+            client.sendall(raw)
+        wait_until(lambda: len(reading.begun) == num_threads)
+        others = [running.connect() for _ in range(5)]
+        for other in others:
+            other.sendall(raw)
+            other.close()
+        wait_until(lambda: running.aborted() == {"disconnect": 5})  # while nobody has been answered
+        reading.open()
+        assert [answer_of(client)[0] for client in first] == [200] * num_threads
+        assert len(reading.begun) == num_threads
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_the_time_of_a_request_is_over_while_it_waits_to_be_read(built, monkeypatch, path):
+    reading = Reading(monkeypatch)
+    with serving(built, request_timeout_seconds=0.2) as running, contextlib.ExitStack() as clients:
+        clients.callback(reading.open)
+        for _ in range(4):
+            client = clients.enter_context(running.connect())
+            client.sendall(request_bytes("POST", path, {**SHORT, "prompt": "Once"}))
+            status, _, body = answer_of(client)
+            assert status == 504 and "0.2 s" in error_of(body)["message"]
+        assert len(reading.begun) < 4
+        assert path != COMPLETIONS or running.aborted() == {"deadline": 4}
+        reading.open()
+        wait_until(lambda: nothing_runs(running))
 
 
 # Who is one too many, or too late

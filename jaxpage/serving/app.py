@@ -22,7 +22,7 @@ from jaxpage import __version__
 from jaxpage.errors import JaxpageError
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.generating import Generating
+from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.answers import error_answer, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
@@ -82,8 +82,7 @@ class Server:
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await _json_body(scope, receive)
-            exchange = await self.preparing.run(lambda: self._opened(opened, raw))
-            await self._generating.answer(exchange, arrived, scope, receive, send)
+            await self._generating.answer(lambda: self._opened(opened, raw), arrived, scope, receive, send)
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:
         body = parse_object(raw)
@@ -93,9 +92,15 @@ class Server:
         return exchange
 
     async def _transform(self, transform: Transform, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.monotonic()
         raw = await _json_body(scope, receive)
-        result = await self.preparing.aside(lambda: transform(parse_object(raw), self._context))
-        await json_answer(result)(scope, receive, send)
+
+        async def answered() -> None:
+            async with self._loop.in_time(arrived):
+                answer = await self.preparing.aside(lambda: json_answer(transform(parse_object(raw), self._context)))
+            await answer(scope, receive, send)
+
+        await while_connected(receive, answered())
 
     async def _models(self, request: Request) -> Response:
         return json_answer({"object": "list", "data": [self._card(name) for name in self._context.model_names]})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.outputs import RequestOutput
@@ -27,10 +28,6 @@ _STREAM_HEADERS = {
 _ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", ShuttingDown: "shutdown"}
 
 
-class ClientGone(Exception):
-    """Nobody is left to answer."""
-
-
 class Generating:
     """Answers exchanges with what the engine generates."""
 
@@ -39,20 +36,26 @@ class Generating:
         self._preparing = preparing
         self._metrics = metrics
 
-    async def answer(self, exchange: Exchange, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
-        """arrived: when, by `time.monotonic`. Raises ApiError as long as nothing was sent."""
-        try:
-            await while_connected(receive, self._answered(exchange, arrived, scope, receive, send))
-        except ClientGone:
-            self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
+    async def answer(
+        self, opened: Callable[[], Exchange], arrived: float, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Raises ClientDisconnect, and, as long as nothing was sent, what the client is to be told.
 
-    async def _answered(self, exchange: Exchange, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
+        Args:
+            opened: reads the request, which may take a while.
+            arrived: when, by `time.monotonic`.
+        """
+        await while_connected(receive, self._answered(opened, arrived, scope, receive, send))
+
+    async def _answered(
+        self, opened: Callable[[], Exchange], arrived: float, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         try:
-            orders = await self._preparing.orders(exchange.jobs)
-            submitted = await self._loop.submit(orders, stream=exchange.stream, name=exchange.id, arrived=arrived)
-        except Exception as error:
-            refusal = refusal_of(error) or exchange.refusal(error)
-            raise (told(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
+            async with self._loop.in_time(arrived):
+                exchange = await self._preparing.run(opened)
+                submitted = await self._submitted(exchange, arrived)
+        except DeadlineExceeded as error:
+            raise self._failure_of(error) from error
         headers = {"x-jaxpage-ignored-fields": ", ".join(exchange.ignored_fields)} if exchange.ignored_fields else {}
         try:
             if exchange.stream:
@@ -65,6 +68,14 @@ class Generating:
         finally:
             for one in submitted:
                 one.cancel()
+
+    async def _submitted(self, exchange: Exchange, arrived: float) -> list[Submitted]:
+        try:
+            orders = await self._preparing.orders(exchange.jobs)
+            return await self._loop.submit(orders, stream=exchange.stream, name=exchange.id, arrived=arrived)
+        except Exception as error:
+            refusal = refusal_of(error) or exchange.refusal(error)
+            raise (told(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
 
     async def _stream(
         self, exchange: Exchange, submitted: list[Submitted], headers: dict[str, str], send: Send
@@ -89,12 +100,12 @@ class Generating:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work, whose request was read to its end, or breaks it off when the client leaves. Raises ClientGone then."""
+    """Does the work, whose request was read to its end, or breaks it off when the client leaves: ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnect
         await working
     finally:
         working.cancel()

@@ -67,7 +67,7 @@ class Preparing:
 
     async def orders(self, jobs: Sequence[Job]) -> list[Order]:
         """Raises QueueFull, and what is wrong with one of the jobs: see `checked` and `Engine.compiled`."""
-        orders = await self._reading.run(lambda: [self._checked(job) for job in jobs])
+        orders = [await self._reading.run(partial(self._checked, job)) for job in jobs]  # others come in between
         for index, order in enumerate(orders):
             if getattr(order.params, "structured_outputs", None) is not None:
                 grammar = await self._grammars.run(partial(self._engine.compiled, order.params))

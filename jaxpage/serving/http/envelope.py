@@ -70,7 +70,7 @@ class Envelope:
         try:
             await self._app(scope, watched_receive, dressed_send)
         except ClientDisconnect:
-            self._metrics.aborted("disconnect")
+            self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
         except Exception as error:
             if has_begun:
                 raise
