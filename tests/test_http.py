@@ -19,7 +19,8 @@ import psutil
 import pytest
 from starlette.routing import Route
 
-from jaxpage.serving import app, generating, server
+from jaxpage.serving import app, generating, preparing, server
+from jaxpage.serving.wire import completions
 from tests.support.gates import Gate
 from tests.support.servers import answer_of, ask, demo_engine, request_bytes, serving
 
@@ -417,6 +418,34 @@ def test_who_leaves_while_the_queue_is_long_leaves_the_queue(built, monkeypatch)
         first.close()
 
 
+@pytest.mark.parametrize("behind", [b"x", b"\r\n", request_bytes("GET", "/health"), b"z" * 60_000])
+def test_who_sends_more_and_leaves_has_left(built, monkeypatch, behind):
+    """What stands behind a request is read later, if it is another one; that nobody sends any more is seen at once."""
+    with serving(built) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, LONG) + behind)
+            gate.entered.acquire()
+        wait_until(lambda: not running.app.state.server.visitors._number)
+        gate.permits.release()
+        wait_until(lambda: nothing_runs(running))
+        assert running.aborted() == {"disconnect": 1}
+
+
+def test_who_sends_far_too_much_behind_a_request_is_cut(built, monkeypatch):
+    with serving(built) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, LONG))
+            gate.entered.acquire()
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"z" * 70_000)
+                assert client.recv(1) == b""
+            wait_until(lambda: not running.app.state.server.visitors._number)
+        gate.permits.release()
+        wait_until(lambda: nothing_runs(running))
+
+
 class Reading:
     """Stands before the reading of bodies."""
 
@@ -467,6 +496,34 @@ def test_the_time_of_a_request_is_over_while_it_waits_to_be_read(built, monkeypa
         assert path != COMPLETIONS or running.aborted() == {"deadline": 4}
         reading.open()
         wait_until(lambda: nothing_runs(running))
+
+
+def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch):
+    known, refused, first, other = (
+        {**SHORT, "structured_outputs": {"regex": regex}} for regex in ("[a-c]{3}", "(", "[d-f]{3}", "[g-i]{3}")
+    )
+    begun, goes_on, compiled = threading.Event(), threading.Event(), built.engine.compiled
+
+    def held(params):
+        begun.set()
+        goes_on.wait()
+        return compiled(params)
+
+    with serving(built) as running:
+        assert [ask(running, "POST", COMPLETIONS, body)[0] for body in (known, refused)] == [200, 400]
+        monkeypatch.setattr(built.engine, "compiled", held)
+        with running.connect() as one, running.connect() as next_one:
+            one.sendall(request_bytes("POST", COMPLETIONS, first))
+            begun.wait()
+            monkeypatch.setattr(preparing, "GRAMMAR_QUEUE_SECONDS", 0.0)
+            next_one.sendall(request_bytes("POST", COMPLETIONS, other))
+            try:
+                assert [ask(running, "POST", COMPLETIONS, body)[0] for body in (known, refused)] == [200, 400]
+            finally:
+                goes_on.set()
+            assert answer_of(one)[0] == 200
+            status, _, body = answer_of(next_one)
+            assert status == 503 and "the grammars of others" in error_of(body)["message"]
 
 
 # Who is one too many, or too late
@@ -547,12 +604,51 @@ def test_there_are_so_many_connections_and_no_more(built):
         wait_until(lambda: len(running._serving._uvicorn.server_state.connections) == 3)
         status, headers, body = ask(running, "GET", "/health")
         assert status == 503 and headers["retry-after"] and "connections" in error_of(body)["message"]
+        assert running.rejected() == {"too_many_connections": 1}
         held += [running.connect() for _ in range(6)]
         wait_until(lambda: len(running._serving._uvicorn.server_state.connections) == 6)
         for client in held:
             client.close()
         wait_until(lambda: not running._serving._uvicorn.server_state.connections)
         assert ask(running, "GET", "/health")[0] == 200
+
+
+# What is long
+
+
+def test_a_long_answer_is_written_while_others_are_answered(built, monkeypatch):
+    """It takes as long as it takes, and the event loop goes on."""
+    begun, goes_on, whole = threading.Event(), threading.Event(), completions.CompletionAnswer.whole
+
+    def slow(self, outputs):
+        begun.set()
+        goes_on.wait()
+        return whole(self, outputs)
+
+    with serving(built) as running:
+        monkeypatch.setattr(completions.CompletionAnswer, "whole", slow)
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+            begun.wait()
+            try:
+                assert ask(running, "GET", "/health")[0] == 200
+            finally:
+                goes_on.set()
+            assert answer_of(client)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_logprobs_have_a_limit_for_all_prompts_together(open_server, monkeypatch, stream):
+    asked = {**SHORT, "prompt": [[5] * 10, [6] * 10], "max_tokens": 1, "n": 2, "temperature": 1}
+    asked |= {"echo": True, "logprobs": 4, "stream": True} if stream else {"prompt_logprobs": 4}
+    monkeypatch.setattr(generating, "MAX_PROMPT_LOGPROBS", 200)
+    status, _, body = ask(open_server, "POST", COMPLETIONS, asked)
+    assert status == 200 and body.count(b"logprobs") >= 2
+    monkeypatch.setattr(generating, "MAX_PROMPT_LOGPROBS", 199)
+    status, _, body = ask(open_server, "POST", COMPLETIONS, asked)
+    error = error_of(body)
+    assert status == 400 and error["param"] in ("prompt_logprobs", "logprobs")
+    assert "have 200" in error["message"] and "at most 199" in error["message"]
 
 
 # What fails

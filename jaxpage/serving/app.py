@@ -58,7 +58,7 @@ class Server:
         self.preparing = Preparing(loop.engine, loop.num_places)
         self._loop = loop
         self._context = context
-        self._metrics = metrics
+        self.metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(loop, self.preparing, metrics)
         self._logs_requests = config.log_requests
@@ -128,19 +128,19 @@ class Server:
 
     async def _health(self, request: Request) -> Response:
         if not self._loop.healthy:
-            raise ApiError(503, "The engine does not go on")
+            raise ApiError(503, "The engine does not go on", code="unhealthy")
         return json_answer({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
         if self.visitors.is_closed or not self._loop.ready:
-            raise ApiError(503, "No requests are taken now")
+            raise ApiError(503, "No requests are taken now", code="not_ready")
         return json_answer({"status": "ready"})
 
     async def _exposition(self, request: Request) -> Response:
         stats: Mapping[str, Any] = {}
         with contextlib.suppress(TimeoutError, JaxpageError):  # what the server counts is there in any case
             stats = await asyncio.wait_for(self._loop.stats(), STATS_SECONDS)
-        return Response(self._metrics.exposition(stats), media_type=self._metrics.content_type)
+        return Response(self.metrics.exposition(stats), media_type=self.metrics.content_type)
 
     async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})

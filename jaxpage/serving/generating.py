@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from jaxpage.engine.calls import Order
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import encoded, json_answer, refusal_of, told
@@ -19,6 +20,7 @@ from jaxpage.serving.submitted import DeadlineExceeded, ShuttingDown, Submitted
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
+MAX_PROMPT_LOGPROBS = 1_000_000  # in one answer: some hundred MB
 KEEP_ALIVE_SECONDS = 15.0  # a comment keeps proxies from taking a stream that is silent for dead
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -62,7 +64,8 @@ class Generating:
                 await self._stream(exchange, submitted, headers, send)
             else:
                 outputs = await asyncio.gather(*(one.whole() for one in submitted))
-                await json_answer(exchange.whole(outputs), headers=headers)(scope, receive, send)
+                answer = await asyncio.to_thread(lambda: json_answer(exchange.whole(outputs), headers=headers))
+                await answer(scope, receive, send)
         except Exception as error:
             raise self._failure_of(error) from error
         finally:
@@ -72,6 +75,7 @@ class Generating:
     async def _submitted(self, exchange: Exchange, arrived: float) -> list[Submitted]:
         try:
             orders = await self._preparing.orders(exchange.jobs)
+            _check_prompt_logprobs(orders)
             return await self._loop.submit(orders, stream=exchange.stream, name=exchange.id, arrived=arrived)
         except Exception as error:
             refusal = refusal_of(error) or exchange.refusal(error)
@@ -86,8 +90,11 @@ class Generating:
         try:
             async with aclosing(news_of(submitted)) as news:
                 async for deltas in news:
-                    events = [event for index, delta in deltas for event in exchange.chunks(index, delta)]
-                    await _send_part(send, b"".join(map(_event, events)) if deltas else b": keep-alive\n\n")
+                    if any(delta.prompt_logprobs for _, delta in deltas):  # long, once
+                        part = await asyncio.to_thread(_events, exchange, deltas)
+                    else:
+                        part = _events(exchange, deltas) if deltas else b": keep-alive\n\n"
+                    await _send_part(send, part)
             events = exchange.last_chunks()
         except Exception as error:
             events = [self._failure_of(error).body()]
@@ -133,6 +140,24 @@ async def news_of(submitted: list[Submitted]) -> AsyncGenerator[list[tuple[int, 
 async def _send_part(send: Send, body: bytes) -> None:
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _check_prompt_logprobs(orders: Sequence[Order]) -> None:
+    """Raises ValueError where the answer would be too long to be kept and written."""
+    number = sum(
+        len(order.token_ids) * (1 + wanted) * getattr(order.params, "n", 1)
+        for order in orders
+        if (wanted := getattr(order.params, "prompt_logprobs", None)) is not None
+    )
+    if number > MAX_PROMPT_LOGPROBS:
+        raise ValueError(
+            f"prompt_logprobs: the answer would have {number} of them, the tokens of all prompts times 1 + prompt_logprobs "
+            f"times n; at most {MAX_PROMPT_LOGPROBS} are told"
+        )
+
+
+def _events(exchange: Exchange, deltas: Sequence[tuple[int, RequestOutput]]) -> bytes:
+    return b"".join(_event(event) for index, delta in deltas for event in exchange.chunks(index, delta))
 
 
 def _event(value: dict[str, Any]) -> bytes:
