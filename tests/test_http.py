@@ -177,10 +177,39 @@ def test_two_authorizations_are_none(guarded):
         assert answer_of(client)[0] == 401
 
 
-def test_without_keys_everybody_comes_in_whatever_the_host(open_server):
-    for host in HOSTS:
-        assert ask(open_server, "GET", "/v1/models", Host=host)[0] in (200, 400)
+NAMES = ["localhost", "LocalHost:8000", "127.0.0.1", "127.1.2.3:80", "[::1]", "[::1]:9"]
+FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.io", "192.168.0.1", "0.0.0.0"]
+FOREIGN += ["[::2]", "localhost@evil.example", "localhost:x", "localhost, evil.example", "2130706433", *HOSTS[1:]]
+
+
+def test_without_keys_everybody_on_this_machine_comes_in_and_no_page_of_another_site(open_server):
+    """What a browser here sends for such a page: the names that its site has, by DNS, and its origin."""
     assert ask(open_server, "GET", "/v1/models", Authorization="Bearer whatever")[0] == 200
+    for path in ("/v1/models", "/health", "/nothing"):
+        usual = ask(open_server, "GET", path)[0]
+        for host in NAMES:
+            assert ask(open_server, "GET", path, Host=host, Origin=f"http://{host}")[0] == usual != 403, host
+        for host in FOREIGN:
+            status, _, body = ask(open_server, "GET", path, Host=host)
+            assert status in (400, 403), host
+            assert status == 400 or error_of(body)["code"] == "foreign_host"
+    assert ask(open_server, "GET", "/health", Host="evil.example")[0] == 403
+    for origin in ("http://evil.example", "null", "https://localhost", "http://localhost:3000", "file://", "localhost"):
+        for method, path in (("POST", COMPLETIONS), ("GET", "/metrics"), ("OPTIONS", COMPLETIONS)):
+            status, _, body = ask(open_server, method, path, Origin=origin)
+            assert status == 403 and error_of(body)["code"] == "foreign_origin"
+
+
+def test_with_keys_or_for_other_machines_any_name_will_do(built):
+    with serving(built, api_keys=(KEY,)) as running:
+        asked = {"Host": "model.example", "Origin": "http://model.example", "Authorization": f"Bearer {KEY}"}
+        assert ask(running, "GET", "/v1/models", **asked)[0] == 200
+    with serving(built, host="0.0.0.0", profile_directory="/nowhere") as running:
+        assert ask(running, "GET", "/v1/models", Host="model.example", Origin="http://page.example")[0] == 200
+        for path in ("/start_profile", "/stop_profile"):  # which any page could ask for: they take no JSON
+            assert ask(running, "POST", path, Origin="http://page.example")[0] == 403
+            assert ask(running, "POST", path, b"a=b", Content_Type="application/x-www-form-urlencoded")[0] == 415
+        assert ask(running, "POST", "/stop_profile")[0] == 409
 
 
 # What the paths say
@@ -283,7 +312,7 @@ def test_headers_have_a_limit(open_server):
     process = psutil.Process()
     before = process.memory_info().rss
     with open_server.connect() as client, contextlib.suppress(ConnectionError):
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         for number in range(3000):
             client.sendall(f"X-{number}: ".encode() + b"a" * 10_000 + b"\r\n")
         assert answer_of(client)[0] in (0, 400)
@@ -317,7 +346,7 @@ def test_slow_senders_lose_their_connection(built, monkeypatch):
             status, headers, body = answer_of(client)
             assert status == 408 and "0.5 s" in error_of(body)["message"] and headers["connection"] == "close"
             assert client.recv(1) == b""
-        for beginning in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+        for beginning in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
             with running.connect() as client:  # headers that never end; they may come in small pieces
                 client.sendall(beginning)
                 with contextlib.suppress(ConnectionError):

@@ -27,6 +27,7 @@ from jaxpage.serving.http.answers import error_answer, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.limits import Limits, check_is_json
+from jaxpage.serving.http.own_machine import OwnMachine
 from jaxpage.serving.inspector import routes as inspector
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
@@ -36,6 +37,7 @@ from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, tokenize
+from jaxpage.serving.wire.openapi import openapi
 
 logger = logging.getLogger(__name__)
 Open = Callable[[dict[str, Any], ModelContext], Exchange]
@@ -75,6 +77,7 @@ class Server:
             Route("/ready", self._ready),
             Route("/metrics", self._exposition),
             Route("/version", self._version),
+            Route("/openapi.json", self._openapi),
             Route("/", self._index),
         ]
 
@@ -145,6 +148,9 @@ class Server:
     async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})
 
+    async def _openapi(self, request: Request) -> Response:
+        return json_answer(await asyncio.to_thread(openapi, self._context))
+
     async def _index(self, request: Request) -> Response:
         paths = [route.path for route in self.routes if isinstance(route, Route)]
         return json_answer(
@@ -165,11 +171,13 @@ def build_app(
 
     Args:
         capabilities: what `/v1/capabilities` answers.
-        api_keys: one of them is needed for every path but those that are open; none: for no path.
+        api_keys: one of them is needed for every path but those that are open; none: for no path, and where `config.host` is this
+            machine's own, requests under another name, or of another origin's page, are refused.
     """
     server = Server(loop, context, config, metrics, capabilities or {})
     middleware = [
         Middleware(Envelope, metrics=metrics),
+        *([Middleware(OwnMachine)] if config.is_local and not api_keys else []),
         Middleware(ApiKeys, keys=api_keys, open_paths=OPEN_PATHS | inspector.PAGE_PATHS if config.ui else OPEN_PATHS),
         Middleware(Limits, max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_timeout_seconds),
     ]
