@@ -109,7 +109,7 @@ class EngineLoop:
         """Gives requests to the engine, all or none.
 
         Args:
-            stream: whether `deltas` will be asked of them, or `whole`.
+            stream: whether what is new will be asked of them, again and again, or `whole`.
             name: what their ids begin with. They end with a number of the engine's own.
             arrived: when, by `time.monotonic`; None: now.
 

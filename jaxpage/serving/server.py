@@ -59,8 +59,14 @@ def run_server(
         request_timeout_seconds=config.request_timeout_seconds,
     )
     app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys)
-    status = asyncio.run(_serve(app, loop, config, listener, announce))
-    if not loop.stop(PARTING_SECONDS):
+    listener.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+    )  # for the next one: what its connections leave behind
+    try:
+        status = asyncio.run(_serve(app, loop, config, listener, announce))
+    finally:
+        has_ended = loop.stop(PARTING_SECONDS)
+    if not has_ended:
         logger.critical("the engine is still in a step; the process ends without it")
         os._exit(1)
     return status
