@@ -18,6 +18,7 @@ from jaxpage.errors import CapacityError, JaxpageError, UnsupportedError
 from jaxpage.prompts import Prompt
 from jaxpage.serving import engine_loop
 from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.generating import news_of
 from jaxpage.serving.submitted import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from tests.support.engines import LLAMA
 from tests.support.gates import Gate
@@ -72,8 +73,18 @@ def alone(built, one):
     return reporter.whole()
 
 
+async def deltas_of(one):
+    """As the server reads a stream. Leaving it ends the request."""
+    try:
+        async for news in news_of([one]):
+            for _, delta in news:
+                yield delta
+    finally:
+        one.cancel()
+
+
 async def _all(streamed):
-    return [delta async for delta in streamed.deltas()]
+    return [delta async for delta in deltas_of(streamed)]
 
 
 def token_ids(output):
@@ -103,7 +114,7 @@ def test_whole_and_streamed_outputs_are_those_of_the_engine(built):
             for output, wanted in zip(outputs, expected, strict=True):
                 assert output.outputs == wanted.outputs and output.finished
             for one, wanted in zip(streamed, expected, strict=True):
-                deltas = [delta async for delta in one.deltas()]
+                deltas = await _all(one)
                 assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
                 for index, completion in enumerate(wanted.outputs):
                     parts = [d.outputs[index] for d in deltas if index < len(d.outputs)]
@@ -255,7 +266,7 @@ def test_who_stops_waiting_ends_the_request(built, monkeypatch, stream):
 
             async def read():
                 if stream:
-                    async for _ in one.deltas():
+                    async for _ in deltas_of(one):
                         pass
                 else:
                     await one.whole()

@@ -19,7 +19,8 @@ import psutil
 import pytest
 from starlette.routing import Route
 
-from jaxpage.serving import generating, server
+from jaxpage.serving import app, generating, preparing, server
+from jaxpage.serving.wire import completions
 from tests.support.gates import Gate
 from tests.support.servers import answer_of, ask, demo_engine, request_bytes, serving
 
@@ -176,10 +177,39 @@ def test_two_authorizations_are_none(guarded):
         assert answer_of(client)[0] == 401
 
 
-def test_without_keys_everybody_comes_in_whatever_the_host(open_server):
-    for host in HOSTS:
-        assert ask(open_server, "GET", "/v1/models", Host=host)[0] in (200, 400)
+NAMES = ["localhost", "LocalHost:8000", "127.0.0.1", "127.1.2.3:80", "[::1]", "[::1]:9"]
+FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.io", "192.168.0.1", "0.0.0.0"]
+FOREIGN += ["[::2]", "localhost@evil.example", "localhost:x", "localhost, evil.example", "2130706433", *HOSTS[1:]]
+
+
+def test_without_keys_everybody_on_this_machine_comes_in_and_no_page_of_another_site(open_server):
+    """What a browser here sends for such a page: the names that its site has, by DNS, and its origin."""
     assert ask(open_server, "GET", "/v1/models", Authorization="Bearer whatever")[0] == 200
+    for path in ("/v1/models", "/health", "/nothing"):
+        usual = ask(open_server, "GET", path)[0]
+        for host in NAMES:
+            assert ask(open_server, "GET", path, Host=host, Origin=f"http://{host}")[0] == usual != 403, host
+        for host in FOREIGN:
+            status, _, body = ask(open_server, "GET", path, Host=host)
+            assert status in (400, 403), host
+            assert status == 400 or error_of(body)["code"] == "foreign_host"
+    assert ask(open_server, "GET", "/health", Host="evil.example")[0] == 403
+    for origin in ("http://evil.example", "null", "https://localhost", "http://localhost:3000", "file://", "localhost"):
+        for method, path in (("POST", COMPLETIONS), ("GET", "/metrics"), ("OPTIONS", COMPLETIONS)):
+            status, _, body = ask(open_server, method, path, Origin=origin)
+            assert status == 403 and error_of(body)["code"] == "foreign_origin"
+
+
+def test_with_keys_or_for_other_machines_any_name_will_do(built):
+    with serving(built, api_keys=(KEY,)) as running:
+        asked = {"Host": "model.example", "Origin": "http://model.example", "Authorization": f"Bearer {KEY}"}
+        assert ask(running, "GET", "/v1/models", **asked)[0] == 200
+    with serving(built, host="0.0.0.0", profile_directory="/nowhere") as running:
+        assert ask(running, "GET", "/v1/models", Host="model.example", Origin="http://page.example")[0] == 200
+        for path in ("/start_profile", "/stop_profile"):  # which any page could ask for: they take no JSON
+            assert ask(running, "POST", path, Origin="http://page.example")[0] == 403
+            assert ask(running, "POST", path, b"a=b", Content_Type="application/x-www-form-urlencoded")[0] == 415
+        assert ask(running, "POST", "/stop_profile")[0] == 409
 
 
 # What the paths say
@@ -282,7 +312,7 @@ def test_headers_have_a_limit(open_server):
     process = psutil.Process()
     before = process.memory_info().rss
     with open_server.connect() as client, contextlib.suppress(ConnectionError):
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         for number in range(3000):
             client.sendall(f"X-{number}: ".encode() + b"a" * 10_000 + b"\r\n")
         assert answer_of(client)[0] in (0, 400)
@@ -316,7 +346,7 @@ def test_slow_senders_lose_their_connection(built, monkeypatch):
             status, headers, body = answer_of(client)
             assert status == 408 and "0.5 s" in error_of(body)["message"] and headers["connection"] == "close"
             assert client.recv(1) == b""
-        for beginning in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+        for beginning in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
             with running.connect() as client:  # headers that never end; they may come in small pieces
                 client.sendall(beginning)
                 with contextlib.suppress(ConnectionError):
@@ -417,6 +447,114 @@ def test_who_leaves_while_the_queue_is_long_leaves_the_queue(built, monkeypatch)
         first.close()
 
 
+@pytest.mark.parametrize("behind", [b"x", b"\r\n", request_bytes("GET", "/health"), b"z" * 60_000])
+def test_who_sends_more_and_leaves_has_left(built, monkeypatch, behind):
+    """What stands behind a request is read later, if it is another one; that nobody sends any more is seen at once."""
+    with serving(built) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, LONG) + behind)
+            gate.entered.acquire()
+        wait_until(lambda: not running.app.state.server.visitors._number)
+        gate.permits.release()
+        wait_until(lambda: nothing_runs(running))
+        assert running.aborted() == {"disconnect": 1}
+
+
+def test_who_sends_far_too_much_behind_a_request_is_cut(built, monkeypatch):
+    with serving(built) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, LONG))
+            gate.entered.acquire()
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"z" * 70_000)
+                assert client.recv(1) == b""
+            wait_until(lambda: not running.app.state.server.visitors._number)
+        gate.permits.release()
+        wait_until(lambda: nothing_runs(running))
+
+
+class Reading:
+    """Stands before the reading of bodies."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self._goes_on, self._parse = [], threading.Event(), app.parse_object
+        monkeypatch.setattr(app, "parse_object", self.parse)
+
+    def parse(self, raw):
+        self.begun.append(raw)
+        self._goes_on.wait()
+        return self._parse(raw)
+
+    def open(self):
+        self._goes_on.set()
+
+
+@pytest.mark.parametrize(("path", "num_threads"), [(COMPLETIONS, 2), ("/tokenize", 1)])
+def test_what_waits_to_be_read_is_dropped_when_its_client_leaves(built, monkeypatch, path, num_threads):
+    reading = Reading(monkeypatch)
+    raw = request_bytes("POST", path, SHORT if path == COMPLETIONS else {"prompt": "Once"})
+    with serving(built) as running, contextlib.ExitStack() as clients:
+        clients.callback(reading.open)
+        first = [clients.enter_context(running.connect()) for _ in range(num_threads)]
+        for client in first:
+            client.sendall(raw)
+        wait_until(lambda: len(reading.begun) == num_threads)
+        others = [running.connect() for _ in range(5)]
+        for other in others:
+            other.sendall(raw)
+            other.close()
+        wait_until(lambda: running.aborted() == {"disconnect": 5})  # while nobody has been answered
+        reading.open()
+        assert [answer_of(client)[0] for client in first] == [200] * num_threads
+        assert len(reading.begun) == num_threads
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_the_time_of_a_request_is_over_while_it_waits_to_be_read(built, monkeypatch, path):
+    reading = Reading(monkeypatch)
+    with serving(built, request_timeout_seconds=0.2) as running, contextlib.ExitStack() as clients:
+        clients.callback(reading.open)
+        for _ in range(4):
+            client = clients.enter_context(running.connect())
+            client.sendall(request_bytes("POST", path, {**SHORT, "prompt": "Once"}))
+            status, _, body = answer_of(client)
+            assert status == 504 and "0.2 s" in error_of(body)["message"]
+        assert len(reading.begun) < 4
+        assert path != COMPLETIONS or running.aborted() == {"deadline": 4}
+        reading.open()
+        wait_until(lambda: nothing_runs(running))
+
+
+def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch):
+    known, refused, first, other = (
+        {**SHORT, "structured_outputs": {"regex": regex}} for regex in ("[a-c]{3}", "(", "[d-f]{3}", "[g-i]{3}")
+    )
+    begun, goes_on, compiled = threading.Event(), threading.Event(), built.engine.compiled
+
+    def held(params):
+        begun.set()
+        goes_on.wait()
+        return compiled(params)
+
+    with serving(built) as running:
+        assert [ask(running, "POST", COMPLETIONS, body)[0] for body in (known, refused)] == [200, 400]
+        monkeypatch.setattr(built.engine, "compiled", held)
+        with running.connect() as one, running.connect() as next_one:
+            one.sendall(request_bytes("POST", COMPLETIONS, first))
+            begun.wait()
+            monkeypatch.setattr(preparing, "GRAMMAR_QUEUE_SECONDS", 0.0)
+            next_one.sendall(request_bytes("POST", COMPLETIONS, other))
+            try:
+                assert [ask(running, "POST", COMPLETIONS, body)[0] for body in (known, refused)] == [200, 400]
+            finally:
+                goes_on.set()
+            assert answer_of(one)[0] == 200
+            status, _, body = answer_of(next_one)
+            assert status == 503 and "the grammars of others" in error_of(body)["message"]
+
+
 # Who is one too many, or too late
 
 
@@ -495,12 +633,51 @@ def test_there_are_so_many_connections_and_no_more(built):
         wait_until(lambda: len(running._serving._uvicorn.server_state.connections) == 3)
         status, headers, body = ask(running, "GET", "/health")
         assert status == 503 and headers["retry-after"] and "connections" in error_of(body)["message"]
+        assert running.rejected() == {"too_many_connections": 1}
         held += [running.connect() for _ in range(6)]
         wait_until(lambda: len(running._serving._uvicorn.server_state.connections) == 6)
         for client in held:
             client.close()
         wait_until(lambda: not running._serving._uvicorn.server_state.connections)
         assert ask(running, "GET", "/health")[0] == 200
+
+
+# What is long
+
+
+def test_a_long_answer_is_written_while_others_are_answered(built, monkeypatch):
+    """It takes as long as it takes, and the event loop goes on."""
+    begun, goes_on, whole = threading.Event(), threading.Event(), completions.CompletionAnswer.whole
+
+    def slow(self, outputs):
+        begun.set()
+        goes_on.wait()
+        return whole(self, outputs)
+
+    with serving(built) as running:
+        monkeypatch.setattr(completions.CompletionAnswer, "whole", slow)
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+            begun.wait()
+            try:
+                assert ask(running, "GET", "/health")[0] == 200
+            finally:
+                goes_on.set()
+            assert answer_of(client)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_logprobs_have_a_limit_for_all_prompts_together(open_server, monkeypatch, stream):
+    asked = {**SHORT, "prompt": [[5] * 10, [6] * 10], "max_tokens": 1, "n": 2, "temperature": 1}
+    asked |= {"echo": True, "logprobs": 4, "stream": True} if stream else {"prompt_logprobs": 4}
+    monkeypatch.setattr(generating, "MAX_PROMPT_LOGPROBS", 200)
+    status, _, body = ask(open_server, "POST", COMPLETIONS, asked)
+    assert status == 200 and body.count(b"logprobs") >= 2
+    monkeypatch.setattr(generating, "MAX_PROMPT_LOGPROBS", 199)
+    status, _, body = ask(open_server, "POST", COMPLETIONS, asked)
+    error = error_of(body)
+    assert status == 400 and error["param"] in ("prompt_logprobs", "logprobs")
+    assert "have 200" in error["message"] and "at most 199" in error["message"]
 
 
 # What fails

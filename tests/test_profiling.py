@@ -12,6 +12,8 @@ from starlette.testclient import TestClient
 
 from jaxpage.serving import profiling
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.http.answers import error_answer
+from jaxpage.serving.wire.errors import ApiError
 
 
 @pytest.fixture
@@ -28,7 +30,8 @@ def test_without_a_directory_there_is_nothing() -> None:
 
 
 def test_one_trace_at_a_time(traces: list[str]) -> None:
-    app = Starlette(routes=profiling.profiler_routes(ServerConfig(profile_directory="/traces")))
+    routes = profiling.profiler_routes(ServerConfig(profile_directory="/traces"))
+    app = Starlette(routes=routes, exception_handlers={ApiError: lambda request, error: error_answer(error)})
     with TestClient(app) as client:
         assert client.get("/start_profile").status_code == 405
         assert client.post("/stop_profile").status_code == 409

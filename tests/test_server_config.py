@@ -56,6 +56,7 @@ def test_it_is_closed_unless_somebody_opens_it() -> None:
         ("port", True, "port: must be a valid integer, got True"),
         ("host", "", "host: must have at least 1 character, got ''"),
         ("served_model_name", ["a", "b c"], "served_model_name.1: must match pattern"),
+        ("served_model_name", [], "served_model_name: must have a name"),
         ("served_model_name", ["a", "a"], "served_model_name: a name is given twice: a, a"),
         ("served_model_name", 5, "served_model_name: must be a valid tuple, got 5"),
         ("max_queued_requests", 0, "max_queued_requests: must be greater than or equal to 1, got 0"),
@@ -235,6 +236,11 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
         assert address_of(listener) == f"http://127.0.0.1:{port}"
         with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=5):
             pass
+        with (
+            pytest.raises(ConfigError, match="Address already in use"),  # by one that is starting as well
+            bound_socket(ServerConfig(port=port)),
+        ):
+            pass
         listener.listen()
         command = [sys.executable, "-m", "jaxpage", "serve", "demo", "--port", str(port)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -244,6 +250,25 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
         pytest.raises(ConfigError, match="cannot listen on 192.0.2.1 port 0: "),
         bound_socket(ServerConfig(host="192.0.2.1", port=0)),
     ):
+        pass
+
+
+def test_an_address_can_be_had_again_at_once() -> None:
+    """Of a server that closed its connections itself, which the system remembers for a while."""
+    with bound_socket(ServerConfig(port=0)) as listener:
+        port = listener.getsockname()[1]
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run_server` does
+        listener.listen()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()
+            assert client.recv(1) == b""
+    with bound_socket(ServerConfig(port=port)):
+        pass
+
+
+@pytest.mark.parametrize("host", ["x" * 64 + ".example", "a..b"])
+def test_a_host_that_is_no_name_is_one_line(host: str) -> None:
+    with pytest.raises(ConfigError, match="no name of a machine"), bound_socket(ServerConfig(host=host)):
         pass
 
 

@@ -60,13 +60,13 @@ class GrammarCompiler:
         UnsupportedError if llguidance cannot take the tokenizer; JaxpageError if the processes that try it are killed; RuntimeError
         after `close`.
         """
-        if (found := self._found(asked)) is not None:
+        if (found := self.found(asked)) is not None:
             return found
         if not self._compiling.acquire(timeout=WAIT_SECONDS):
             raise TimeoutError(f"structured_outputs: the grammars of others were compiled for {WAIT_SECONDS:g} s")
         try:
             self._check_open()
-            return self._found(asked) or self._kept(asked, *self._compile(*asked))
+            return self.found(asked) or self._kept(asked, *self._compile(*asked))
         finally:
             self._compiling.release()
 
@@ -124,8 +124,8 @@ class GrammarCompiler:
             self._worker.close()
             self._worker = None
 
-    def _found(self, asked: tuple[str, str]) -> Grammar | None:
-        """Raises ValueError if it was refused a while ago."""
+    def found(self, asked: tuple[str, str]) -> Grammar | None:
+        """What is known without waiting for anybody: None if that is nothing. Raises ValueError if it was refused a while ago."""
         with self._caching:
             message, since = self._refusals.get(asked, ("", -math.inf))
             if time.monotonic() - since < REFUSED_SECONDS:

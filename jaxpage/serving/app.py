@@ -22,11 +22,12 @@ from jaxpage import __version__
 from jaxpage.errors import JaxpageError
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.generating import Generating
+from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.answers import error_answer, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.limits import Limits, check_is_json
+from jaxpage.serving.http.own_machine import OwnMachine
 from jaxpage.serving.inspector import routes as inspector
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
@@ -36,6 +37,7 @@ from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, tokenize
+from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.tokenizing import Transformed
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Server:
         self.preparing = Preparing(loop.engine, loop.num_places)
         self._loop = loop
         self._context = context
-        self._metrics = metrics
+        self.metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(loop, self.preparing, metrics)
         self._logs_requests = config.log_requests
@@ -76,6 +78,7 @@ class Server:
             Route("/ready", self._ready),
             Route("/metrics", self._exposition),
             Route("/version", self._version),
+            Route("/openapi.json", self._openapi),
             Route("/", self._index),
         ]
 
@@ -83,8 +86,7 @@ class Server:
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await _json_body(scope, receive)
-            exchange = await self.preparing.run(lambda: self._opened(opened, raw))
-            await self._generating.answer(exchange, arrived, scope, receive, send)
+            await self._generating.answer(lambda: self._opened(opened, raw), arrived, scope, receive, send)
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:
         body = parse_object(raw)
@@ -94,10 +96,20 @@ class Server:
         return exchange
 
     async def _transform(self, transform: Transform, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.monotonic()
         raw = await _json_body(scope, receive)
-        result = await self.preparing.aside(lambda: transform(parse_object(raw), self._context))
-        headers = {"x-jaxpage-ignored-fields": ", ".join(result.ignored_fields)} if result.ignored_fields else {}
-        await json_answer(result.body, headers=headers)(scope, receive, send)
+
+        def transformed() -> Response:
+            result = transform(parse_object(raw), self._context)
+            ignored = ", ".join(result.ignored_fields)
+            return json_answer(result.body, headers={"x-jaxpage-ignored-fields": ignored} if ignored else {})
+
+        async def answered() -> None:
+            async with self._loop.in_time(arrived):
+                answer = await self.preparing.aside(transformed)
+            await answer(scope, receive, send)
+
+        await while_connected(receive, answered())
 
     async def _models(self, request: Request) -> Response:
         return json_answer({"object": "list", "data": [self._card(name) for name in self._context.model_names]})
@@ -125,22 +137,25 @@ class Server:
 
     async def _health(self, request: Request) -> Response:
         if not self._loop.healthy:
-            raise ApiError(503, "The engine does not go on")
+            raise ApiError(503, "The engine does not go on", code="unhealthy")
         return json_answer({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
         if self.visitors.is_closed or not self._loop.ready:
-            raise ApiError(503, "No requests are taken now")
+            raise ApiError(503, "No requests are taken now", code="not_ready")
         return json_answer({"status": "ready"})
 
     async def _exposition(self, request: Request) -> Response:
         stats: Mapping[str, Any] = {}
         with contextlib.suppress(TimeoutError, JaxpageError):  # what the server counts is there in any case
             stats = await asyncio.wait_for(self._loop.stats(), STATS_SECONDS)
-        return Response(self._metrics.exposition(stats), media_type=self._metrics.content_type)
+        return Response(self.metrics.exposition(stats), media_type=self.metrics.content_type)
 
     async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})
+
+    async def _openapi(self, request: Request) -> Response:
+        return json_answer(await asyncio.to_thread(openapi, self._context))
 
     async def _index(self, request: Request) -> Response:
         paths = [route.path for route in self.routes if isinstance(route, Route)]
@@ -162,11 +177,13 @@ def build_app(
 
     Args:
         capabilities: what `/v1/capabilities` answers.
-        api_keys: one of them is needed for every path but those that are open; none: for no path.
+        api_keys: one of them is needed for every path but those that are open; none: for no path, and where `config.host` is this
+            machine's own, requests under another name, or of another origin's page, are refused.
     """
     server = Server(loop, context, config, metrics, capabilities or {})
     middleware = [
         Middleware(Envelope, metrics=metrics),
+        *([Middleware(OwnMachine)] if config.is_local and not api_keys else []),
         Middleware(ApiKeys, keys=api_keys, open_paths=OPEN_PATHS | inspector.PAGE_PATHS if config.ui else OPEN_PATHS),
         Middleware(Limits, max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_timeout_seconds),
     ]

@@ -9,11 +9,12 @@ from jaxpage import __version__
 from jaxpage.config import EngineConfig
 from jaxpage.engine.build import Built
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.generating import MAX_PROMPT_LOGPROBS
 from jaxpage.serving.wire.context import Limits
 from jaxpage.support import support_matrix
 
 
-def capabilities(built: Built, engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
+def capabilities(built: Built, engine: EngineConfig, server: ServerConfig, limits: Limits) -> dict[str, Any]:
     """A JSON object. `parameters` is the table of docs/support-matrix.md, which the tests fill in; the rest is of this server alone."""
     tokenizer = built.tokenizer
     return {
@@ -37,7 +38,8 @@ def capabilities(built: Built, engine: EngineConfig, server: ServerConfig) -> di
             "max_queued_requests": server.max_queued_requests,
             "max_num_seqs": engine.max_num_seqs,
             "request_timeout_seconds": server.request_timeout_seconds,
-            **asdict(Limits()),
+            **asdict(limits),
+            "max_prompt_logprobs": MAX_PROMPT_LOGPROBS,
         },
         "parameters": support_matrix(),
     }

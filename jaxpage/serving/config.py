@@ -39,9 +39,7 @@ class ServerConfig(Settings):
     host: _Text = "127.0.0.1"  # address that it listens on; this machine's own alone unless somebody says otherwise
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000  # 0: one that is free
     # What requests call the model, the first in answers; None: what the engine was told.
-    served_model_name: (
-        Annotated[tuple[_ModelName, ...], Field(min_length=1, max_length=64), BeforeValidator(_as_tuple)] | None
-    ) = None
+    served_model_name: Annotated[tuple[_ModelName, ...], Field(max_length=64), BeforeValidator(_as_tuple)] | None = None
     api_key_file: _Text | None = None  # a key per line; see `read_api_keys`
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256  # beyond those that run; more are answered 429
     request_timeout_seconds: _Seconds | None = 600.0  # from arrival to the last token; None: as long as it takes
@@ -61,6 +59,8 @@ class ServerConfig(Settings):
     profile_directory: _Text | None = None  # where traces of the JAX profiler go; None: there are none
 
     def contradictions(self) -> Iterable[Problem]:
+        if self.served_model_name == ():  # not a field's bound: that of a tuple counts what is left without wrong names
+            yield "served_model_name", "must have a name, or be left out"
         if self.served_model_name and len(set(self.served_model_name)) < len(self.served_model_name):
             yield "served_model_name", f"a name is given twice: {', '.join(self.served_model_name)}"
         if self.ui_show_prompts and not self.ui:

@@ -9,7 +9,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -109,7 +109,7 @@ class EngineLoop:
         """Gives requests to the engine, all or none.
 
         Args:
-            stream: whether `deltas` will be asked of them, or `whole`.
+            stream: whether what is new will be asked of them, again and again, or `whole`.
             name: what their ids begin with. They end with a number of the engine's own.
             arrived: when, by `time.monotonic`; None: now.
 
@@ -132,6 +132,18 @@ class EngineLoop:
                 one.cancel()
             raise
         return submitted
+
+    @contextlib.asynccontextmanager
+    async def in_time(self, arrived: float) -> AsyncIterator[None]:
+        """Breaks off what is done for a request that arrived then, by `time.monotonic`, when its time is over: DeadlineExceeded."""
+        left = arrived + self._timeout - time.monotonic()
+        try:
+            async with asyncio.timeout(None if math.isinf(left) else left) as clock:
+                yield
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise self._too_late() from None
 
     def want(self, submitted: Submitted) -> None:
         """The last delta was taken."""
@@ -296,7 +308,10 @@ class EngineLoop:
         now = time.monotonic()
         for one in [one for one in self._live.values() if one.deadline < now]:
             if one.reporter is not None and not one.reporter.finished:
-                self._end(one, DeadlineExceeded(f"The request did not finish within {self._timeout:g} s"))
+                self._end(one, self._too_late())
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"The request did not finish within {self._timeout:g} s")
 
     def _end(self, one: Submitted, why: JaxpageError | None = None) -> None:
         """Its place and its blocks are free. What has ended before, or was never added, has none."""

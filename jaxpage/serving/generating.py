@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from jaxpage.engine.calls import Order
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import encoded, json_answer, refusal_of, told
@@ -18,6 +20,7 @@ from jaxpage.serving.submitted import DeadlineExceeded, ShuttingDown, Submitted
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
+MAX_PROMPT_LOGPROBS = 1_000_000  # in one answer: some hundred MB
 KEEP_ALIVE_SECONDS = 15.0  # a comment keeps proxies from taking a stream that is silent for dead
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -25,10 +28,6 @@ _STREAM_HEADERS = {
     "x-accel-buffering": "no",
 }
 _ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", ShuttingDown: "shutdown"}
-
-
-class ClientGone(Exception):
-    """Nobody is left to answer."""
 
 
 class Generating:
@@ -39,32 +38,48 @@ class Generating:
         self._preparing = preparing
         self._metrics = metrics
 
-    async def answer(self, exchange: Exchange, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
-        """arrived: when, by `time.monotonic`. Raises ApiError as long as nothing was sent."""
-        try:
-            await while_connected(receive, self._answered(exchange, arrived, scope, receive, send))
-        except ClientGone:
-            self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
+    async def answer(
+        self, opened: Callable[[], Exchange], arrived: float, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Raises ClientDisconnect, and, as long as nothing was sent, what the client is to be told.
 
-    async def _answered(self, exchange: Exchange, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
+        Args:
+            opened: reads the request, which may take a while.
+            arrived: when, by `time.monotonic`.
+        """
+        await while_connected(receive, self._answered(opened, arrived, scope, receive, send))
+
+    async def _answered(
+        self, opened: Callable[[], Exchange], arrived: float, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         try:
-            orders = await self._preparing.orders(exchange.jobs)
-            submitted = await self._loop.submit(orders, stream=exchange.stream, name=exchange.id, arrived=arrived)
-        except Exception as error:
-            refusal = refusal_of(error) or exchange.refusal(error)
-            raise (told(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
+            async with self._loop.in_time(arrived):
+                exchange = await self._preparing.run(opened)
+                submitted = await self._submitted(exchange, arrived)
+        except DeadlineExceeded as error:
+            raise self._failure_of(error) from error
         headers = {"x-jaxpage-ignored-fields": ", ".join(exchange.ignored_fields)} if exchange.ignored_fields else {}
         try:
             if exchange.stream:
                 await self._stream(exchange, submitted, headers, send)
             else:
                 outputs = await asyncio.gather(*(one.whole() for one in submitted))
-                await json_answer(exchange.whole(outputs), headers=headers)(scope, receive, send)
+                answer = await asyncio.to_thread(lambda: json_answer(exchange.whole(outputs), headers=headers))
+                await answer(scope, receive, send)
         except Exception as error:
             raise self._failure_of(error) from error
         finally:
             for one in submitted:
                 one.cancel()
+
+    async def _submitted(self, exchange: Exchange, arrived: float) -> list[Submitted]:
+        try:
+            orders = await self._preparing.orders(exchange.jobs)
+            _check_prompt_logprobs(orders)
+            return await self._loop.submit(orders, stream=exchange.stream, name=exchange.id, arrived=arrived)
+        except Exception as error:
+            refusal = refusal_of(error) or exchange.refusal(error)
+            raise (told(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
 
     async def _stream(
         self, exchange: Exchange, submitted: list[Submitted], headers: dict[str, str], send: Send
@@ -75,8 +90,11 @@ class Generating:
         try:
             async with aclosing(news_of(submitted)) as news:
                 async for deltas in news:
-                    events = [event for index, delta in deltas for event in exchange.chunks(index, delta)]
-                    await _send_part(send, b"".join(map(_event, events)) if deltas else b": keep-alive\n\n")
+                    if any(delta.prompt_logprobs for _, delta in deltas):  # long, once
+                        part = await asyncio.to_thread(_events, exchange, deltas)
+                    else:
+                        part = _events(exchange, deltas) if deltas else b": keep-alive\n\n"
+                    await _send_part(send, part)
             events = exchange.last_chunks()
         except Exception as error:
             events = [self._failure_of(error).body()]
@@ -89,12 +107,12 @@ class Generating:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work, whose request was read to its end, or breaks it off when the client leaves. Raises ClientGone then."""
+    """Does the work, whose request was read to its end, or breaks it off when the client leaves: ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnect
         await working
     finally:
         working.cancel()
@@ -122,6 +140,24 @@ async def news_of(submitted: list[Submitted]) -> AsyncGenerator[list[tuple[int, 
 async def _send_part(send: Send, body: bytes) -> None:
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _check_prompt_logprobs(orders: Sequence[Order]) -> None:
+    """Raises ValueError where the answer would be too long to be kept and written."""
+    number = sum(
+        len(order.token_ids) * (1 + wanted) * getattr(order.params, "n", 1)
+        for order in orders
+        if (wanted := getattr(order.params, "prompt_logprobs", None)) is not None
+    )
+    if number > MAX_PROMPT_LOGPROBS:
+        raise ValueError(
+            f"prompt_logprobs: the answer would have {number} of them, the tokens of all prompts times 1 + prompt_logprobs "
+            f"times n; at most {MAX_PROMPT_LOGPROBS} are told"
+        )
+
+
+def _events(exchange: Exchange, deltas: Sequence[tuple[int, RequestOutput]]) -> bytes:
+    return b"".join(_event(event) for index, delta in deltas for event in exchange.chunks(index, delta))
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -15,7 +15,10 @@ from jaxpage.serving.metric_texts import HELP, LABELS
 PREFIX = "jaxpage_"
 
 # Closed: a label that clients could choose would let them fill the memory of everybody who stores it.
-REJECTIONS = ("invalid", "unauthorized", "not_found", "too_large", "queue_full", "shutting_down", "timeout", "other")
+REJECTIONS = (
+    *("invalid", "unauthorized", "not_found", "too_large", "timeout"),
+    *("queue_full", "busy", "too_many_connections", "not_ready", "unhealthy", "shutting_down", "other"),
+)
 ABORTIONS = ("disconnect", "deadline", "slow_reader", "shutdown", "error", "other")
 
 _GAUGES = frozenset({"num_blocks_total"})  # it ends as a counter does, and is how many there are

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from jaxpage.decoding import Grammar
 from jaxpage.engine.calls import Order, checked
 from jaxpage.engine.engine import Engine
 from jaxpage.prompts import Prompt
@@ -17,6 +19,7 @@ from jaxpage.serving.wire.exchange import Job
 
 _Result = TypeVar("_Result")
 _READING_THREADS = 2  # tokenizers and parsers let the engine's thread run meanwhile, or are short
+GRAMMAR_QUEUE_SECONDS = 10.0  # for the grammars of others before it
 _GRAMMAR_THREADS = 1  # grammars are compiled one at a time
 _ASIDE_THREADS = 1  # a text that no model could take may be tokenized, which takes seconds
 
@@ -67,12 +70,22 @@ class Preparing:
 
     async def orders(self, jobs: Sequence[Job]) -> list[Order]:
         """Raises QueueFull, and what is wrong with one of the jobs: see `checked` and `Engine.compiled`."""
-        orders = await self._reading.run(lambda: [self._checked(job) for job in jobs])
+        orders = [await self._reading.run(partial(self._checked, job)) for job in jobs]  # others come in between
         for index, order in enumerate(orders):
-            if getattr(order.params, "structured_outputs", None) is not None:
-                grammar = await self._grammars.run(partial(self._engine.compiled, order.params))
+            if (asked := getattr(order.params, "structured_outputs", None)) is not None:
+                grammar = self._engine.grammars.found(asked)  # what is known does not queue
+                if grammar is None:
+                    grammar = await self._grammars.run(partial(self._compiled, order, time.monotonic()))
                 orders[index] = order._replace(grammar=grammar)
         return orders
+
+    def _compiled(self, order: Order, asked_at: float) -> Grammar | None:
+        """Raises TimeoutError if the turn of who asked then comes too late."""
+        if time.monotonic() - asked_at > GRAMMAR_QUEUE_SECONDS:
+            raise TimeoutError(
+                f"structured_outputs: the grammars of others were compiled for {GRAMMAR_QUEUE_SECONDS:g} s"
+            )
+        return self._engine.compiled(order.params)
 
     def close(self) -> None:
         self._reading.close()

@@ -8,10 +8,14 @@ import logging
 
 import jax
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.http.answers import json_answer
+from jaxpage.serving.http.limits import check_is_json
+from jaxpage.serving.http.own_machine import check_origin
+from jaxpage.serving.wire.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +60,25 @@ def profiler_routes(config: ServerConfig) -> list[Route]:
         return []
     profiler = Profiler(config.profile_directory)
 
-    async def start_profile(request: Request) -> JSONResponse:
+    async def start_profile(request: Request) -> Response:
+        await _check(request)
         return _answer(await profiler.start(), "started", "A trace is being taken already")
 
-    async def stop_profile(request: Request) -> JSONResponse:
+    async def stop_profile(request: Request) -> Response:
+        await _check(request)
         return _answer(await profiler.stop(), "written", "No trace is being taken")
 
     return [Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]) for endpoint in (start_profile, stop_profile)]
 
 
-def _answer(done: bool, status: str, refusal: str) -> JSONResponse:
-    if done:
-        return JSONResponse({"status": status})
-    error = {"message": refusal, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": error}, status_code=409)
+async def _check(request: Request) -> None:
+    """Raises ApiError for what a page of another site could send without being asked first."""
+    check_origin(request.headers)
+    if await request.body():
+        check_is_json(request.headers)
+
+
+def _answer(done: bool, status: str, refusal: str) -> Response:
+    if not done:
+        raise ApiError(409, refusal)
+    return json_answer({"status": status})

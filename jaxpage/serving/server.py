@@ -21,15 +21,17 @@ from jaxpage.errors import JaxpageError
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.http.connection import MAX_HEADER_BYTES, Connection
+from jaxpage.serving.http.connection import MAX_HEADER_BYTES, Connection, no_room
+from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.logs import log_activity
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.wire.context import ModelContext
 
 logger = logging.getLogger(__name__)
+FIRST_BYTE_SECONDS = 5.0  # of a connection, which may be made beforehand
 HEADER_SECONDS = 5.0  # beside the time for the body
 PARTING_SECONDS = 5.0  # for what ended early to be told so, and for the engine's thread to end
-KEEP_ALIVE_SECONDS = 5  # that a connection may be silent behind an answer
+SILENT_SECONDS = 5  # that a connection may be silent behind an answer
 
 
 def run_server(
@@ -57,8 +59,14 @@ def run_server(
         request_timeout_seconds=config.request_timeout_seconds,
     )
     app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys)
-    status = asyncio.run(_serve(app, loop, config, listener, announce))
-    if not loop.stop(PARTING_SECONDS):
+    listener.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+    )  # for the next one: what its connections leave behind
+    try:
+        status = asyncio.run(_serve(app, loop, config, listener, announce))
+    finally:
+        has_ended = loop.stop(PARTING_SECONDS)
+    if not has_ended:
         logger.critical("the engine is still in a step; the process ends without it")
         os._exit(1)
     return status
@@ -154,9 +162,11 @@ class _Uvicorn(uvicorn.Server):
 def _settings(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     connection: Any = functools.partial(
         Connection,
+        silent_seconds=FIRST_BYTE_SECONDS,
         receive_seconds=HEADER_SECONDS + config.body_timeout_seconds,
         send_seconds=config.slow_reader_seconds,
         max_connections=config.max_connections,
+        no_room=Envelope(no_room, app.state.server.metrics),
     )
     return uvicorn.Config(
         app,
@@ -169,7 +179,7 @@ def _settings(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=SILENT_SECONDS,
         timeout_graceful_shutdown=int(PARTING_SECONDS),
     )
 

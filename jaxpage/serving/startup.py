@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -70,15 +71,32 @@ def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
 
     Raises ConfigError if it cannot.
     """
-    with contextlib.ExitStack() as stack:
+    place = f"{config.host} port {config.port}"
+    try:
+        listener = _bound(config, reuse=False)  # two that start would both have it otherwise, until one of them listens
+    except UnicodeError:  # of a name that DNS does not know how to write
+        raise ConfigError(f"cannot listen on {place}: this is no name of a machine") from None
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
         try:
-            family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
+            listener = _bound(config, reuse=True)  # connections that a server left behind do not count
         except OSError as error:
-            raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from None
+            raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
+    with listener:
         yield listener
+
+
+def _bound(config: ServerConfig, *, reuse: bool) -> socket.socket:
+    family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
@@ -169,7 +187,7 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
             context,
             listener,
             metrics=ServerMetrics(context.model_names[0]),
-            capabilities=capabilities(built, engine, server),
+            capabilities=capabilities(built, engine, server, context.limits),
             api_keys=api_keys,
             announce=lambda: start_up.ready(text, address),
         )

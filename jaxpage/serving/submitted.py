@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from jaxpage.engine.calls import Order
@@ -65,29 +65,21 @@ class Submitted:
         self.reporter: Reporter | None = None  # from here on: on the engine's thread
         self.is_wanted = self.has_news = self.is_over = False
 
-    async def deltas(self) -> AsyncIterator[RequestOutput]:
-        """What is new, chunk by chunk; the last one has finish reasons. Leaving the iterator ends the request.
+    async def whole(self) -> RequestOutput:
+        """All of it, once it has finished. Who gives up waiting has ended the request.
 
         Raises DeadlineExceeded, EngineFailed or ShuttingDown.
         """
-        try:
-            finished = False
-            while not finished:
-                delta = await self.next_delta()
-                finished = delta.finished
-                yield delta
-        finally:
-            self.cancel()
-
-    async def whole(self) -> RequestOutput:
-        """All of it, once it has finished. Raises what `deltas` raises. Who gives up waiting has ended the request."""
         try:
             return await self.next_delta()
         finally:
             self.cancel()
 
     def next_delta(self) -> asyncio.Future[RequestOutput]:
-        """The next of `deltas`, or `whole`. The one before was taken."""
+        """What is new of a stream since the one before, which was taken; the last one has finish reasons. Or all of it at the end.
+
+        Raises what `whole` raises.
+        """
         self._waiting = self.home.create_future()
         try:
             if self._error is not None:

@@ -80,7 +80,7 @@ def running(
         max_queued_requests=config.max_queued_requests,
         request_timeout_seconds=config.request_timeout_seconds,
     )
-    facts = capabilities(built, engine, config)
+    facts = capabilities(built, engine, config, context.limits)
     metrics = ServerMetrics(context.model_names[0])
     app = build_app(loop, context, config, metrics, capabilities=facts, api_keys=api_keys)
     answers, ends = threading.Event(), []

@@ -75,6 +75,9 @@ class TestServer:
     def aborted(self) -> dict[str, int]:
         return {reason: count for reason, count in self.metrics._aborted.items() if count}
 
+    def rejected(self) -> dict[str, int]:
+        return {reason: count for reason, count in self.metrics._rejected.items() if count}
+
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
         client = socket.socket()
         if receive_buffer is not None:

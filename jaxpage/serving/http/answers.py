@@ -37,7 +37,7 @@ def refusal_of(error: Exception) -> ApiError | None:
         case QueueFull():
             return ApiError(429, str(error), code="rate_limit_exceeded", headers=RETRY_AFTER)
         case ShuttingDown():
-            return ApiError(503, str(error), headers=RETRY_AFTER)
+            return ApiError(503, str(error), code="shutting_down", headers=RETRY_AFTER)
         case DeadlineExceeded():
             return ApiError(504, str(error))
         case EngineFailed():
@@ -54,4 +54,5 @@ def told(error: Exception) -> ApiError:
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    scope.setdefault("state", {})["refused_because"] = error.code
     await error_answer(error)(scope, receive, send)

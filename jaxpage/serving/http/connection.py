@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxpage.serving.http.answers import encoded, send_error
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 MAX_HEADER_BYTES = 1 << 16
+MAX_BYTES_BEHIND = 1 << 16  # a request that is being answered: of the next ones, which wait
 
 
 class _Timer:
@@ -40,18 +42,29 @@ class Connection(H11Protocol):
     """One connection of a client. When it is cut, who answers sees a disconnect."""
 
     def __init__(
-        self, *args: Any, receive_seconds: float, send_seconds: float, max_connections: int, **kwargs: Any
+        self,
+        *args: Any,
+        silent_seconds: float,
+        receive_seconds: float,
+        send_seconds: float,
+        max_connections: int,
+        no_room: ASGIApp,
+        **kwargs: Any,
     ) -> None:
         """
         Args:
-            receive_seconds: from the first byte of a request, or from the connection's beginning, to the end of the request.
+            silent_seconds: from the connection's beginning to its first byte.
+            receive_seconds: from the first byte of a request to its end.
             send_seconds: that nothing of an answer is read.
-            max_connections: those beyond them are answered 503; from twice as many on they are cut at once.
+            max_connections: those beyond them are answered by `no_room`; from twice as many on they are cut at once.
         """
         super().__init__(*args, **kwargs)
         self._receive_seconds = receive_seconds
         self._send_seconds = send_seconds
         self._max_connections = max_connections
+        self._no_room = no_room
+        self._silent_seconds = silent_seconds
+        self._is_silent = True
         self._receiving = _Timer()
         self._sending = _Timer()
 
@@ -61,9 +74,9 @@ class Connection(H11Protocol):
             transport.abort()
             return
         if len(self.connections) > self._max_connections:
-            self.app = _no_room
+            self.app = self._no_room
         transport.set_write_buffer_limits(high=0)  # so that we hear of every byte that is not read
-        self._expect_request()
+        self._receiving.start(self._silent_seconds, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._receiving.stop()
@@ -71,11 +84,23 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_silent:
+            self._is_silent = False
+            self._receiving.stop()
         super().data_received(data)
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._expect_request()
         else:
             self._receiving.stop()
+
+    def handle_events(self) -> None:
+        """uvicorn reads no further behind a request that is being answered, and then it sees nobody leave."""
+        super().handle_events()
+        if self.conn.their_state is h11.DONE and not self.transport.is_closing():
+            if len(self.conn.trailing_data[0]) > MAX_BYTES_BEHIND:
+                self.transport.abort()
+            else:
+                self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -117,6 +142,8 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-async def _no_room(scope: Any, receive: Any, send: Any) -> None:
+async def no_room(scope: Scope, receive: Receive, send: Send) -> None:
+    """The answer to a connection that is one too many."""
     headers = {**RETRY_AFTER, "connection": "close"}
-    await send_error(ApiError(503, "There are too many connections", headers=headers), scope, receive, send)
+    error = ApiError(503, "There are too many connections", code="too_many_connections", headers=headers)
+    await send_error(error, scope, receive, send)

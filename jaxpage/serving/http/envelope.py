@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import re
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -18,11 +20,11 @@ LINGER_SECONDS = 2.0  # for the rest of a body that is refused
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _REASONS = {
     401: "unauthorized",
+    403: "unauthorized",
     404: "not_found",
     408: "timeout",
     413: "too_large",
     429: "queue_full",
-    503: "shutting_down",
 }
 
 
@@ -58,7 +60,7 @@ class Envelope:
                 answer["x-content-type-options"] = "nosniff"
                 if not body_is_read:  # nobody is going to read the rest
                     answer["connection"] = "close"
-                if (reason := _reason(message["status"])) is not None:
+                if (reason := _reason(message["status"], scope["state"])) is not None:
                     self._metrics.rejected(reason)
             elif not body_is_read and not message.get("more_body", False):
                 await send({**message, "more_body": True})
@@ -70,7 +72,7 @@ class Envelope:
         try:
             await self._app(scope, watched_receive, dressed_send)
         except ClientDisconnect:
-            self._metrics.aborted("disconnect")
+            self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
         except Exception as error:
             if has_begun:
                 raise
@@ -86,6 +88,8 @@ async def _read_on(receive: Receive) -> None:
                 pass
 
 
-def _reason(status: int) -> str | None:
+def _reason(status: int, state: Mapping[str, Any]) -> str | None:
     """Why a request was refused. What fails later is no refusal."""
+    if status == 503:  # of many kinds: see `send_error`
+        return state.get("refused_because") or "busy"
     return _REASONS.get(status, "invalid" if 400 <= status < 500 else None)
