@@ -52,7 +52,7 @@ def serving(*words: str, ready: str = "Ctrl-C ends it", **environment: str) -> I
 def copied(*command: str) -> str:
     """What a program answers that has the key in its environment."""
     environment = {**os.environ, "JAXPAGE_API_KEY": KEY}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

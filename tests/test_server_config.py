@@ -243,7 +243,7 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
             pass
         listener.listen()
         command = [sys.executable, "-m", "jaxpage", "serve", "demo", "--port", str(port)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
     assert result.stderr == f"jaxpage: error: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
     with (

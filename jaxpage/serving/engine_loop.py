@@ -177,7 +177,8 @@ class EngineLoop:
         """Ends everything and frees the device. False if a step took longer than `timeout` seconds: it is still being taken."""
         with contextlib.suppress(JaxpageError):  # it has stopped
             self._post(self._stop)
-        self._thread.join(timeout)
+        if self._thread.ident is not None:  # it has been started
+            self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _post(self, function: Callable[[Engine], Any], future: Future[Any] | None = None) -> None:
