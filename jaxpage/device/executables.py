@@ -76,10 +76,10 @@ class Executables:
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
-        if may_rest:
-            resting = options._replace(rests=True)
-            for bucket in menu.decode:
-                jobs[f"resting {bucket}"] = functools.partial(_compile_step, parameters, pages, bucket, resting)
+        resting = options._replace(rests=True)
+        self._resting = {bucket: f"resting {bucket}" for bucket in menu.decode} if may_rest else {}  # keys of the table
+        for bucket, key in self._resting.items():
+            jobs[key] = functools.partial(_compile_step, parameters, pages, bucket, resting)
         self._neutral = {num_draws: _neutral(num_draws, options) for num_draws in {b.num_draws for b in menu.buckets}}
         jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies, options.attention_backend)
         if menu.num_swapped:
@@ -96,10 +96,8 @@ class Executables:
 
     def step(self, bucket: Bucket, *, rests: bool = False) -> CompiledStep:
         """rests: nothing is asked of heads or of a drafter."""
-        key = f"resting {bucket}"
-        return CompiledStep(
-            self._table[key if rests and key in self._table else bucket], self._neutral[bucket.num_draws]
-        )
+        key = self._resting.get(bucket, bucket) if rests else bucket
+        return CompiledStep(self._table[key], self._neutral[bucket.num_draws])
 
     @property
     def copy(self) -> Callable[[KVPages, Any], KVPages]:

@@ -29,7 +29,6 @@ class Batch:
     """A step ready for the device: which executable, its one input, and what moves blocks before it, in the plan's order."""
 
     bucket: Bucket
-    rests: bool  # nothing is asked of heads or of a drafter
     packed: npt.NDArray[np.int32]
     adjustments: Adjustments  # None for each that no draw asks for
     swap_out: tuple[Pairs, ...]  # each [num_swapped, 2]: (block, host block), padded with the null blocks of both sides
@@ -38,6 +37,7 @@ class Batch:
     num_draws: int
     num_rows: int
     num_scored: int  # tokens of the stream up to the last that is scored
+    rests: bool  # nothing is asked of heads or of a drafter
 
 
 class BatchBuilder:
@@ -94,7 +94,6 @@ class BatchBuilder:
         device, host = self.num_blocks, self.num_host_blocks + 1
         return Batch(
             bucket,
-            levels is None,
             packed,
             adjustments,
             swap_out=_pad("swap_out", plan.swap_out, (device, host), self.menu.num_swapped),
@@ -103,6 +102,7 @@ class BatchBuilder:
             num_draws=len(plan.samples),
             num_rows=len(plan.rows),
             num_scored=num_scored,
+            rests=levels is None,
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:

@@ -59,9 +59,8 @@ def run_server(
         request_timeout_seconds=config.request_timeout_seconds,
     )
     app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys)
-    listener.setsockopt(
-        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-    )  # for the next one: what its connections leave behind
+    # For the next one: what its connections leave behind.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         status = asyncio.run(_serve(app, loop, config, listener, announce))
     finally:
@@ -95,7 +94,6 @@ class Serving:
         self._loop = loop
         self._shutdown_seconds = config.shutdown_timeout_seconds
         self._listener = listener
-        self._num_signals = 0
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
         self._uvicorn = _Uvicorn(_settings(app, config), announce)
