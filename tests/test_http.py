@@ -606,16 +606,21 @@ def test_a_hundred_at_once_beyond_the_queue(built):
         wait_until(lambda: nothing_runs(running))
 
 
+def put_in_flight(running, gate, whole, streamed):
+    """A request and a streamed one are in the engine, which is held at its next step."""
+    whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+    gate.entered.acquire()
+    streamed.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}, Connection="close"))
+    wait_until(lambda: running.loop._inbox.qsize())
+    gate.permits.release()
+    gate.entered.acquire()
+
+
 def test_a_request_that_takes_too_long(built, monkeypatch):
     with serving(built, request_timeout_seconds=0.2) as running:
         gate = Gate(monkeypatch, built.engine)
         with running.connect() as whole, running.connect() as streamed:
-            whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
-            gate.entered.acquire()
-            streamed.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}, Connection="close"))
-            wait_until(lambda: running.loop._inbox.qsize())
-            gate.permits.release()
-            gate.entered.acquire()
+            put_in_flight(running, gate, whole, streamed)
             time.sleep(0.25)  # the time that it has
             gate.open()
             status, _, body = answer_of(whole)
@@ -712,12 +717,7 @@ def test_when_the_engine_dies_the_server_says_so_and_ends(built, monkeypatch):
     with serving(built) as running:
         gate = Gate(monkeypatch, built.engine)
         with running.connect() as whole, running.connect() as streamed, running.connect() as looking:
-            whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
-            gate.entered.acquire()
-            streamed.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}, Connection="close"))
-            wait_until(lambda: running.loop._inbox.qsize())
-            gate.permits.release()
-            gate.entered.acquire()
+            put_in_flight(running, gate, whole, streamed)
             monkeypatch.setattr(gate, "_step", lambda: (_ for _ in ()).throw(SystemExit("planted")))
             gate.open()
             assert answer_of(whole)[0] == 500

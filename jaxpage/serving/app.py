@@ -23,7 +23,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import Generating, while_connected
-from jaxpage.serving.http.answers import error_answer, json_answer
+from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.limits import Limits, check_is_json
@@ -101,8 +101,7 @@ class Server:
 
         def transformed() -> Response:
             result = transform(parse_object(raw), self._context)
-            ignored = ", ".join(result.ignored_fields)
-            return json_answer(result.body, headers={"x-jaxpage-ignored-fields": ignored} if ignored else {})
+            return json_answer(result.body, headers=ignored_header(result.ignored_fields))
 
         async def answered() -> None:
             async with self._loop.in_time(arrived):

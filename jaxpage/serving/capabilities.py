@@ -10,11 +10,11 @@ from jaxpage.config import EngineConfig
 from jaxpage.engine.build import Built
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.generating import MAX_PROMPT_LOGPROBS
-from jaxpage.serving.wire.context import Limits
+from jaxpage.serving.wire.context import RequestLimits
 from jaxpage.support import support_matrix
 
 
-def capabilities(built: Built, engine: EngineConfig, server: ServerConfig, limits: Limits) -> dict[str, Any]:
+def capabilities(built: Built, engine: EngineConfig, server: ServerConfig, limits: RequestLimits) -> dict[str, Any]:
     """A JSON object. `parameters` is the table of docs/support-matrix.md, which the tests fill in; the rest is of this server alone."""
     tokenizer = built.tokenizer
     return {

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.engine.calls import Order
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.http.answers import encoded, json_answer, refusal_of, told
+from jaxpage.serving.http.answers import encoded, event, ignored_header, json_answer, refusal_of, told
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.submitted import DeadlineExceeded, ShuttingDown, Submitted
@@ -58,7 +58,7 @@ class Generating:
                 submitted = await self._submitted(exchange, arrived)
         except DeadlineExceeded as error:
             raise self._failure_of(error) from error
-        headers = {"x-jaxpage-ignored-fields": ", ".join(exchange.ignored_fields)} if exchange.ignored_fields else {}
+        headers = ignored_header(exchange.ignored_fields)
         try:
             if exchange.stream:
                 await self._stream(exchange, submitted, headers, send)
@@ -98,7 +98,7 @@ class Generating:
             events = exchange.last_chunks()
         except Exception as error:
             events = [self._failure_of(error).body()]
-        await send({"type": "http.response.body", "body": b"".join(map(_event, events)) + b"data: [DONE]\n\n"})
+        await send({"type": "http.response.body", "body": b"".join(map(_event, events)) + event(b"[DONE]")})
 
     def _failure_of(self, error: Exception) -> ApiError:
         """What the client is told of a request that ran and did not finish."""
@@ -157,8 +157,8 @@ def _check_prompt_logprobs(orders: Sequence[Order]) -> None:
 
 
 def _events(exchange: Exchange, deltas: Sequence[tuple[int, RequestOutput]]) -> bytes:
-    return b"".join(_event(event) for index, delta in deltas for event in exchange.chunks(index, delta))
+    return b"".join(_event(chunk) for index, delta in deltas for chunk in exchange.chunks(index, delta))
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + encoded(value) + b"\n\n"
+    return event(encoded(value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -23,6 +23,16 @@ def encoded(value: Any) -> bytes:
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(encoded(value), status, headers, "application/json")
+
+
+def ignored_header(fields: Sequence[str]) -> dict[str, str]:
+    """Tells the fields of a request that were taken no notice of."""
+    return {"x-jaxpage-ignored-fields": ", ".join(fields)} if fields else {}
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
 
 
 def error_answer(error: ApiError) -> Response:

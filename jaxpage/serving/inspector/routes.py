@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import JaxpageError
-from jaxpage.serving.http.answers import encoded
+from jaxpage.serving.http.answers import encoded, event
 from jaxpage.serving.inspector.state import Inspector, Snapshot
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
@@ -132,7 +132,7 @@ class _Feed:
                 version, body = await self.latest()
                 if version != shown:
                     shown, quiet_since = version, time.monotonic()
-                    yield b"data: " + body + b"\n\n"
+                    yield event(body)
                 elif time.monotonic() - quiet_since > SECONDS_BETWEEN_COMMENTS:
                     quiet_since = time.monotonic()
                     yield b": still here\n\n"

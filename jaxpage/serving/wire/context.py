@@ -10,7 +10,7 @@ from jaxpage.serving.wire.errors import ApiError
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Bounds of one request beside those of its fields (fields.py)."""
 
     max_prompts: int = 256
@@ -32,7 +32,7 @@ class ModelContext:
     tool_parser: str | None = None  # "hermes" | "llama3_json"
     reasoning_parser: str | None = None  # "think"
     strict_requests: bool = False  # unknown fields are refused
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:
