@@ -33,6 +33,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from jaxpage.serving.config import ServerConfig
+from tests.support.raw_http import OF_THE_MACHINE
 from tests.support.running import SMALL, Promises, Running, demo_with_template, metrics, running, wait_until
 from tests.support.wire import CHATML
 from tests.test_wire_body import REFUSED as BODIES
@@ -47,7 +48,6 @@ CONFIG = ServerConfig(served_model_name=("demo", "other-name"), max_queued_reque
 REFUSING = "{% if messages[0].content == 'Refuse' %}{{ raise_exception('roles at 0xdead in /home/me/x must alternate') }}{% endif %}"
 TEMPLATE = REFUSING + CHATML
 ZIPPED, BOMB = gzip.compress(b"{}", mtime=0), gzip.compress(b" " * 50_000_000, mtime=0)
-OF_THE_MACHINE = re.compile(r"0x|Traceback|site-packages|/home|object at")
 
 
 class Row(NamedTuple):

@@ -29,13 +29,13 @@ from jaxpage.serving.wire import templates
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from tests.support.holding import held
+from tests.support.raw_http import OF_THE_MACHINE
 from tests.support.running import Running, metrics, running, wait_until
 from tests.support.wire import context, with_template
 
 KEYS = ("a-first-key-of-this-test", "a-second-key-of-this-test")
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hm"}], "max_tokens": 2}
-OF_THE_MACHINE = re.compile(r"0x[0-9a-f]{4}|Traceback|site-packages|/home|/usr|/work|object at|File \"")
 MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
 

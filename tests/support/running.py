@@ -1,4 +1,4 @@
-"""A server over a real engine, on a thread and a free port, as `jaxpage serve` would make it; and what must hold of one that is idle."""
+"""Servers over real engines, on a thread and a free port, as `jaxpage serve` would make them; and what must hold of one that is idle."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import contextlib
 import json
 import logging
 import shutil
+import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from uvicorn.server import ServerState
 
 import jaxpage
 from jaxpage.config import EngineConfig
-from jaxpage.engine.build import build_engine
+from jaxpage.engine.build import Built, build_engine
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig
@@ -26,7 +29,6 @@ from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import Serving
 from jaxpage.serving.startup import address_of, bound_socket, model_context
-from jaxpage.serving.wire.context import ModelContext
 
 SMALL: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129}
 WAIT_SECONDS = 60.0  # for what is bound to happen: far beyond what it takes
@@ -43,20 +45,11 @@ def demo_with_template(directory: Path, template: str) -> str:
     return str(directory)
 
 
-class Running:
-    """One server that runs. Its engine is reached through `loop.call`, as others reach it."""
-
-    def __init__(
-        self, address: str, context: ModelContext, loop: EngineLoop, server: Server, errors: list[str]
-    ) -> None:
-        self.address = address
-        self.context = context
-        self.loop = loop
-        self.server = server
-        self.errors = errors  # what was logged as one
+def demo_engine(**settings: Any) -> Built:
+    return build_engine(EngineConfig(model="demo", **{**SMALL, **settings}), progress=False)
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> None:
+def wait_until(condition: Callable[[], Any], what: str = "it happens", seconds: float = WAIT_SECONDS) -> None:
     """Waits for something that other threads bring about."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -64,47 +57,117 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = WAIT_SE
         time.sleep(0.01)
 
 
+class Running:
+    """A server on a thread, from `start` on. Its engine is reached through `loop.call`, as others reach it."""
+
+    def __init__(
+        self,
+        built: Built,
+        listener: socket.socket,
+        config: ServerConfig,
+        errors: list[str],
+        *,
+        model: str = "demo",
+        api_keys: Sequence[str] = (),
+    ) -> None:
+        self.engine = built.engine
+        self.errors = errors  # what was logged as one
+        self.address = address_of(listener)
+        self.status: int | None = None  # when it has ended
+        settings = EngineConfig(model=model, **SMALL)
+        self.context = model_context(built, settings, config)
+        self.metrics = ServerMetrics(self.context.model_names[0])
+        self.loop = EngineLoop(
+            built,
+            max_queued_requests=config.max_queued_requests,
+            request_timeout_seconds=config.request_timeout_seconds,
+        )
+        facts = capabilities(built, settings, config, self.context.limits)
+        self.app = build_app(
+            self.loop, self.context, config, self.metrics, capabilities=facts, api_keys=tuple(api_keys)
+        )
+        self.server: Server = self.app.state.server
+        self._ready = threading.Event()
+        self._serving = Serving(self.app, self.loop, config, listener, self._ready.set)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    async def _run(self) -> None:
+        self._home = asyncio.get_running_loop()
+        self.status = await self._serving.run()
+
+    def start(self) -> None:
+        self.thread.start()
+        assert self._ready.wait(WAIT_SECONDS), "the server does not start"
+
+    def signal(self) -> None:
+        """As SIGTERM."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._home.call_soon_threadsafe(self._serving.signal)
+
+    def end(self) -> None:
+        self.signal()
+        self.thread.join(WAIT_SECONDS)
+        assert self.loop.stop(WAIT_SECONDS), "the engine does not end"
+        assert not self.thread.is_alive(), "the server does not end"
+
+    @property
+    def uvicorn(self) -> ServerState:
+        """Its connections and how many requests there were."""
+        return self._serving._uvicorn.server_state
+
+    def aborted(self) -> dict[str, int]:
+        return {reason: count for reason, count in self.metrics._aborted.items() if count}
+
+    def rejected(self) -> dict[str, int]:
+        return {reason: count for reason, count in self.metrics._rejected.items() if count}
+
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        parts = urllib.parse.urlsplit(self.address)
+        client = socket.socket()
+        if receive_buffer is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        client.settimeout(WAIT_SECONDS)
+        try:
+            client.connect((parts.hostname, parts.port))
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+
 @contextlib.contextmanager
 def running(
-    config: ServerConfig | None = None,
-    *,
-    model: str = "demo",
-    api_keys: Sequence[str] = (),
+    config: ServerConfig | None = None, *, model: str = "demo", api_keys: Sequence[str] = ()
 ) -> Iterator[Running]:
+    """A server with an engine of its own, which must end as one should."""
     config = (config or ServerConfig()).model_copy(update={"port": 0})
-    engine = EngineConfig(model=model, **SMALL)
-    built = build_engine(engine, progress=False)
-    context = model_context(built, engine, config)
-    loop = EngineLoop(
-        built,
-        max_queued_requests=config.max_queued_requests,
-        request_timeout_seconds=config.request_timeout_seconds,
-    )
-    facts = capabilities(built, engine, config, context.limits)
-    metrics = ServerMetrics(context.model_names[0])
-    app = build_app(loop, context, config, metrics, capabilities=facts, api_keys=api_keys)
-    answers, ends = threading.Event(), []
-
+    built = build_engine(EngineConfig(model=model, **SMALL), progress=False)
     with bound_socket(config) as listener, _logged_errors() as errors:
-
-        async def serve() -> None:
-            serving = Serving(app, loop, config, listener, answers.set)
-            ends.append((asyncio.get_running_loop(), serving.signal))
-            statuses.append(await serving.run())
-
-        statuses: list[int] = []
-        thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-        thread.start()
+        server = Running(built, listener, config, errors, model=model, api_keys=api_keys)
+        server.start()
         try:
-            assert answers.wait(WAIT_SECONDS), "the server does not start"
-            yield Running(address_of(listener), context, loop, app.state.server, errors)
+            yield server
         finally:
-            home, signal = ends[0]
-            home.call_soon_threadsafe(signal)
-            thread.join(WAIT_SECONDS)
-            assert loop.stop(WAIT_SECONDS), "the engine does not end"
-            assert not thread.is_alive(), "the server does not end"
-        assert statuses == [0]
+            server.end()
+        assert server.status == 0
+
+
+@contextlib.contextmanager
+def serving(
+    built: Built, *, api_keys: Sequence[str] = (), send_buffer: int | None = None, **settings: Any
+) -> Iterator[Running]:
+    """A server around an engine that outlives it, whatever becomes of the server."""
+    config = ServerConfig(port=0, **{"shutdown_timeout_seconds": WAIT_SECONDS, **settings})
+    with socket.create_server(("127.0.0.1", 0)) as listener, _logged_errors() as errors:
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        server = Running(built, listener, config, errors, api_keys=api_keys)
+        server.loop._calls.shutdown = lambda: None  # type: ignore[method-assign]  # the engine is there for the next server
+        server.start()
+        try:
+            yield server
+        finally:
+            server.end()
 
 
 @contextlib.contextmanager

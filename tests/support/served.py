@@ -10,12 +10,13 @@ from typing import Any
 
 import uvicorn
 
+from jaxpage.config import EngineConfig
 from jaxpage.engine.build import Built
 from jaxpage.serving.app import build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.metrics import ServerMetrics
-from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.startup import model_context
 
 
 class _Uvicorn(uvicorn.Server):
@@ -52,19 +53,8 @@ def served_engine(
     loop: EngineLoop, built: Built, *, api_keys: Sequence[str] = (), show_prompts: bool = False
 ) -> Iterator[str]:
     """A server with the page over an engine that is running already."""
-    context = ModelContext(
-        model_names=("demo",),
-        max_model_len=built.memory.max_model_len,
-        vocab_size=built.engine.builder.vocab_size,
-        tokenizer=built.tokenizer,
-        sampling_defaults=built.sampling_defaults,
-    )
-    app = build_app(
-        loop,
-        context,
-        ServerConfig(ui=True, ui_show_prompts=show_prompts),
-        ServerMetrics("demo"),
-        api_keys=api_keys,
-    )
+    config = ServerConfig(ui=True, ui_show_prompts=show_prompts)
+    context = model_context(built, EngineConfig(model="demo"), config)
+    app = build_app(loop, context, config, ServerMetrics("demo"), api_keys=api_keys)
     with served(app) as address:
         yield address
