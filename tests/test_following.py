@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling import StepLimits
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
-from jaxpage.speculation.estimates import Costs
+from jaxpage.speculation.costs import Costs
 from jaxpage.speculation.following import KEEPS, PATIENCE, SHARE, Following
 
 LIMITS = StepLimits(4, 64, 4, mixed=True, verified=((4, 8),))
@@ -30,7 +30,7 @@ def plan_of(*rows: tuple[int, int], forks: dict[int, int] | None = None) -> Step
 def wishes(*, drafts: bool = False, levels: int = 3) -> Any:
     costs = Costs()
     costs.at_start(LIMITS.shape(1, 0), [1.0])
-    return SimpleNamespace(drafts=drafts, levels_ahead=levels, num_looks=0, ahead=None, costs=costs)
+    return SimpleNamespace(drafts=drafts, levels_ahead=levels, num_looks=0, costs=costs)
 
 
 def run(following: Following, plan: StepPlan) -> int | None:
@@ -49,7 +49,7 @@ def test_without_a_controller_it_always_drafts_as_far_as_there_is_room() -> None
 def test_it_rests_when_nobody_wants_drafts_and_begins_again_with_a_new_request() -> None:
     controller = wishes(levels=0)
     following = Following(LIMITS, controller, block_size=4)
-    following.costs.at_start(LIMITS.shape(1, 0), following=0.3, ahead=0.3, levels=1)
+    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.3, ahead=0.3, levels=1)
     steps = [run(following, plan_of((1, 5))) for _ in range(PATIENCE + 1)]
     assert steps == [0] * PATIENCE + [None] and following.has_lost(1)
     rest = round(0.3 / SHARE) * (PATIENCE + 1)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from jaxpage.scheduling import StepLimits
 from jaxpage.simulation.speculating import NUM_DRAFTS, Guesses, Progress, Rates, ShapedDevice, SpeculativeLoop
-from jaxpage.speculation import Draft, chain
+from jaxpage.speculation import Draft, chain, costs
 from jaxpage.speculation import controller as controlling
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.estimates import Acceptance, Costs
+from jaxpage.speculation.costs import Costs
+from jaxpage.speculation.estimates import Acceptance
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +54,7 @@ def expected(
     return num_rows * tokens / (device.seconds(shape) + drafting)
 
 
-def loop_of(device: ShapedDevice, rates: Rates, num_rows: int, **settings: int) -> SpeculativeLoop:
+def loop_of(device: ShapedDevice, rates: Rates, num_rows: int, **settings: Any) -> SpeculativeLoop:
     return SpeculativeLoop(device, Guesses(rates, seed=num_rows), num_rows, seed=num_rows, **settings)
 
 
@@ -77,6 +79,22 @@ def test_no_batch_loses(device: str, profile: str) -> None:
         assert of_none >= 0.97, f"batch {num_rows}: {progress.num_by_shape}"
         # A look is two switches; the credit that there is at the start may pay for one more.
         assert progress.num_switches <= steps / 50 + 2, f"batch {num_rows} goes to and fro"
+
+
+def of_none(device: ShapedDevice, rates: tuple[float, ...], num_rows: int, seed: int) -> float:
+    """What comes of it with costs that were measured wrong at the start, as a share of no drafts."""
+    guesses = Guesses(lambda place, step: rates, seed=num_rows)
+    loop = SpeculativeLoop(device, guesses, num_rows, seed=seed, mistaken=0.3)
+    loop.run(FEW_STEPS)
+    return loop.run(400).tokens_per_second / expected(device, loop.limits, rates, num_rows, 0)
+
+
+@pytest.mark.parametrize("profile", ["seldom", "often"])
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: int, profile: str) -> None:
+    shares = [of_none(CPU, PROFILES[profile], num_rows, seed) for seed in range(4)]
+    print(f"{profile} batch {num_rows}: {shares}")
+    assert min(shares) >= 0.96
 
 
 def test_the_simulated_device_counts_right() -> None:
@@ -142,7 +160,7 @@ def no_looks(patch: pytest.MonkeyPatch) -> None:
 
 def no_costs(patch: pytest.MonkeyPatch) -> None:
     """A step costs the same whatever its shape: the number of drafts follows from acceptance alone."""
-    patch.setattr(Costs, "of", lambda self, shape: 1.0)
+    patch.setattr(Costs, "of", lambda self, shape, levels=None: 1.0)
 
 
 def acceptance_alone(patch: pytest.MonkeyPatch) -> None:
@@ -157,6 +175,12 @@ def acceptance_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Controller, "cut", lambda self, num_rows, drafts: {key: len(d.parents) for key, d in drafts.items()})
 
 
+def trusts_the_start(patch: pytest.MonkeyPatch) -> None:
+    """What surprises is put down to the pace of all shapes."""
+    patch.setattr(costs, "SHAPE", 0.02)
+    patch.setattr(costs, "SHAPE_DRIFT", 0.0)
+
+
 def no_hysteresis(patch: pytest.MonkeyPatch) -> None:
     for name, value in (("BEGINS", 1.0), ("ENDS", 1.0), ("DWELL", 0)):
         patch.setattr(controlling, name, value)
@@ -169,7 +193,8 @@ def no_hysteresis(patch: pytest.MonkeyPatch) -> None:
         (no_costs, lambda: measure(CPU, PROFILES["seldom"], 16)[2] < 0.9),
         (acceptance_alone, lambda: measure(A100, PROFILES["mostly"], 128)[1] < 0.9),
         (acceptance_alone, lambda: measure(CPU, PROFILES["often"], 16)[2] < 0.6),
-        (no_hysteresis, lambda: measure(CPU, PROFILES["seldom"], 2)[0].num_switches > 30),
+        (trusts_the_start, lambda: min(of_none(CPU, PROFILES["seldom"], 16, seed) for seed in range(4)) < 0.9),
+        (no_hysteresis, lambda: measure(CPU, (0.35,) * 7, 2)[0].num_switches > 30),
     ],
 )
 def test_a_mistake_is_seen(
@@ -218,19 +243,6 @@ def test_a_tree_is_cut_where_its_nodes_are_seldom_right() -> None:
         acceptance.add(1, tree.parents, path, 0)
     rates = acceptance.rates(1, acceptance.average(), 5, 0)[1:]
     assert rates[:3] == pytest.approx([0.9, 0.1, 1.0], abs=0.03) and rates[3] < 0.3
-
-
-def test_costs_follow_the_machine_and_not_its_pauses() -> None:
-    costs = Costs()
-    for shape, seconds in (((4, 4), 1.0), ((4, 16), 2.0)):
-        costs.at_start(shape, [9.0, seconds, 5.0])
-    for _ in range(50):
-        costs.add((4, 4), 3.0)
-    assert costs.of((4, 4)) == pytest.approx(3.0, rel=0.05)
-    assert 4.0 < costs.of((4, 16)) < 6.5, "what slows one shape slows the others"
-    costs.add((4, 4), 300.0)
-    assert costs.of((4, 4)) < 3.2
-    assert costs.of((4, 32)) == pytest.approx(2 * costs.of((4, 16))), "nobody has measured it"
 
 
 def test_the_same_events_give_the_same_choices() -> None:

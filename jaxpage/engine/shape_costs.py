@@ -29,9 +29,9 @@ def measure_shapes(builder: BatchBuilder, runner: Runner, speculation: Speculati
         measure = functools.partial(_seconds, builder, runner, plan)
         seconds = measure(None)
         controller.costs.at_start(shape, seconds)
-        if controller.ahead is not None:
+        if controller.costs.ahead is not None:
             follows, ahead = (min(measure(levels)) - min(seconds) for levels in (0, LEVELS))
-            controller.ahead.at_start(shape, follows, ahead, LEVELS)
+            controller.costs.ahead.at_start(shape, follows, ahead, LEVELS)
 
 
 def _seconds(builder: BatchBuilder, runner: Runner, plan: StepPlan, levels: int | None) -> list[float]:

@@ -20,7 +20,7 @@ from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
 from jaxpage.speculation import Draft, chain
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.estimates import Shape
+from jaxpage.speculation.costs import Shape
 from jaxpage.speculation.following import Following
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import MOST_DRAFTS
@@ -109,9 +109,20 @@ class SpeculativeLoop:
     """A batch of `num_rows` requests that decode, on a device whose times vary as those of a real one do."""
 
     def __init__(
-        self, device: ShapedDevice, guesses: Guesses, num_rows: int, *, seed: int = 0, num_drafts: int | None = None
+        self,
+        device: ShapedDevice,
+        guesses: Guesses,
+        num_rows: int,
+        *,
+        seed: int = 0,
+        num_drafts: int | None = None,
+        mistaken: float = 0.0,
     ) -> None:
-        """num_drafts: of each sequence in each step; None: as many as a controller finds worth it, which knows the shapes' costs."""
+        """
+        Args:
+            num_drafts: of each sequence in each step; None: as many as a controller finds worth it.
+            mistaken: by how much what it is told at the start of what each shape costs is wrong; the deviation of the logarithm.
+        """
         menu = make_menu(
             num_rows,
             2048,
@@ -132,14 +143,15 @@ class SpeculativeLoop:
         self.scheduler = Scheduler(self.limits, BlockManager(pool, 16, None), max_num_seqs=num_rows)
         self.controller = Controller(self.limits) if num_drafts is None else None
         if self.controller is not None:
+            mistakes = np.random.default_rng(seed)
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
-                self.controller.costs.at_start(shape, [device.seconds(shape)])
+                self.controller.costs.at_start(shape, [device.seconds(shape) * mistakes.lognormal(0.0, mistaken)])
         self._following = Following(self.limits, self.controller, block_size=16) if device.follow else None
-        if self._following is not None:
+        if self.controller is not None and (ahead := self.controller.costs.ahead) is not None:
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
-                self._following.costs.at_start(shape, device.ahead(shape, 0), device.ahead(shape, 1), 1)
+                ahead.at_start(shape, device.ahead(shape, 0), device.ahead(shape, 1), 1)
         self.speculation = Speculation(
             guesses, self.limits, self.controller, vocab_size=WRONG + 1, following=self._following
         )

@@ -11,15 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpage.scheduling.policy import StepLimits
-from jaxpage.speculation.estimates import (
-    FIRST_GUESS,
-    FIRST_GUESS_TOGETHER,
-    MOST_SURPRISING,
-    Acceptance,
-    AheadCosts,
-    Costs,
-    Shape,
-)
+from jaxpage.speculation.costs import MOST_SURPRISING, Costs, Shape
+from jaxpage.speculation.estimates import FIRST_GUESS, FIRST_GUESS_TOGETHER, Acceptance
 from jaxpage.speculation.proposal import Draft
 from jaxpage.speculative_config import MOST_DRAFTS
 
@@ -28,7 +21,7 @@ CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
 FIRST_CREDIT_STEPS = 1.0  # that there is at the start: without a look at it, a drafter on the device soon rests
 LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
-BEGINS, ENDS = 1.02, 0.98  # how much better drafting promises to be than not to draft, when it begins and when it ends
+BEGINS, ENDS = 1.02, 0.97  # how much better drafting promises to be than not to draft, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
 LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
@@ -59,8 +52,9 @@ class Controller:
         self._together = together
         self._steps_to_show = steps_to_show
         self._shapes_by_rows: dict[int, list[Shape]] = {}
-        self.ahead: AheadCosts | None = None  # of a drafter on the device
-        self._asking: dict[int, float] = {}  # of any other: seconds per draft that is asked for, by rows of the shape
+        self._asking: dict[
+            int, float
+        ] = {}  # seconds per draft that a drafter on the host is asked for, by rows of the shape
         self._step = 0
         self._drafts = False
         self._since = DWELL  # steps since that changed
@@ -124,7 +118,7 @@ class Controller:
             self._look, self._planned = self._planned, None
         elif may_look:
             self._look = self._elsewhere(goodput | {shapes[0]: num_rows / plain}, chosen, num_rows)
-            if self.ahead is not None:  # what it is to look at is yet to be drafted
+            if self.costs.ahead is not None:  # what it is to look at is yet to be drafted
                 self._look, self._planned = None, self._look
         if self._look is not None:
             self.num_looks += 1
@@ -185,19 +179,33 @@ class Controller:
         else:
             self.acceptance.add_together(sequence_id, len(path), self._step)
 
-    def measured(self, num_rows: int, num_drafts: int, num_tokens: int, seconds: float, asking: float) -> None:
-        """A step of so many rows and drafts gave so many tokens in so many seconds; asking for drafts took some more."""
+    def measured(
+        self,
+        num_rows: int,
+        num_drafts: int,
+        num_tokens: int,
+        seconds: float,
+        asking: float = 0.0,
+        levels: int | None = None,
+    ) -> None:
+        """A step of so many rows and drafts gave so many tokens.
+
+        Args:
+            seconds: that it took.
+            asking: seconds that it took before to ask for drafts.
+            levels: how many tokens ahead a drafter on the device drafted in it; None: it had no part in it.
+        """
         shape = self._limits.shape(num_rows, num_drafts)
-        self.costs.add(shape, seconds)
-        if self.ahead is None and (num_asked := sum(self._asked.values())):
+        self.costs.add(shape, seconds, levels)
+        if self.costs.ahead is None and (num_asked := sum(self._asked.values())):
             each, known = asking / num_asked, self._asking.get(shape[0])
             self._asking[shape[0]] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
         if self._look is not None:
-            lost = min(seconds, MOST_SURPRISING * self.costs.of(shape)) + asking - num_tokens / self._best
+            lost = min(seconds, MOST_SURPRISING * self.costs.of(shape, levels)) + asking - num_tokens / self._best
             self._paid = lost < 0.0 and num_tokens > num_rows and not self._drafts
             self._credit -= lost
         elif self._planned is not None:
-            self._credit -= asking
+            self._credit -= self.costs.of(shape, levels) - self.costs.of(shape)
         self._credit = min(self._credit + SHARE * seconds, CREDIT_STEPS * seconds)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
@@ -243,8 +251,8 @@ class Controller:
 
     def _to_ask(self, shape: Shape, num_nodes: int, depth: int) -> float:
         """Seconds that asking for so many drafts takes, of which the last is so many tokens ahead."""
-        if self.ahead is not None:
-            return self.costs.pace * self.ahead.of(shape, depth)
+        if self.costs.ahead is not None:
+            return self.costs.of(shape, depth) - self.costs.of(shape)
         return self._asking.get(shape[0], 0.0) * num_nodes * self._together
 
     def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
@@ -260,7 +268,7 @@ class Controller:
 
     def _reached(self, nodes: list[_Node], num_rows: int, shape: Shape) -> list[_Node]:
         """All of them; but to a drafter on the device it is the farthest that costs, so that no sequence gets more than its share."""
-        if self.ahead is None:
+        if self.costs.ahead is None:
             return nodes
         levels = -(-self._room(shape, num_rows) // num_rows)
         return [node for node in nodes if node.depth <= levels]

@@ -1,17 +1,9 @@
-"""What a controller knows: how long steps of each shape take, and how often drafts are right. It has no clock; it counts steps."""
+"""How often drafts are right, as far as was seen. It counts steps."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-
-Shape = tuple[int, int]  # rows, query tokens in all; of a step without drafts they are as many
-
-PACE_WEIGHT = 0.1  # of a new measurement in how fast the machine is just now
-SHAPE_WEIGHT = 0.05  # and in what its shape takes
-MOST_SURPRISING = (
-    1.25  # factor by which a measurement may differ from what was expected: what differs more, counts as this
-)
 
 PRIOR_DRAFTS = 20  # a sequence is taken for the average until it has had so many drafts
 FIRST_GUESS = 0.5  # of the average: that a draft is right
@@ -19,76 +11,6 @@ FIRST_GUESS_TOGETHER = 1.0  # how many of several are: as of a chain of such dra
 GUESS_DRAFTS = 4.0  # what a guess weighs
 MEMORY = 64  # steps after which what was seen has lost two thirds of its weight
 LEAST_WEIGHT = 32.0  # that the average keeps however long ago it was
-
-
-@dataclass
-class Costs:
-    """Seconds by shape, as a product: how fast the machine is just now, times what the shape took at the pace of the first measurements.
-
-    So whatever slows every step (longer contexts, other programs, the host's part) is known of shapes too that no step had meanwhile.
-    Means are of logarithms, and no measurement moves them far: a pause of the host is forgotten in a few steps.
-    """
-
-    pace: float = 1.0
-    _num_paced: int = 0  # measurements
-    _seconds: dict[Shape, float] = field(default_factory=dict)
-    _counts: dict[Shape, int] = field(default_factory=dict)
-    _last: dict[Shape, int] = field(default_factory=dict)  # when it was measured, in measurements of any
-
-    def of(self, shape: Shape) -> float:
-        """What nobody has measured yet costs in proportion to its tokens, but not less than the nearest that somebody has."""
-        known = self._seconds.get(shape)
-        if known is None:
-            if not self._seconds:
-                return float(shape[1])
-            nearest = min(self._seconds, key=lambda other: abs(other[1] - shape[1]))
-            known = self._seconds[nearest] * max(1.0, shape[1] / nearest[1])
-        return self.pace * known
-
-    def at_start(self, shape: Shape, seconds: Iterable[float]) -> None:
-        """Measured before the first request: the device alone, the host's part is still to come."""
-        self._seconds[shape] = min(seconds)
-        self._counts[shape] = round(1 / SHAPE_WEIGHT)
-
-    def add(self, shape: Shape, seconds: float) -> None:
-        """A step of this shape took so long."""
-        known = self._seconds.get(shape)
-        self._num_paced += 1
-        self._last[shape] = self._num_paced
-        if known is None:
-            self._seconds[shape] = seconds / self.pace
-            self._counts[shape] = 0  # the first run may pay for what later ones find ready: the second counts as much
-            return
-        self._counts[shape] += 1
-        surprise = min(max(seconds / self.of(shape), 1 / MOST_SURPRISING), MOST_SURPRISING)
-        self.pace *= surprise ** max(PACE_WEIGHT, 1 / (1 + self._num_paced))
-        self._seconds[shape] = known * surprise ** max(SHAPE_WEIGHT, 1 / (1 + self._counts[shape]))
-
-    def last(self, shape: Shape) -> int:
-        """When it was measured; 0: never, or at the start."""
-        return self._last.get(shape, 0)
-
-
-@dataclass
-class AheadCosts:
-    """Seconds that a drafter on the device takes in steps of each shape, measured at the start."""
-
-    most_levels: int  # tokens ahead that it drafts, however many drafts it makes
-    each_level: bool  # takes as long as any other; else it drafts all of them at once or none
-    _following: dict[Shape, float] = field(default_factory=dict)
-    _ahead: dict[Shape, float] = field(default_factory=dict)  # all levels, or each
-
-    def at_start(self, shape: Shape, following: float, ahead: float, levels: int) -> None:
-        """A step of this shape took so much longer with a drafter that follows, and with one that drafts so many tokens ahead as well."""
-        self._following[shape] = max(0.0, following)
-        self._ahead[shape] = max(0.0, ahead - following) / (levels if self.each_level else 1)
-
-    def of(self, shape: Shape, levels: int | None) -> float:
-        """None: it does not follow."""
-        if levels is None:
-            return 0.0
-        count = min(levels, self.most_levels if self.each_level else 1)
-        return self._following.get(shape, 0.0) + count * self._ahead.get(shape, 0.0)
 
 
 @dataclass

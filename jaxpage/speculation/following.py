@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.estimates import AheadCosts, Shape
+from jaxpage.speculation.costs import AheadCosts
 from jaxpage.speculative_config import MOST_DRAFTS
 
 KEEPS = 24  # steps for which it goes on following after drafts were last wanted or looked at: they may be wanted again
@@ -36,9 +36,8 @@ class Following:
             most_levels: tokens ahead that it can draft.
             remembers: it has keys and values of its own, and must follow; else it is heads of the model, which guess when they are asked.
         """
-        self.costs = AheadCosts(most_levels, each_level=remembers)
         if controller is not None:
-            controller.ahead = self.costs
+            controller.costs.ahead = AheadCosts(most_levels, each_level=remembers)
         self._limits = limits
         self._controller = controller
         self._remembers = remembers
@@ -57,6 +56,11 @@ class Following:
     def levels(self, plan: StepPlan) -> int | None:
         """How many tokens ahead of the step's draws it drafts; None: it has no part in the step."""
         self._levels = self._choose(plan)
+        return self.last_levels
+
+    @property
+    def last_levels(self) -> int | None:
+        """The same of the last step."""
         return self._levels if self._remembers or self._levels else None
 
     def _choose(self, plan: StepPlan) -> int | None:
@@ -89,7 +93,7 @@ class Following:
         """Steps, if it has followed for nothing. It rests for one at least: it ends a rest only where a new request comes."""
         assert self._controller is not None
         shape, costs = self._limits.shape(num_rows, 0), self._controller.costs
-        share = costs.pace * self.costs.of(shape, 0) / costs.of(shape)
+        share = costs.of(shape, 0) / costs.of(shape) - 1.0
         return max(1, round(self._idle * share / SHARE))
 
     def ran(self, plan: StepPlan, drafted: bool = True) -> None:
@@ -132,10 +136,6 @@ class Following:
 
     def has_lost(self, sequence_id: int) -> bool:
         return sequence_id in self._blind
-
-    def seconds(self, shape: Shape) -> float:
-        """That it took of the last step, which had this shape, by what was measured at the start."""
-        return self.costs.of(shape, self._levels)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         gone = set(sequence_ids)

@@ -146,10 +146,8 @@ class Speculation:
                     path = _right(row, appended.get(row.sequence_id, []))
                     self.controller.verified(row.sequence_id, [parent - 1 for parent in row.parents], path)
         num_rows = len(plan.rows)
-        if self._following is not None:  # what it takes goes by what was wanted of it, and not by the shape
-            ahead = self._following.seconds(self._limits.shape(num_rows, num_drafts)) * self.controller.costs.pace
-            seconds, proposing = max(seconds - ahead, 0.1 * seconds), proposing + ahead
-        self.controller.measured(num_rows, num_drafts, num_appended or num_rows, seconds, proposing)
+        levels = None if self._following is None else self._following.last_levels
+        self.controller.measured(num_rows, num_drafts, num_appended or num_rows, seconds, proposing, levels)
 
     def forget(self, group: SequenceGroup) -> None:
         """The request has ended."""
