@@ -124,8 +124,8 @@ def build_engine(config: EngineConfig, *, progress: bool, phase: Callable[[str],
         seed=config.seed,
         speculation=speculation,
     )
-    if speculation is not None:
-        measure_shapes(engine.builder, engine.runner, speculation)
+    if speculation is not None and speculation.controller is not None:
+        measure_shapes(engine.builder, engine.runner, speculation.controller, memory.num_blocks)
     scratch_bytes = kv_pages.num_bytes(pages) - memory.pool_bytes
     memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if config.event_log is not None:

@@ -63,6 +63,7 @@ class Controller:
             None  # rows of the shape, and the step, of the last decision without drafts
         )
         self._credit = 0.0  # seconds
+        self._needed = 0.0  # seconds of credit: what the last look that was too dear would have cost
         self._look: Shape | None = None  # that this step takes, whatever is best
         self._planned: Shape | None = None  # that the next step takes likewise
         self._looked = 0  # the step of the last look
@@ -102,7 +103,7 @@ class Controller:
         if (
             not self._drafts
             and self._planned is None
-            and not (may_look and self._loss(shapes[1], num_rows, num_rows / plain) <= self._credit)
+            and not (may_look and max(self._needed, self._loss(shapes[1], num_rows, num_rows / plain)) <= self._credit)
         ):
             rows, step = self._reviewed or (0, 0)
             if rows == shapes[0][0] and self._step - step < DWELL:
@@ -239,9 +240,11 @@ class Controller:
             other = max(others, key=goodput.__getitem__)
         to_come = 1 if self._drafts else self._steps_to_show - self.num_looks % self._steps_to_show
         loss, most = self._loss(other, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
-        if max(loss, min(to_come * loss, most)) > self._credit:
-            return None  # also if the looks that belong together would cost more, as far as that can be saved up for
-        self._looked = self._step
+        needed = max(loss, min(to_come * loss, most))  # for the looks that belong together, as far as that can be saved up
+        if needed > self._credit:
+            self._needed = needed
+            return None
+        self._looked, self._needed = self._step, 0.0
         return other
 
     def _loss(self, shape: Shape, num_rows: int, best: float) -> float:
