@@ -240,7 +240,9 @@ class Controller:
             other = max(others, key=goodput.__getitem__)
         to_come = 1 if self._drafts else self._steps_to_show - self.num_looks % self._steps_to_show
         loss, most = self._loss(other, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
-        needed = max(loss, min(to_come * loss, most))  # for the looks that belong together, as far as that can be saved up
+        needed = max(
+            loss, min(to_come * loss, most)
+        )  # for the looks that belong together, as far as that can be saved up
         if needed > self._credit:
             self._needed = needed
             return None
