@@ -29,13 +29,15 @@ def plan_of(*rows: tuple[int, int], forks: dict[int, int] | None = None) -> Step
 
 def wishes(*, drafts: bool = False, levels: int = 3) -> Any:
     costs = Costs()
-    costs.at_start(LIMITS.shape(1, 0), [1.0])
+    costs.at_start(LIMITS.shape(1, 0), 1.0)
     return SimpleNamespace(drafts=drafts, levels_ahead=levels, num_looks=0, costs=costs)
 
 
-def run(following: Following, plan: StepPlan) -> int | None:
+def run(following: Following, plan: StepPlan, num_tokens: int | None = None) -> int | None:
+    """A step that gave so many tokens; None: one to each row."""
     levels = following.levels(plan)
     following.ran(plan)
+    following.paid(plan, len(plan.rows) if num_tokens is None else num_tokens)
     return levels
 
 
@@ -49,10 +51,10 @@ def test_without_a_controller_it_always_drafts_as_far_as_there_is_room() -> None
 def test_it_rests_when_nobody_wants_drafts_and_begins_again_with_a_new_request() -> None:
     controller = wishes(levels=0)
     following = Following(LIMITS, controller, block_size=4)
-    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.3, ahead=0.3, levels=1)
+    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.1, ahead=0.1, levels=1)
     steps = [run(following, plan_of((1, 5))) for _ in range(PATIENCE + 1)]
     assert steps == [0] * PATIENCE + [None] and following.has_lost(1)
-    rest = round(0.3 / SHARE) * (PATIENCE + 1)
+    rest = round(0.1 / SHARE * PATIENCE)
     assert [run(following, plan_of((1, 5))) for _ in range(rest + 50)] == [None] * (rest + 50)
     assert run(following, plan_of((1, 5), (2, 0))) == 0
     assert following.has_lost(1) and not following.has_lost(2)
@@ -73,6 +75,32 @@ def test_while_drafts_are_wanted_it_never_rests() -> None:
     assert {run(following, plan_of((1, 5))) for _ in range(3 * PATIENCE)} == {3}
     controller.drafts = False
     assert [run(following, plan_of((1, 5))) for _ in range(KEEPS)] == [3] * (KEEPS - 1) + [None]
+
+
+def test_it_rests_when_drafts_gain_less_than_it_takes() -> None:
+    """Though they are wanted: what its following of prompts takes is more than they gain with the few tokens behind them."""
+    for num_tokens, prompt_token, rests in ((4, 0.1, False), (4, 0.5, True), (1, 0.0, True)):
+        controller = wishes(drafts=True)
+        following = Following(LIMITS, controller, block_size=4)
+        for shape in ((1, 1), (1, 4), LIMITS.shape(1, 3)):
+            controller.costs.at_start(shape, 1.0)
+            controller.costs.ahead.at_start(shape, following=0.1, ahead=1.0, levels=3)
+        controller.costs.ahead.prompt_token = prompt_token
+        prompt = dataclasses.replace(plan_of((1, 0)), rows=(Row(1, 0, (1,) * 16, (1,)),))
+        drafted = dataclasses.replace(plan_of((1, 16)), rows=(Row(1, 16, (1,) * 4, (1,), (0, 1, 2)),))
+        drafted = dataclasses.replace(drafted, samples=drafted.samples * 4)
+        for _ in range(30):
+            run(following, prompt)
+            followed = [run(following, drafted, num_tokens) for _ in range(2)]
+        assert (followed[-1] is None) == rests
+
+
+def test_behind_prompts_nothing_is_drafted_while_others_wait() -> None:
+    """The next step computes their prompts, and verifies nothing."""
+    following = Following(LIMITS, None, block_size=4)
+    prompt = dataclasses.replace(plan_of((1, 0)), rows=(Row(1, 0, (1,) * 5, (1,)),))
+    assert following.levels(prompt, others_wait=True) == 0
+    assert following.levels(prompt) == following.levels(plan_of((1, 5)), others_wait=True) == 7
 
 
 def test_it_begins_again_with_a_request_that_finds_its_beginning_computed() -> None:

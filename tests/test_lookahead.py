@@ -553,7 +553,7 @@ def told(right: int, dear: float = 1.0, **settings: int) -> Controller:
     """A controller of drafts that come in fifteens, of which so many were right."""
     controller = Controller(LIMITS, together=15, **settings)
     for shape in ((2, 2), (4, 4), (2, 32), (4, 64)):
-        controller.costs.at_start(shape, [1.0 + dear * (shape[1] > shape[0])])
+        controller.costs.at_start(shape, 1.0 + dear * (shape[1] > shape[0]))
     for sequence_id in (1, 2, 3):
         for _ in range(100):
             controller.acceptance.came(sequence_id, True, 0)
@@ -599,7 +599,7 @@ def test_it_does_not_lose(rate: float) -> None:
     always, auto = loop(15), loop(15)
     controller = Controller(auto.limits, together=15, steps_to_show=5)
     for shape in ((2, 2), (2, 32)):
-        controller.costs.at_start(shape, [device.seconds(shape)])
+        controller.costs.at_start(shape, device.seconds(shape))
     auto.controller = controller
     auto.speculation = Speculation(auto.speculation._proposer, auto.limits, controller, vocab_size=1 << 21)
     auto.run(900)

@@ -78,7 +78,7 @@ def test_no_batch_loses(device: str, profile: str) -> None:
         assert of_best >= (0.9 if DEVICES[device].follow else 0.95), f"batch {num_rows}: {progress.num_by_shape}"
         assert of_none >= 0.97, f"batch {num_rows}: {progress.num_by_shape}"
         # A look is two switches; the credit that there is at the start may pay for one more.
-        assert progress.num_switches <= steps / 50 + 2, f"batch {num_rows} goes to and fro"
+        assert progress.num_switches <= steps / 40 + 2, f"batch {num_rows} goes to and fro"
 
 
 def of_none(device: ShapedDevice, rates: tuple[float, ...], num_rows: int, seed: int) -> float:
@@ -194,7 +194,7 @@ def no_hysteresis(patch: pytest.MonkeyPatch) -> None:
         (acceptance_alone, lambda: measure(A100, PROFILES["mostly"], 128)[1] < 0.9),
         (acceptance_alone, lambda: measure(CPU, PROFILES["often"], 16)[2] < 0.6),
         (trusts_the_start, lambda: min(of_none(CPU, PROFILES["seldom"], 16, seed) for seed in range(4)) < 0.9),
-        (no_hysteresis, lambda: measure(CPU, (0.35,) * 7, 2)[0].num_switches > 30),
+        (no_hysteresis, lambda: measure(CPU, (0.33,) * 7, 2)[0].num_switches > 30),
     ],
 )
 def test_a_mistake_is_seen(
@@ -212,7 +212,7 @@ def told(costs: dict[tuple[int, int], float], right: dict[int, float]) -> Contro
     """A controller that knows what shapes cost, and how often each of the sequences' drafts are right."""
     controller = Controller(LIMITS)
     for shape, seconds in costs.items():
-        controller.costs.at_start(shape, [seconds])
+        controller.costs.at_start(shape, seconds)
     for sequence_id, rate in right.items():
         for number in range(400):
             path = range(7) if number % 100 < 100 * rate else ()

@@ -22,7 +22,7 @@ def known(first: dict[Shape, float] = FIRST, following: float = 0.0, ahead: floa
     if following or ahead:
         costs.ahead = AheadCosts(7, each_level=True)
     for shape, seconds in first.items():
-        costs.at_start(shape, [9 * seconds, seconds, 5 * seconds])
+        costs.at_start(shape, seconds)
         if costs.ahead is not None:
             costs.ahead.at_start(shape, following, following + ahead, 1)
     return costs

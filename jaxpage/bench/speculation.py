@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -28,6 +28,14 @@ NUM_INPUT_TOKENS = 64  # of a prompt
 Prompts = list[list[int]]
 
 
+class Run(NamedTuple):
+    """All prompts once."""
+
+    seconds: float
+    tokens_per_step: float  # of a sequence, behind its first token
+    outputs: list[list[int]]
+
+
 @dataclass(frozen=True)
 class Cell:
     """One way to draft at one batch: medians over the repeats."""
@@ -37,7 +45,7 @@ class Cell:
     num_speculative_tokens: str  # a number, "auto", or nothing without drafts
     tokens_per_step: float  # of a sequence, behind its first token
     tokens_per_second: float
-    ratio: float  # tokens per second to those without drafts in the same repeat
+    ratio: float  # tokens per second to those without drafts in the run beside
     identical: bool  # whether the tokens are those without drafts, in every repeat
 
 
@@ -72,38 +80,44 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
 def measure(
     engines: dict[tuple[str, str], LLM], prompts: Prompts, params: Sequence[SamplingParams], repeats: int
 ) -> list[Cell]:
-    """One batch with every engine in turn, and every other time the other way round, so that what drifts is in none's favour and against
-    it. The first turn is not counted."""
-    seconds: dict[tuple[str, str], list[float]] = {way: [] for way in engines}
-    steps: dict[tuple[str, str], list[float]] = {way: [] for way in engines}
-    outputs: dict[tuple[str, str], list[list[int]]] = {}
-    identical = dict.fromkeys(engines, True)
-    for repeat in range(1 + repeats):
-        for way in list(engines) if repeat % 2 else reversed(list(engines)):
-            llm = engines[way]
-            before, start = llm.stats(), time.perf_counter()
-            results = llm.generate([*prompts], [*params], use_tqdm=False)
-            seconds[way].append(time.perf_counter() - start)
-            num_tokens, num_rows = (
-                llm.stats()[name] - before[name] for name in ("decode_tokens_total", "decode_rows_total")
-            )
-            steps[way].append(num_tokens / num_rows if num_rows else 1.0)
-            outputs[way] = [list(result.outputs[0].token_ids) for result in results]
-        for way in engines:
-            identical[way] &= outputs[way] == outputs[NONE, ""]
+    """One batch with every engine in turn. Each runs right before or right behind the one without drafts, by turns: so what drifts is in
+    its favour as often as against it. The first turn is not counted."""
+    none = engines[NONE, ""]
     wanted = sum(param.max_tokens or 0 for param in params)
-    return [
-        Cell(
-            len(prompts),
-            way[0].partition("=")[0] + ("+tree" if way[0].endswith("+tree") else ""),
-            way[1],
-            tokens_per_step=median(steps[way][1:]),
-            tokens_per_second=median(wanted / one for one in seconds[way][1:]),
-            ratio=median(none / one for none, one in zip(seconds[NONE, ""][1:], seconds[way][1:], strict=True)),
-            identical=identical[way],
-        )
-        for way in engines
-    ]
+    cells, alone = [], []
+    for way, llm in engines.items():
+        if llm is none:
+            continue
+        pairs = []
+        for repeat in range(1 + repeats):
+            runs = [_run(one, prompts, params) for one in ((none, llm) if repeat % 2 else (llm, none))]
+            pairs.append(runs if repeat % 2 else runs[::-1])
+        alone += [run for run, _ in pairs[1:]]
+        name = way[0].partition("=")[0] + ("+tree" if way[0].endswith("+tree") else "")
+        cells.append(_cell(len(prompts), (name, way[1]), wanted, pairs[1:]))
+    return [_cell(len(prompts), (NONE, ""), wanted, [(run, run) for run in alone]), *cells]
+
+
+def _run(llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> Run:
+    before, start = llm.stats(), time.perf_counter()
+    results = llm.generate([*prompts], [*params], use_tqdm=False)
+    seconds = time.perf_counter() - start
+    num_tokens, num_rows = (llm.stats()[name] - before[name] for name in ("decode_tokens_total", "decode_rows_total"))
+    return Run(
+        seconds, num_tokens / num_rows if num_rows else 1.0, [list(result.outputs[0].token_ids) for result in results]
+    )
+
+
+def _cell(batch: int, way: tuple[str, str], wanted: int, pairs: Sequence[Sequence[Run]]) -> Cell:
+    """pairs: a run without drafts, and one beside it."""
+    return Cell(
+        batch,
+        *way,
+        tokens_per_step=median(run.tokens_per_step for _, run in pairs),
+        tokens_per_second=median(wanted / run.seconds for _, run in pairs),
+        ratio=median(none.seconds / run.seconds for none, run in pairs),
+        identical=all(none.outputs == run.outputs for none, run in pairs),
+    )
 
 
 def table(cells: Sequence[Cell]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 from jaxpage.device.buckets import Bucket
 from jaxpage.engine.batch_builder import BatchBuilder
@@ -11,6 +11,7 @@ from jaxpage.engine.runner import Runner
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
 from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.costs import Shape
 
 CONTEXT = 128  # tokens before those that are computed, whatever stands in their blocks
 TURNS = 5  # after a first one, of which nobody knows what it pays for
@@ -28,31 +29,37 @@ def measure_shapes(builder: BatchBuilder, runner: Runner, controller: Controller
         (bucket.num_rows, bucket.num_tokens): full_step(bucket, builder.table_width, builder.block_size, num_blocks)
         for bucket in builder.menu.decode + builder.menu.verify
     }
-    parts = (None,) if costs.ahead is None else (None, 0, LEVELS)
-    seconds: dict[tuple[tuple[int, int], int | None], list[float]] = {}
+    if costs.ahead is None:
+        for shape, (alone,) in _seconds(builder, runner, plans, (None,)).items():
+            costs.at_start(shape, alone)
+        return
+    for shape, (alone, follows, drafts) in _seconds(builder, runner, plans, (None, 0, LEVELS)).items():
+        costs.at_start(shape, alone)
+        costs.ahead.at_start(shape, follows - alone, drafts - alone, LEVELS)
+    prompts = full_step(builder.menu.chunk[-1], builder.table_width, builder.block_size, num_blocks)
+    ((alone, follows),) = _seconds(builder, runner, {(0, 0): prompts}, (None, 0)).values()
+    costs.ahead.prompt_token = max(0.0, follows - alone) / prompts.num_tokens
+
+
+def _seconds(
+    builder: BatchBuilder, runner: Runner, plans: Mapping[Shape, StepPlan], parts: Sequence[int | None]
+) -> dict[Shape, list[float]]:
+    """The fastest run of each, by the drafter's part in it."""
+    found: dict[Shape, list[list[float]]] = {shape: [[] for _ in parts] for shape in plans}
     for _ in range(1 + TURNS):
         for shape, plan in plans.items():
-            for levels in parts:
+            for levels, seconds in zip(parts, found[shape], strict=True):
                 started = time.monotonic()
                 runner.run(builder.build(plan, levels=levels))
-                seconds.setdefault((shape, levels), []).append(time.monotonic() - started)
-    for shape in plans:
-        alone, *others = (seconds[shape, levels][1:] for levels in parts)
-        costs.at_start(shape, alone)
-        if costs.ahead is not None:
-            following, ahead = (_longer(one, alone) for one in others)
-            costs.ahead.at_start(shape, following, ahead, LEVELS)
-
-
-def _longer(ones: Iterable[float], others: Iterable[float]) -> float:
-    """Seconds, by the fastest of each."""
-    return min(ones) - min(others)
+                seconds.append(time.monotonic() - started)
+    return {shape: [min(seconds[1:]) for seconds in runs] for shape, runs in found.items()}
 
 
 def full_step(bucket: Bucket, table_width: int, block_size: int, num_blocks: int) -> StepPlan:
     """Rows that fill the bucket evenly, in blocks of their own as far as the pool has so many; the first of it is nobody's."""
     per_row = bucket.num_tokens // bucket.num_rows
-    parents, token_ids = tuple(range(per_row - 1)), (0,) * per_row
+    drawn = range(per_row) if bucket.verifies else range(per_row - 1, per_row)
+    parents, token_ids = tuple(range(per_row - 1)) if bucket.verifies else (), (0,) * per_row
     context = max(0, min(CONTEXT, table_width * block_size - per_row))
     length = -(-(context + per_row) // block_size)  # of a block table
 
@@ -63,6 +70,6 @@ def full_step(bucket: Bucket, table_width: int, block_size: int, num_blocks: int
     samples = tuple(
         Sample(number, offset, number, _PARAMS, 0, 0, context + offset + 1)
         for number in range(bucket.num_rows)
-        for offset in range(per_row)
+        for offset in drawn
     )
     return StepPlan(0, tuple(map(row, range(bucket.num_rows))), samples)

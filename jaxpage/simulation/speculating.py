@@ -146,7 +146,7 @@ class SpeculativeLoop:
             mistakes = np.random.default_rng(seed)
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
-                self.controller.costs.at_start(shape, [device.seconds(shape) * mistakes.lognormal(0.0, mistaken)])
+                self.controller.costs.at_start(shape, device.seconds(shape) * mistakes.lognormal(0.0, mistaken))
         self._following = Following(self.limits, self.controller, block_size=16) if device.follow else None
         if self.controller is not None and (ahead := self.controller.costs.ahead) is not None:
             for bucket in menu.decode + menu.verify:
@@ -174,7 +174,7 @@ class SpeculativeLoop:
         asked = self._guesses.num_asked
         plan = self.scheduler.plan(self.speculation.propose(self.scheduler.running))
         assert plan is not None
-        levels = self.speculation.levels(plan)
+        levels = self.speculation.levels(plan, self.scheduler.num_waiting > 0)
         edits = self._requests.edits(plan)
         if self._following is not None:
             self._following.ran(plan)

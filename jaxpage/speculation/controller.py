@@ -21,8 +21,10 @@ CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
 FIRST_CREDIT_STEPS = 1.0  # that there is at the start: without a look at it, a drafter on the device soon rests
 LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
-BEGINS, ENDS = 1.02, 0.97  # how much better drafting promises to be than not to draft, when it begins and when it ends
+BEGINS, ENDS = 1.015, 0.985  # how much better drafting promises to be than not to draft, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
+AWAKE = 64  # steps from the end of drafting to the first nap
+NAP = 3  # steps in which nothing is asked nor measured, behind one of which nothing came: so that it costs the host next to nothing
 LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
 
@@ -130,6 +132,18 @@ class Controller:
         self._asked = asked if ready is None else {key: count for key, count in asked.items() if key in ready}
         return self._asked
 
+    @property
+    def nap(self) -> int:
+        """For how many steps it need not be asked."""
+        is_awake = self._drafts or self._look or self._planned or self._asked or self.num_looks % self._steps_to_show
+        return 0 if is_awake or self._since < AWAKE else NAP
+
+    def slept(self, seconds: float) -> None:
+        """Through a step that took so long."""
+        self._step += 1
+        self._since += 1
+        self._earn(seconds)
+
     def pass_over(self) -> None:
         """A step for which nobody can ask."""
         self._look, self._asked = None, {}
@@ -207,6 +221,9 @@ class Controller:
             self._credit -= lost
         elif self._planned is not None:
             self._credit -= self.costs.of(shape, levels) - self.costs.of(shape)
+        self._earn(seconds)
+
+    def _earn(self, seconds: float) -> None:
         self._credit = min(self._credit + SHARE * seconds, CREDIT_STEPS * seconds)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:

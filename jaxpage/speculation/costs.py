@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 Shape = tuple[int, int]  # rows, query tokens in all; of a step without drafts they are as many
@@ -51,6 +50,7 @@ class AheadCosts:
         self._each_level = each_level
         self._following: dict[Shape, float] = {}
         self._ahead: dict[Shape, float] = {}  # all levels, or each
+        self.prompt_token = 0.0  # following a token of a prompt
 
     def at_start(self, shape: Shape, following: float, ahead: float, levels: int) -> None:
         """A step of this shape took so much longer with a drafter that follows, and with one that drafts so many tokens ahead as well."""
@@ -102,9 +102,17 @@ class Costs:
     def _drafting(self, shape: Shape, levels: int | None) -> float:
         return 0.0 if self.ahead is None else self._of_ahead.value * self.ahead.of(shape, levels)
 
-    def at_start(self, shape: Shape, seconds: Iterable[float]) -> None:
+    def of_following(self, num_tokens: int) -> float:
+        """That a drafter takes to follow so many tokens of prompts."""
+        return (
+            0.0
+            if self.ahead is None
+            else self._pace.value * self._of_ahead.value * num_tokens * self.ahead.prompt_token
+        )
+
+    def at_start(self, shape: Shape, seconds: float) -> None:
         """Measured before the first request, without a drafter."""
-        self._first[shape] = min(seconds)
+        self._first[shape] = seconds
         self._of_shape[shape] = _factor(SHAPE)
 
     def add(self, shape: Shape, seconds: float, levels: int | None = None) -> None:

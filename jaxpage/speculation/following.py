@@ -12,7 +12,10 @@ from jaxpage.speculative_config import MOST_DRAFTS
 
 KEEPS = 24  # steps for which it goes on following after drafts were last wanted or looked at: they may be wanted again
 PATIENCE = 80  # steps for which it follows at most until they are looked at
-SHARE = 0.01  # of the time that may go into following for nothing: after it, it rests for as long as that takes
+MOST_LOST = (
+    16.0  # steps' worth of time that may go into following for nothing, or for less than it takes, before it rests
+)
+SHARE = 0.01  # of the time that may go there: it rests for as long as that takes
 
 
 class Following:
@@ -51,11 +54,16 @@ class Following:
         self._idle = 0  # steps since drafts were wanted, or since it began to follow
         self._patience = PATIENCE  # as many as that may be
         self._num_looks = 0  # of the controller, when it began
+        self._lost = 0.0  # seconds, since it began
         self._rest = 0  # steps for which it is yet to rest
 
-    def levels(self, plan: StepPlan) -> int | None:
-        """How many tokens ahead of the step's draws it drafts; None: it has no part in the step."""
-        self._levels = self._choose(plan)
+    def levels(self, plan: StepPlan, others_wait: bool = False) -> int | None:
+        """How many tokens ahead of the step's draws it drafts; None: it has no part in the step.
+
+        Args:
+            others_wait: there are requests that do not run yet: behind prompts the next step computes theirs, and verifies nothing.
+        """
+        self._levels = self._choose(plan, others_wait and not _decodes(plan))
         return self.last_levels
 
     @property
@@ -63,10 +71,10 @@ class Following:
         """The same of the last step."""
         return self._levels if self._remembers or self._levels else None
 
-    def _choose(self, plan: StepPlan) -> int | None:
+    def _choose(self, plan: StepPlan, for_nothing: bool) -> int | None:
         most = self._limits.most_drafts(len(plan.rows))
         controller = self._controller
-        if not plan.samples:
+        if for_nothing or not plan.samples:
             most = 0
         if controller is None:
             return most
@@ -78,23 +86,32 @@ class Following:
             self._rest -= self._rest > 1 or any(row.sequence_id not in self._seen for row in plan.rows)  # a new request
             if self._rest:
                 return None
-            self._idle, self._patience, self._num_looks = 0, PATIENCE, controller.num_looks
+            self._idle, self._patience, self._num_looks, self._lost = 0, PATIENCE, controller.num_looks, 0.0
         if controller.drafts:
             self._idle, self._patience = 0, KEEPS
         elif controller.num_looks > self._num_looks:
             self._patience = min(self._patience, self._idle + KEEPS)
         self._idle += 1
-        if self._idle > self._patience:
-            self._rest = self._to_rest(len(plan.rows))
+        lost = self._lost / controller.costs.of(self._limits.shape(len(plan.rows), 0))
+        if self._idle > self._patience or lost > MOST_LOST:
+            self._rest = max(1, round(lost / SHARE))  # one step at least: a rest ends only where a new request comes
             return None
         return min(controller.levels_ahead, most)
 
-    def _to_rest(self, num_rows: int) -> int:
-        """Steps, if it has followed for nothing. It rests for one at least: it ends a rest only where a new request comes."""
-        assert self._controller is not None
-        shape, costs = self._limits.shape(num_rows, 0), self._controller.costs
-        share = costs.of(shape, 0) / costs.of(shape) - 1.0
-        return max(1, round(self._idle * share / SHARE))
+    def paid(self, plan: StepPlan, num_tokens: int) -> None:
+        """The last step gave so many tokens: what it cost is weighed against what they would have cost without a drafter.
+
+        The following of prompts is a part of it: it may be more than drafts gain with the few tokens behind them.
+        """
+        if self._controller is None or self._levels is None or not self._remembers:
+            return
+        costs, num_rows = self._controller.costs, len(plan.rows)
+        if _decodes(plan):
+            shape, plain = (self._limits.shape(num_rows, count) for count in (plan.num_tokens - num_rows, 0))
+            lost = costs.of(shape, self._levels) - costs.of(plain) * num_tokens / num_rows
+        else:
+            lost = costs.of_following(plan.num_tokens)
+        self._lost = max(0.0, self._lost + lost)
 
     def ran(self, plan: StepPlan, drafted: bool = True) -> None:
         """The step for which `levels` was asked has happened. drafted: its shape is one that drafts."""
@@ -141,3 +158,8 @@ class Following:
         gone = set(sequence_ids)
         self._blind -= gone
         self._seen -= gone
+
+
+def _decodes(plan: StepPlan) -> bool:
+    """No prompts: every token is drawn behind."""
+    return len(plan.samples) == plan.num_tokens

@@ -39,10 +39,17 @@ class Speculation:
         self._limits = limits
         self.controller = controller
         self._following = following
+        self._nap = 0  # steps for which the controller is yet not to be asked
+        self._sleeps = False  # in this step
+        self._hears_draws = isinstance(proposer, DrawObserver)
 
     def propose(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
         """Drafts for the running groups' sequences that have one token left to compute, by sequence id. Beams are not drafted for:
         which of them goes on behind a token is not known before it is drawn."""
+        self._sleeps = self._nap > 0
+        if self._sleeps:
+            self._nap -= 1
+            return {}
         num_rows = 0
         decoding: dict[int, tuple[Request, Sequence]] = {}  # by sequence id, of those that can be drafted for
         for group in groups:
@@ -56,6 +63,8 @@ class Speculation:
                     decoding[sequence.sequence_id] = group.request, sequence
         asked = self._ask(num_rows, decoding)
         if not asked:
+            if self.controller is not None and (self._following is None or self._following.last_levels is None):
+                self._nap = self.controller.nap
             return {}
         drafts: dict[int, Draft] = {}
         for sequence_id, num_drafts in asked.items():
@@ -103,9 +112,12 @@ class Speculation:
         logger.exception("the proposer failed: from now on nothing is drafted")
         self._failed = True
 
-    def levels(self, plan: StepPlan) -> int | None:
-        """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there."""
-        return self._following.levels(plan) if self._following is not None and not self._failed else None
+    def levels(self, plan: StepPlan, others_wait: bool = False) -> int | None:
+        """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there.
+        others_wait: there are requests that do not run yet."""
+        if self._following is None or self._failed:
+            return None
+        return self._following.levels(plan, others_wait)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """A step ran: the proposer hears what was drawn behind its drafts, and what heads of the model or a drafter guess behind that."""
@@ -120,7 +132,8 @@ class Speculation:
                 for index, guesses in zip(last, result.guesses, strict=True):
                     sample = plan.samples[index]
                     self._proposer.observe(sample.sequence_id, sample.position + 1, guesses)
-            if plan.verifies and isinstance(self._proposer, DrawObserver):
+            if self._hears_draws and plan.verifies:
+                assert isinstance(self._proposer, DrawObserver)
                 for row, draws in _drawn(plan, result):
                     draft = Draft(row.token_ids[1:], tuple(parent - 1 for parent in row.parents))
                     self._proposer.drawn(row.sequence_id, row.start + 1, draft, draws)
@@ -129,8 +142,15 @@ class Speculation:
 
     def verified(self, plan: StepPlan, edits: Iterable[Edit], seconds: float, proposing: float) -> None:
         """A step happened, with drafts or without. Seconds of `propose`, and of all else that the step took."""
-        if self.controller is None or len(plan.samples) != plan.num_tokens or plan.swap_in or plan.swap_out:
-            return  # nothing to learn, or a step that computed prompts or moved blocks: its seconds say nothing
+        if self.controller is None or plan.swap_in or plan.swap_out:
+            return  # nothing to learn, or a step that moved blocks: its seconds say nothing
+        if len(plan.samples) != plan.num_tokens:  # nor do those of one with prompts
+            if self._following is not None:
+                self._following.paid(plan, 0)
+            return
+        if self._sleeps:
+            self.controller.slept(seconds)
+            return
         num_drafts = num_appended = 0
         if plan.verifies:
             appended: dict[int, list[int]] = {}
@@ -146,8 +166,11 @@ class Speculation:
                     path = _right(row, appended.get(row.sequence_id, []))
                     self.controller.verified(row.sequence_id, [parent - 1 for parent in row.parents], path)
         num_rows = len(plan.rows)
-        levels = None if self._following is None else self._following.last_levels
-        self.controller.measured(num_rows, num_drafts, num_appended or num_rows, seconds, proposing, levels)
+        num_tokens, levels = num_appended or num_rows, None
+        if self._following is not None:
+            levels = self._following.last_levels
+            self._following.paid(plan, num_tokens)
+        self.controller.measured(num_rows, num_drafts, num_tokens, seconds, proposing, levels)
 
     def forget(self, group: SequenceGroup) -> None:
         """The request has ended."""
