@@ -47,6 +47,14 @@ def test_what_nobody_has_measured() -> None:
     assert costs.of(MORE) < 15.0 and costs.last(MORE) == 2 and costs.of(PLAIN) < 1.5
 
 
+def test_a_clock_that_stands_still() -> None:
+    costs = known({PLAIN: 0.0})
+    for seconds in (0.0, 1.0, 0.0):
+        costs.add(PLAIN, seconds)
+        costs.add(MORE, seconds)
+    assert costs.of(PLAIN) > 0 and costs.of(MORE) > 0
+
+
 def look(costs: Costs, wrong: float, num_looks: int, levels: int | None = None) -> None:
     """Steps without drafts as they were measured at the start, and now and then one of another kind that takes `wrong` times as long."""
     random, slow = np.random.default_rng(0), 1.3

@@ -21,7 +21,10 @@ CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
 FIRST_CREDIT_STEPS = 1.0  # that there is at the start: without a look at it, a drafter on the device soon rests
 LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
-BEGINS, ENDS = 1.015, 0.985  # how much better drafting promises to be than not to draft, when it begins and when it ends
+BEGINS, ENDS = (
+    1.015,
+    0.985,
+)  # how much better drafting promises to be than not to draft, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
 AWAKE = 64  # steps from the end of drafting to the first nap
 NAP = 3  # steps in which nothing is asked nor measured, behind one of which nothing came: so that it costs the host next to nothing
@@ -54,9 +57,7 @@ class Controller:
         self._together = together
         self._steps_to_show = steps_to_show
         self._shapes_by_rows: dict[int, list[Shape]] = {}
-        self._asking: dict[
-            int, float
-        ] = {}  # seconds per draft that a drafter on the host is asked for, by rows of the shape
+        self._asking: dict[int, float] = {}  # seconds per draft that the host is asked for, by rows of the shape
         self._step = 0
         self._drafts = False
         self._since = DWELL  # steps since that changed
@@ -257,9 +258,7 @@ class Controller:
             other = max(others, key=goodput.__getitem__)
         to_come = 1 if self._drafts else self._steps_to_show - self.num_looks % self._steps_to_show
         loss, most = self._loss(other, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
-        needed = max(
-            loss, min(to_come * loss, most)
-        )  # for the looks that belong together, as far as that can be saved up
+        needed = max(loss, min(to_come * loss, most))  # the looks that belong together, as far as one can save up
         if needed > self._credit:
             self._needed = needed
             return None

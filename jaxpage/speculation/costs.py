@@ -15,6 +15,7 @@ AHEAD = 0.5  # the same of drafting ahead, which is a difference of two such mea
 PACE_DRIFT, SHAPE_DRIFT, AHEAD_DRIFT = 0.01, 0.005, 0.01  # how far each may move from one measurement to the next
 # A measurement that differs by more than these counts as if it differed by so much: a factor, and standard deviations of what is expected.
 MOST_SURPRISING, MOST_DEVIATIONS = 1.25, 2.5
+LEAST = 1e-9  # seconds: what a clock may not see has a logarithm too
 
 
 @dataclass
@@ -104,19 +105,17 @@ class Costs:
 
     def of_following(self, num_tokens: int) -> float:
         """That a drafter takes to follow so many tokens of prompts."""
-        return (
-            0.0
-            if self.ahead is None
-            else self._pace.value * self._of_ahead.value * num_tokens * self.ahead.prompt_token
-        )
+        each = 0.0 if self.ahead is None else self.ahead.prompt_token
+        return self._pace.value * self._of_ahead.value * each * num_tokens
 
     def at_start(self, shape: Shape, seconds: float) -> None:
         """Measured before the first request, without a drafter."""
-        self._first[shape] = seconds
+        self._first[shape] = max(seconds, LEAST)
         self._of_shape[shape] = _factor(SHAPE)
 
     def add(self, shape: Shape, seconds: float, levels: int | None = None) -> None:
         """A step of this shape took so long, in which a drafter on the device drafted so many tokens ahead."""
+        seconds = max(seconds, LEAST)
         passed = self._num_measured - self._last.get(shape, self._num_measured)
         self._num_measured += 1
         self._last[shape] = self._num_measured
