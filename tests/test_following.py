@@ -96,11 +96,13 @@ def test_it_rests_when_drafts_gain_less_than_it_takes() -> None:
 
 
 def test_behind_prompts_nothing_is_drafted_while_others_wait() -> None:
-    """The next step computes their prompts, and verifies nothing."""
+    """The next step computes their prompts, and verifies nothing; but where prompts and decoding alternate, it decodes."""
     following = Following(LIMITS, None, block_size=4)
     prompt = dataclasses.replace(plan_of((1, 0)), rows=(Row(1, 0, (1,) * 5, (1,)),))
     assert following.levels(prompt, others_wait=True) == 0
     assert following.levels(prompt) == following.levels(plan_of((1, 5)), others_wait=True) == 7
+    alternating = Following(dataclasses.replace(LIMITS, mixed=False), None, block_size=4)
+    assert alternating.levels(prompt, others_wait=True) == 7
 
 
 def test_it_begins_again_with_a_request_that_finds_its_beginning_computed() -> None:

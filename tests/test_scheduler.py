@@ -599,6 +599,19 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
     assert (sample.row, sample.offset, sample.position) == (0, 7, 40)
 
 
+def test_seats_that_are_free_for_who_waits() -> None:
+    driver = make_driver(max_tokens=64)
+    scheduler = driver.scheduler
+    assert not scheduler.has_seats, "nobody waits"
+    for number in range(scheduler.max_num_seqs + 1):
+        scheduler.add(make_group(str(number), number, range(2), max_tokens=12, ignore_eos=True))
+    for _ in range(6):
+        assert scheduler.has_seats == (scheduler.num_running < scheduler.max_num_seqs)
+        driver.step()
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.has_seats) == (scheduler.max_num_seqs, 1, False)
+    driver.run()
+
+
 def test_chunks_and_decoding_alternate_where_they_do_not_mix() -> None:
     driver = make_driver(max_tokens=16, mixed=False)
     driver.scheduler.add(make_group("a", 0, range(4), max_tokens=8, ignore_eos=True))

@@ -148,7 +148,7 @@ class Engine:
         self.metrics.scheduled(plan, self._groups, self.scheduler)
         try:
             self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
-            levels = self.speculation.levels(plan, self.scheduler.num_waiting > 0) if self.speculation else None
+            levels = self.speculation.levels(plan, self.scheduler.has_seats) if self.speculation else None
             result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies), levels))
         except Exception as error:
             return self._fail(plan, error)

@@ -77,6 +77,12 @@ class Roster:
         return len(self._queue)
 
     @property
+    def has_seats(self) -> bool:
+        """Whether some group waits that could run, if there are blocks for it."""
+        group = self._queue.first()
+        return group is not None and self._num_seats + group.request.num_sequences <= self.max_num_seqs
+
+    @property
     def num_swapped(self) -> int:
         """How many of the waiting groups have blocks in host memory."""
         return sum(admitting.is_swapped(self._groups[request_id], self.block_manager) for request_id in self._gave_way)

@@ -174,7 +174,7 @@ class SpeculativeLoop:
         asked = self._guesses.num_asked
         plan = self.scheduler.plan(self.speculation.propose(self.scheduler.running))
         assert plan is not None
-        levels = self.speculation.levels(plan, self.scheduler.num_waiting > 0)
+        levels = self.speculation.levels(plan, self.scheduler.has_seats)
         edits = self._requests.edits(plan)
         if self._following is not None:
             self._following.ran(plan)

@@ -61,9 +61,10 @@ class Following:
         """How many tokens ahead of the step's draws it drafts; None: it has no part in the step.
 
         Args:
-            others_wait: there are requests that do not run yet: behind prompts the next step computes theirs, and verifies nothing.
+            others_wait: there are requests that could run and do not yet: where prompts and decoding mix, theirs come next behind prompts,
+                and nothing is verified.
         """
-        self._levels = self._choose(plan, others_wait and not _decodes(plan))
+        self._levels = self._choose(plan, others_wait and self._limits.mixed and not _decodes(plan))
         return self.last_levels
 
     @property

@@ -114,7 +114,7 @@ class Speculation:
 
     def levels(self, plan: StepPlan, others_wait: bool = False) -> int | None:
         """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there.
-        others_wait: there are requests that do not run yet."""
+        others_wait: there are requests that could run and do not yet."""
         if self._following is None or self._failed:
             return None
         return self._following.levels(plan, others_wait)
