@@ -142,16 +142,14 @@ class SpeculativeLoop:
         pool = BlockPool(1 + num_rows * (2 + (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS) // 16))
         self.scheduler = Scheduler(self.limits, BlockManager(pool, 16, None), max_num_seqs=num_rows)
         self.controller = Controller(self.limits) if num_drafts is None else None
-        if self.controller is not None:
-            mistakes = np.random.default_rng(seed)
-            for bucket in menu.decode + menu.verify:
-                shape = bucket.num_rows, bucket.num_tokens
-                self.controller.costs.at_start(shape, device.seconds(shape) * mistakes.lognormal(0.0, mistaken))
         self._following = Following(self.limits, self.controller, block_size=16) if device.follow else None
-        if self.controller is not None and (ahead := self.controller.costs.ahead) is not None:
+        if self.controller is not None:
+            costs, mistakes = self.controller.costs, np.random.default_rng(seed)
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
-                ahead.at_start(shape, device.ahead(shape, 0), device.ahead(shape, 1), 1)
+                costs.at_start(shape, device.seconds(shape) * mistakes.lognormal(0.0, mistaken))
+                if costs.ahead is not None:
+                    costs.ahead.at_start(shape, device.ahead(shape, 0), device.ahead(shape, 1), 1)
         self.speculation = Speculation(
             guesses, self.limits, self.controller, vocab_size=WRONG + 1, following=self._following
         )

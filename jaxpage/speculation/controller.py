@@ -21,10 +21,7 @@ CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
 FIRST_CREDIT_STEPS = 1.0  # that there is at the start: without a look at it, a drafter on the device soon rests
 LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
-BEGINS, ENDS = (
-    1.015,
-    0.985,
-)  # how much better drafting promises to be than not to draft, when it begins and when it ends
+BEGINS, ENDS = 1.015, 0.985  # how much better than none drafting promises to be, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
 AWAKE = 64  # steps from the end of drafting to the first nap
 NAP = 3  # steps in which nothing is asked nor measured, behind one of which nothing came: so that it costs the host next to nothing

@@ -41,7 +41,7 @@ class Speculation:
         self._following = following
         self._nap = 0  # steps for which the controller is yet not to be asked
         self._sleeps = False  # in this step
-        self._hears_draws = isinstance(proposer, DrawObserver)
+        self._draw_observer = proposer if isinstance(proposer, DrawObserver) else None
 
     def propose(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
         """Drafts for the running groups' sequences that have one token left to compute, by sequence id. Beams are not drafted for:
@@ -132,11 +132,10 @@ class Speculation:
                 for index, guesses in zip(last, result.guesses, strict=True):
                     sample = plan.samples[index]
                     self._proposer.observe(sample.sequence_id, sample.position + 1, guesses)
-            if self._hears_draws and plan.verifies:
-                assert isinstance(self._proposer, DrawObserver)
+            if self._draw_observer is not None and plan.verifies:
                 for row, draws in _drawn(plan, result):
                     draft = Draft(row.token_ids[1:], tuple(parent - 1 for parent in row.parents))
-                    self._proposer.drawn(row.sequence_id, row.start + 1, draft, draws)
+                    self._draw_observer.drawn(row.sequence_id, row.start + 1, draft, draws)
         except Exception:
             self._give_up()
 
