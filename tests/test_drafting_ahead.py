@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,3 +247,24 @@ def test_a_model_that_drafts_for_itself_is_right(
         assert right > 1.5 * stats["spec_decode_num_drafts_total"]
     else:
         assert right == stats["spec_decode_num_draft_tokens_total"]
+
+
+def test_a_step_in_which_the_drafter_rests_is_that_of_the_model_alone(root: Path) -> None:
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
+    config = {"method": "eagle3", "model": str(root / "eagle3"), "num_speculative_tokens": "auto"}
+    with (
+        make_llm(root / "target", speculative_config=config, **sizes) as llm,
+        make_llm(root / "target", **sizes) as alone,
+    ):
+        ours, others = (each._engine.runner.executables for each in (llm, alone))
+        menu = alone._engine.builder.menu
+        for bucket in menu.decode + menu.chunk:
+            expected = instructions(others.step(bucket))
+            assert instructions(ours.step(bucket, rests=True)) == expected
+            assert instructions(ours.step(bucket)) != expected
+
+
+def instructions(step: Any) -> list[str]:
+    """Of a compiled step, without the places in the source that they are of."""
+    lines = [line for line in step.executable.as_text().splitlines() if " = " in line]
+    return [re.sub(r", metadata=\{.*\}", "", line) for line in lines]

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling import StepLimits
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.speculation.controller import NAP
 from jaxpage.speculation.costs import Costs
 from jaxpage.speculation.following import KEEPS, PATIENCE, SHARE, Following
 
@@ -105,6 +107,48 @@ def test_behind_prompts_nothing_is_drafted_while_others_wait() -> None:
     assert alternating.levels(prompt, others_wait=True) == 7
 
 
+def test_where_prompts_and_decoding_alternate_nothing_is_drafted_between_two_prompts() -> None:
+    following = Following(dataclasses.replace(LIMITS, mixed=False), None, block_size=4)
+    prompt = dataclasses.replace(plan_of((2, 0)), rows=(Row(2, 0, (1,) * 5, (1,)),))
+    found = [following.levels(plan, others_wait=True) for plan in (prompt, plan_of((1, 5)), plan_of((1, 6)))]
+    assert found == [7, 0, 7], "behind two steps that decode nobody can be admitted"
+    assert [following.levels(plan) for plan in (prompt, plan_of((1, 7)))] == [7, 7], "nobody waits"
+
+
+def test_behind_a_prompt_nothing_is_drafted_while_most_of_those_that_decode_next_are_others() -> None:
+    following = Following(dataclasses.replace(LIMITS, mixed=False), wishes(), block_size=4)
+    prompts = [dataclasses.replace(plan_of((n, 0)), rows=(Row(n, 0, (1,) * 5, (n,)),)) for n in (3, 4)]
+    assert following.levels(prompts[0]) == 3, "nobody decodes yet"
+    assert [following.levels(plan) for plan in (plan_of((1, 5), (2, 5)), prompts[1])] == [3, 0]
+    following.forget([1, 2])
+    assert following.levels(prompts[1]) == 3
+
+
+def test_a_fork_of_as_many_draws_as_its_prompt_has_tokens_is_no_decoding() -> None:
+    """What the drafter has not computed of a prompt, it has not of its samples."""
+    following = Following(LIMITS, wishes(), block_size=4)
+    samples = tuple(Sample(0, 2, child, SamplingParams(), 0, 0, 3) for child in (5, 6, 4))
+    plan = StepPlan(0, (Row(4, 0, (1,) * 3, (1,)),), samples)
+    assert plan.num_tokens == len(plan.samples) and not plan.decodes
+    with mock.patch.object(following, "_choose", return_value=None):
+        following.levels(plan)
+    assert [following.has_lost(sequence_id) for sequence_id in (4, 5, 6)] == [True] * 3
+
+
+def test_in_a_rest_the_controller_is_seldom_asked() -> None:
+    controller = wishes(levels=0)
+    following = Following(LIMITS, controller, block_size=4)
+    for _ in range(PATIENCE):
+        run(following, plan_of((1, 5)))
+        assert following.nap == 0
+    run(following, plan_of((1, 5)))
+    assert following.nap == 1, "it takes nothing, so that it rests for one step only"
+    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.1, ahead=0.1, levels=1)
+    for _ in range(PATIENCE + 1):
+        run(following, plan_of((2, 0)))
+    assert following.nap == NAP
+
+
 def test_it_begins_again_with_a_request_that_finds_its_beginning_computed() -> None:
     following = Following(LIMITS, wishes(levels=0), block_size=4)
     for _ in range(PATIENCE + 1):
@@ -161,8 +205,10 @@ def test_it_drafts_for_those_alone_whose_every_token_it_has_computed(
         lengths[sequence_id] = start + num_tokens
         row = Row(sequence_id, start, (1,) * num_tokens, tuple(table))
         sample = Sample(0, num_tokens - 1, sequence_id, SamplingParams(), 0, 0, 1)
-        following._levels = 3 if follows else None
-        following.ran(StepPlan(0, (row,), (sample,)))
+        plan = StepPlan(0, (row,), (sample,))
+        with mock.patch.object(following, "_choose", return_value=3 if follows else None):
+            following.levels(plan)
+        following.ran(plan)
         whole = all(all(slots.values()) for slots in (computed[block] for block in table))
         assert following.has_lost(sequence_id) == (not whole)
         assert following.ready == ({sequence_id} if follows and whole else set())

@@ -45,7 +45,7 @@ class Cell:
     num_speculative_tokens: str  # a number, "auto", or nothing without drafts
     tokens_per_step: float  # of a sequence, behind its first token
     tokens_per_second: float
-    ratio: float  # tokens per second to those without drafts in the run beside
+    ratio: float  # tokens per second to those without drafts beside it
     identical: bool  # whether the tokens are those without drafts, in every repeat
 
 
@@ -80,36 +80,60 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
 def measure(
     engines: dict[tuple[str, str], LLM], prompts: Prompts, params: Sequence[SamplingParams], repeats: int
 ) -> list[Cell]:
-    """One batch with every engine in turn. Each runs right before or right behind the one without drafts, by turns: so what drifts is in
-    its favour as often as against it. The first turn is not counted."""
+    """One batch with every engine, beside the one without drafts. The first time is not counted."""
     none = engines[NONE, ""]
     wanted = sum(param.max_tokens or 0 for param in params)
     cells, alone = [], []
     for way, llm in engines.items():
         if llm is none:
             continue
-        pairs = []
-        for repeat in range(1 + repeats):
-            runs = [_run(one, prompts, params) for one in ((none, llm) if repeat % 2 else (llm, none))]
-            pairs.append(runs if repeat % 2 else runs[::-1])
-        alone += [run for run, _ in pairs[1:]]
+        pairs = [_run_both(none, llm, prompts, params) for _ in range(1 + repeats)][1:]
+        alone += [run for run, _ in pairs]
         name = way[0].partition("=")[0] + ("+tree" if way[0].endswith("+tree") else "")
-        cells.append(_cell(len(prompts), (name, way[1]), wanted, pairs[1:]))
+        cells.append(_cell(len(prompts), (name, way[1]), wanted, pairs))
     return [_cell(len(prompts), (NONE, ""), wanted, [(run, run) for run in alone]), *cells]
 
 
-def _run(llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> Run:
-    before, start = llm.stats(), time.perf_counter()
-    results = llm.generate([*prompts], [*params], use_tqdm=False)
-    seconds = time.perf_counter() - start
-    num_tokens, num_rows = (llm.stats()[name] - before[name] for name in ("decode_tokens_total", "decode_rows_total"))
-    return Run(
-        seconds, num_tokens / num_rows if num_rows else 1.0, [list(result.outputs[0].token_ids) for result in results]
-    )
+def _run_both(one: LLM, other: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> tuple[Run, Run]:
+    """In turns of a few milliseconds: a token of each sequence of the engine that has had less time so far.
+
+    So whatever else the machine does slows both alike. One whole run behind the other may differ by a tenth for that alone.
+    """
+    under_way = [_UnderWay(llm, prompts, params) for llm in (one, other)]
+    while going := [each for each in under_way if each.goes_on]:
+        min(going, key=lambda each: each.seconds).go_on()
+    first, second = (each.run() for each in under_way)
+    return first, second
+
+
+class _UnderWay:
+    """All prompts once, streamed."""
+
+    def __init__(self, llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
+        self._llm = llm
+        self._before = llm.stats()
+        self._streams = [llm.stream(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+        self._outputs: list[list[int]] = [[] for _ in prompts]
+        self.seconds = 0.0
+        self.goes_on = True
+
+    def go_on(self) -> None:
+        """The next tokens of each sequence."""
+        start = time.perf_counter()
+        chunks = [next(stream, None) for stream in self._streams]
+        self.seconds += time.perf_counter() - start
+        self.goes_on = any(chunk is not None for chunk in chunks)
+        for output, chunk in zip(self._outputs, chunks, strict=True):
+            output += chunk.outputs[0].token_ids if chunk else ()
+
+    def run(self) -> Run:
+        now = self._llm.stats()
+        num_tokens, num_rows = (now[name] - self._before[name] for name in ("decode_tokens_total", "decode_rows_total"))
+        return Run(self.seconds, num_tokens / num_rows if num_rows else 1.0, self._outputs)
 
 
 def _cell(batch: int, way: tuple[str, str], wanted: int, pairs: Sequence[Sequence[Run]]) -> Cell:
-    """pairs: a run without drafts, and one beside it."""
+    """pairs: a run without drafts, and the one beside it."""
     return Cell(
         batch,
         *way,

@@ -28,10 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledStep(NamedTuple):
-    """The executable of a bucket. `neutral` lies on the device and stands in for what a step does not adjust."""
+    """The executable of a bucket. `neutral` lies on the device and stands in for what a step does not adjust.
+
+    num_layers: of the pages, which it takes with the parameters of the model alone: heads or a drafter rest. None: it takes all.
+    """
 
     executable: Any
     neutral: Adjustments
+    num_layers: int | None = None
 
     def __call__(
         self, parameters: Any, pages: KVPages, packed: Any, adjustments: Adjustments | None = None
@@ -41,14 +45,17 @@ class CompiledStep(NamedTuple):
             filled = Adjustments(
                 *(own if given is None else given for given, own in zip(adjustments, filled, strict=True))
             )
-        result: tuple[StepOutput, KVPages] = self.executable(parameters, pages, packed, filled)
-        return result
+        if self.num_layers is None:
+            result: tuple[StepOutput, KVPages] = self.executable(parameters, pages, packed, filled)
+            return result
+        output, own_pages = self.executable(parameters.model, pages[: self.num_layers], packed, filled)
+        return output, own_pages + pages[self.num_layers :]
 
 
 class Executables:
     """One executable per bucket, one that copies blocks and, if the menu swaps, two that move blocks from and to the host.
 
-    Where heads or a drafter may rest there is a second one for each bucket that decodes, in which they have no part.
+    Where heads or a drafter may rest there is a second one for each bucket without drafts: that of the model alone.
 
     A shape that is not in the table is an error, never a compilation.
     """
@@ -76,10 +83,12 @@ class Executables:
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
-        resting = options._replace(rests=True)
-        self._resting = {bucket: f"resting {bucket}" for bucket in menu.decode} if may_rest else {}  # keys of the table
+        rested = menu.decode + menu.chunk if may_rest else ()
+        self._resting = {bucket: f"resting {bucket}" for bucket in rested}  # keys of the table
+        self._num_model_layers = options.drafter.first_layer if options.drafter else len(pages)
         for bucket, key in self._resting.items():
-            jobs[key] = functools.partial(_compile_step, parameters, pages, bucket, resting)
+            own = parameters.model, pages[: self._num_model_layers]
+            jobs[key] = functools.partial(_compile_step, *own, bucket, options.alone)
         self._neutral = {num_draws: _neutral(num_draws, options) for num_draws in {b.num_draws for b in menu.buckets}}
         jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies, options.attention_backend)
         if menu.num_swapped:
@@ -96,8 +105,10 @@ class Executables:
 
     def step(self, bucket: Bucket, *, rests: bool = False) -> CompiledStep:
         """rests: nothing is asked of heads or of a drafter."""
-        key = self._resting.get(bucket, bucket) if rests else bucket
-        return CompiledStep(self._table[key], self._neutral[bucket.num_draws])
+        neutral = self._neutral[bucket.num_draws]
+        if rests and bucket in self._resting:
+            return CompiledStep(self._table[self._resting[bucket]], neutral, self._num_model_layers)
+        return CompiledStep(self._table[bucket], neutral)
 
     @property
     def copy(self) -> Callable[[KVPages, Any], KVPages]:

@@ -40,8 +40,12 @@ class StepOptions(NamedTuple):
     sample_by_row: bool
     num_guesses: int = 0  # W: of each of the heads that the parameters come with; 0: they come with none
     drafter: DrafterOptions | None = None  # that the parameters come with
-    rests: bool = False  # heads or drafter have no part in the step: it is what it would be without them
     acceptance: AcceptanceRule = AcceptanceRule()
+
+    @property
+    def alone(self) -> StepOptions:
+        """Of the same model without heads and without a drafter."""
+        return self._replace(num_guesses=0, drafter=None)
 
 
 class StepOutput(NamedTuple):
@@ -102,7 +106,7 @@ def model_step(
         pages = copy_slots(pages, source, destination, options.attention_backend)
     if drafting is not None and output_TD is not None and bucket.num_rows <= drafting.options.shape.most_rows:
         guesses, pages = draft_ahead(drafting, pages, output_TD, token_ids_R, last_R)
-    elif options.num_guesses and not options.rests:
+    elif options.num_guesses:
         hidden_BD = hidden_TD[inputs.drawn_token_R[last_R]]
         guess = functools.partial(medusa.guess, parameters.heads, hidden_BD, options.num_guesses)
         nothing = jax.eval_shape(guess)
@@ -112,7 +116,7 @@ def model_step(
 
 
 def _drafting(parameters: Any, inputs: StepInputs, bucket: Bucket, options: StepOptions) -> StepDrafter | None:
-    if options.drafter is None or options.rests:
+    if options.drafter is None:
         return None
     drafter = join(options.drafter.graph, parameters)
     return StepDrafter(drafter, options.drafter, inputs, bucket, options.attention_backend, options.sample_by_row)
@@ -158,7 +162,7 @@ def _hidden(
     model = nnx.merge(options.graph, parameters.model if has_company else parameters)
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
     num_layers = options.drafter.first_layer if options.drafter else len(pages)
-    taps = (options.drafter.taps if options.drafter and not options.rests else None) or ()
+    taps = (options.drafter.taps if options.drafter else None) or ()
     hidden_TD, own_pages, *states = model(inputs.token_ids_T, inputs.positions_T, pages[:num_layers], attend, taps)
     return model, hidden_TD, own_pages + pages[num_layers:], states[0] if states else (hidden_TD,)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -85,19 +86,25 @@ class StepPlan:
     copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     preempted: tuple[str, ...] = ()  # ids of the requests that gave up their blocks for this step
 
-    @property
+    @cached_property
     def verifies(self) -> bool:
         """Whether any row has drafts."""
         return any([row.parents for row in self.rows])
 
-    @property
+    @cached_property
     def branches(self) -> bool:
         """Whether the drafts of any row are no chain."""
         return any([row.parents != tuple(range(len(row.parents))) for row in self.rows if row.parents])
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum([len(row.token_ids) for row in self.rows])
+
+    @cached_property
+    def decodes(self) -> bool:
+        """Whether its own sequence draws behind every token: no prompt goes on, and nobody forks."""
+        drawing = [row.sequence_id for row in self.rows for _ in row.token_ids]
+        return [sample.sequence_id for sample in self.samples] == drawing
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class SpeculativeLoop:
         for group in self.scheduler.commit(plan, edits):
             if group.finished:
                 self.speculation.forget(group)
-        if len(plan.samples) < plan.num_tokens:
+        if not plan.decodes:
             return
         shape = self.limits.shape(len(plan.rows), plan.num_tokens - len(plan.rows))
         seconds = self._device.seconds(shape) + self._device.ahead(shape, levels)

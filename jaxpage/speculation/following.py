@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.scheduling.policy import StepLimits
-from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.controller import NAP, Controller
 from jaxpage.speculation.costs import AheadCosts
 from jaxpage.speculative_config import MOST_DRAFTS
 
@@ -56,15 +56,16 @@ class Following:
         self._num_looks = 0  # of the controller, when it began
         self._lost = 0.0  # seconds, since it began
         self._rest = 0  # steps for which it is yet to rest
+        self._last_decoded = True  # the last step did, and computed no prompts
 
     def levels(self, plan: StepPlan, others_wait: bool = False) -> int | None:
         """How many tokens ahead of the step's draws it drafts; None: it has no part in the step.
 
         Args:
-            others_wait: there are requests that could run and do not yet: where prompts and decoding mix, theirs come next behind prompts,
-                and nothing is verified.
+            others_wait: there are requests that could run and do not yet.
         """
-        self._levels = self._choose(plan, others_wait and self._limits.mixed and not _decodes(plan))
+        self._levels = self._choose(plan, others_wait)
+        self._note(plan)
         return self.last_levels
 
     @property
@@ -72,21 +73,28 @@ class Following:
         """The same of the last step."""
         return self._levels if self._remembers or self._levels else None
 
-    def _choose(self, plan: StepPlan, for_nothing: bool) -> int | None:
-        most = self._limits.most_drafts(len(plan.rows))
+    def _choose(self, plan: StepPlan, others_wait: bool) -> int | None:
         controller = self._controller
-        if for_nothing or not plan.samples:
-            most = 0
-        if controller is None:
-            return most
+        if controller is not None and self._remembers and not self._follows(plan, controller):
+            return None
+        most = 0 if self._is_for_nothing(plan, others_wait) else self._limits.most_drafts(len(plan.rows))
+        return most if controller is None else min(controller.levels_ahead, most)
+
+    def _is_for_nothing(self, plan: StepPlan, others_wait: bool) -> bool:
+        """Whether the next step verifies no drafts, or those of few of its sequences."""
         if len({sample.row for sample in plan.samples}) < len(plan.rows):
-            most = 0  # a prompt is not done: the next step goes on with it, and has no room for drafts
-        if not self._remembers:
-            return min(controller.levels_ahead, most)
+            return True  # a prompt is not done: the next step goes on with it, and has no room for drafts
+        if self._limits.mixed or plan.decodes:  # other prompts come next, if any could be admitted the last time
+            return others_wait and not (plan.decodes if self._limits.mixed else self._last_decoded)
+        others = self._seen.difference([row.sequence_id for row in plan.rows])
+        return self._controller is not None and len(plan.rows) < len(others)  # most of those that decode next
+
+    def _follows(self, plan: StepPlan, controller: Controller) -> bool:
+        """Whether a drafter with keys and values of its own has a part in the step, for what it costs."""
         if self._rest:
             self._rest -= self._rest > 1 or any(row.sequence_id not in self._seen for row in plan.rows)  # a new request
             if self._rest:
-                return None
+                return False
             self._idle, self._patience, self._num_looks, self._lost = 0, PATIENCE, controller.num_looks, 0.0
         if controller.drafts:
             self._idle, self._patience = 0, KEEPS
@@ -96,8 +104,8 @@ class Following:
         lost = self._lost / controller.costs.of(self._limits.shape(len(plan.rows), 0))
         if self._idle > self._patience or lost > MOST_LOST:
             self._rest = max(1, round(lost / SHARE))  # one step at least: a rest ends only where a new request comes
-            return None
-        return min(controller.levels_ahead, most)
+            return False
+        return True
 
     def paid(self, plan: StepPlan, num_tokens: int) -> None:
         """The last step gave so many tokens: what it cost is weighed against what they would have cost without a drafter.
@@ -107,7 +115,7 @@ class Following:
         if self._controller is None or self._levels is None or not self._remembers:
             return
         costs, num_rows = self._controller.costs, len(plan.rows)
-        if _decodes(plan):
+        if plan.decodes:
             shape, plain = (self._limits.shape(num_rows, count) for count in (plan.num_tokens - num_rows, 0))
             lost = costs.of(shape, self._levels) - costs.of(plain) * num_tokens / num_rows
         else:
@@ -116,31 +124,47 @@ class Following:
 
     def ran(self, plan: StepPlan, drafted: bool = True) -> None:
         """The step for which `levels` was asked has happened. drafted: its shape is one that drafts."""
-        for row in plan.rows:
-            self._note(row)
-            if row.sequence_id in self._blind and (plan.swap_in or plan.copies):
-                self._blank.update(row.block_table)
-        forks = [(sample.sequence_id, plan.rows[sample.row].sequence_id) for sample in plan.samples]
-        self._seen.update(child for child, _ in forks)
-        self._blind |= {child for child, parent in forks if parent in self._blind}
         self._has_drafted = bool(self._levels) and drafted
-        self._ready = frozenset(child for child, _ in forks if child not in self._blind and self._has_drafted)
+        drawn = (sample.sequence_id for sample in plan.samples) if self._has_drafted else ()
+        self._ready = frozenset(drawn) - self._blind
 
-    def _note(self, row: Row) -> None:
-        """What is known of a sequence and of the blocks in which the row's tokens stand."""
-        first, rest = divmod(row.start, self._block_size)
-        written = row.block_table[first:]
-        is_new = row.sequence_id not in self._seen
-        self._seen.add(row.sequence_id)
-        if self._levels is None:
-            self._blind.add(row.sequence_id)
-            self._blank.update(written)
-            return
-        if row.start == 0:
-            self._blind.discard(row.sequence_id)
-        elif is_new and not self._blank.isdisjoint(row.block_table[: first + (rest > 0)]):
-            self._blind.add(row.sequence_id)
-        self._blank.difference_update(written[rest > 0 :])
+    def _note(self, plan: StepPlan) -> None:
+        """What will be known of the step's sequences, and of the blocks in which its tokens stand.
+
+        If the step fails, the pages are lost and nobody finds those blocks. Before it all of the plan is in the processor's caches.
+        """
+        self._last_decoded = plan.decodes
+        if self._levels is None:  # as in most steps: a few sets at once
+            size, sequence_ids = self._block_size, [row.sequence_id for row in plan.rows]
+            self._seen.update(sequence_ids)
+            self._blind.update(sequence_ids)
+            self._blank.update(*[row.block_table[row.start // size :] for row in plan.rows])
+        else:
+            self._note_followed(plan.rows)
+        if plan.swap_in or plan.copies:
+            self._blank.update(*[row.block_table for row in plan.rows if row.sequence_id in self._blind])
+        if not plan.decodes:
+            forks = [(sample.sequence_id, plan.rows[sample.row].sequence_id) for sample in plan.samples]
+            self._seen.update(child for child, _ in forks)
+            self._blind.update(child for child, parent in forks if parent in self._blind)
+
+    def _note_followed(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            first, rest = divmod(row.start, self._block_size)
+            is_new = row.sequence_id not in self._seen
+            self._seen.add(row.sequence_id)
+            if row.start == 0:
+                self._blind.discard(row.sequence_id)
+            elif is_new and not self._blank.isdisjoint(row.block_table[: first + (rest > 0)]):
+                self._blind.add(row.sequence_id)
+            self._blank.difference_update(row.block_table[first + (rest > 0) :])
+
+    @property
+    def nap(self) -> int:
+        """For how many steps the controller need not be asked."""
+        if self._controller is None or self.last_levels is not None:
+            return 0
+        return min(self._rest, NAP) if self._remembers else self._controller.nap
 
     @property
     def has_drafted(self) -> bool:
@@ -159,8 +183,3 @@ class Following:
         gone = set(sequence_ids)
         self._blind -= gone
         self._seen -= gone
-
-
-def _decodes(plan: StepPlan) -> bool:
-    """No prompts: every token is drawn behind."""
-    return len(plan.samples) == plan.num_tokens

@@ -63,8 +63,8 @@ class Speculation:
                     decoding[sequence.sequence_id] = group.request, sequence
         asked = self._ask(num_rows, decoding)
         if not asked:
-            if self.controller is not None and (self._following is None or self._following.last_levels is None):
-                self._nap = self.controller.nap
+            if self.controller is not None:
+                self._nap = self.controller.nap if self._following is None else self._following.nap
             return {}
         drafts: dict[int, Draft] = {}
         for sequence_id, num_drafts in asked.items():
@@ -143,12 +143,12 @@ class Speculation:
         """A step happened, with drafts or without. Seconds of `propose`, and of all else that the step took."""
         if self.controller is None or plan.swap_in or plan.swap_out:
             return  # nothing to learn, or a step that moved blocks: its seconds say nothing
-        if len(plan.samples) != plan.num_tokens:  # nor do those of one with prompts
+        if self._sleeps and (self._following is None or self._following.last_levels is None):
+            self.controller.slept(seconds)
+            return
+        if not plan.decodes:  # nor do those of one with prompts
             if self._following is not None:
                 self._following.paid(plan, 0)
-            return
-        if self._sleeps:
-            self.controller.slept(seconds)
             return
         num_drafts = num_appended = 0
         if plan.verifies:
