@@ -23,7 +23,8 @@ LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
 BEGINS, ENDS = 1.015, 0.985  # how much better than none drafting promises to be, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
-AWAKE = 64  # steps from the end of drafting to the first nap, and from there until naps are longer by a step
+AWAKE = 64  # steps from the end of drafting to the first nap
+LONGER = 20  # steps since then for each step of a nap: who has not drafted for long is asked less
 NAP = 15  # steps at most in which nothing is asked nor measured, behind one of which nothing came: so it costs the host next to nothing
 LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
@@ -134,7 +135,7 @@ class Controller:
     def nap(self) -> int:
         """For how many steps it need not be asked."""
         is_awake = self._drafts or self._look or self._planned or self._asked or self.num_looks % self._steps_to_show
-        return 0 if is_awake else min(NAP, self._since // AWAKE)
+        return 0 if is_awake or self._since < AWAKE else min(NAP, self._since // LONGER)
 
     def slept(self, seconds: float) -> None:
         """Through a step that took so long."""
