@@ -85,7 +85,7 @@ class Executables:
         }
         rested = menu.decode + menu.chunk if may_rest else ()
         self._resting = {bucket: f"resting {bucket}" for bucket in rested}  # keys of the table
-        self._num_model_layers = options.drafter.first_layer if options.drafter else len(pages)
+        self._num_model_layers = options.num_model_layers(pages)
         for bucket, key in self._resting.items():
             own = parameters.model, pages[: self._num_model_layers]
             jobs[key] = functools.partial(_compile_step, *own, bucket, options.alone)

@@ -47,6 +47,10 @@ class StepOptions(NamedTuple):
         """Of the same model without heads and without a drafter."""
         return self._replace(num_guesses=0, drafter=None)
 
+    def num_model_layers(self, pages: KVPages) -> int:
+        """Of the pages: those of a drafter stand behind them."""
+        return self.drafter.first_layer if self.drafter else len(pages)
+
 
 class StepOutput(NamedTuple):
     """What leaves the device after a step: int32 arrays, for `unpack_drawn` and as they are."""
@@ -161,7 +165,7 @@ def _hidden(
     has_company = options.num_guesses or options.drafter
     model = nnx.merge(options.graph, parameters.model if has_company else parameters)
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
-    num_layers = options.drafter.first_layer if options.drafter else len(pages)
+    num_layers = options.num_model_layers(pages)
     taps = (options.drafter.taps if options.drafter else None) or ()
     hidden_TD, own_pages, *states = model(inputs.token_ids_T, inputs.positions_T, pages[:num_layers], attend, taps)
     return model, hidden_TD, own_pages + pages[num_layers:], states[0] if states else (hidden_TD,)

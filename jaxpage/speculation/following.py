@@ -82,10 +82,12 @@ class Following:
 
     def _is_for_nothing(self, plan: StepPlan, others_wait: bool) -> bool:
         """Whether the next step verifies no drafts, or those of few of its sequences."""
+        if plan.decodes:  # where the two kinds alternate others come next, if any could be admitted the last time
+            return others_wait and not self._limits.mixed and not self._last_decoded
         if len({sample.row for sample in plan.samples}) < len(plan.rows):
             return True  # a prompt is not done: the next step goes on with it, and has no room for drafts
-        if self._limits.mixed or plan.decodes:  # other prompts come next, if any could be admitted the last time
-            return others_wait and not (plan.decodes if self._limits.mixed else self._last_decoded)
+        if self._limits.mixed:
+            return others_wait  # their prompts come next
         others = self._seen.difference([row.sequence_id for row in plan.rows])
         return self._controller is not None and len(plan.rows) < len(others)  # most of those that decode next
 

@@ -146,7 +146,7 @@ class Speculation:
         if self._sleeps and (self._following is None or self._following.last_levels is None):
             self.controller.slept(seconds)
             return
-        if not plan.decodes:  # nor do those of one with prompts
+        if not plan.decodes:  # with prompts in it, whose seconds say nothing of shapes with drafts
             if self._following is not None:
                 self._following.paid(plan, 0)
             return
