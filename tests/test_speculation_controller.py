@@ -17,7 +17,7 @@ from jaxpage.simulation.speculating import NUM_DRAFTS, Guesses, Progress, Rates,
 from jaxpage.speculation import Draft, chain, costs
 from jaxpage.speculation import controller as controlling
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.costs import Costs
+from jaxpage.speculation.costs import AheadCosts, Costs
 from jaxpage.speculation.estimates import Acceptance
 
 pytestmark = pytest.mark.slow
@@ -194,7 +194,7 @@ def no_hysteresis(patch: pytest.MonkeyPatch) -> None:
         (acceptance_alone, lambda: measure(A100, PROFILES["mostly"], 128)[1] < 0.9),
         (acceptance_alone, lambda: measure(CPU, PROFILES["often"], 16)[2] < 0.6),
         (trusts_the_start, lambda: min(of_none(CPU, PROFILES["seldom"], 16, seed) for seed in range(4)) < 0.9),
-        (no_hysteresis, lambda: measure(CPU, (0.35,) * 7, 2)[0].num_switches > 30),
+        (no_hysteresis, lambda: drafting(1.015)),
     ],
 )
 def test_a_mistake_is_seen(
@@ -203,6 +203,36 @@ def test_a_mistake_is_seen(
     assert not seen(), "without the mistake"
     mistake(monkeypatch)
     assert seen()
+
+
+def drafting(*ratios: float) -> bool:
+    """Whether it drafts after decisions in which drafts promised to be so much better than none."""
+    controller = told({}, {sequence_id: 1.0 for sequence_id in range(4)})
+    for ratio in ratios:
+        for shape, seconds in {(4, 4): 1.0, (4, 8): 2.0 / ratio, (4, 16): 99.0, (4, 32): 99.0}.items():
+            controller.costs.at_start(shape, seconds)
+        for _ in range(20):
+            controller.ask(4, range(4))
+            controller.measured(4, 0, 4, 1.0)
+    return controller.drafts
+
+
+def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_goes_on() -> None:
+    assert drafting(1.1) and not drafting(1.015)
+    assert drafting(1.1, 1.015) and not drafting(1.1, 0.95) and not drafting(1.1, 0.95, 1.015)
+
+
+def test_a_look_that_was_planned_for_other_rows_is_not_waited_for() -> None:
+    """Else a drafter on the device would draft ahead for it in every step, and never be looked at."""
+    streams = [(rows, rows * length) for rows in (2, 4) for length in (2, 4, 8)]
+    controller = Controller(dataclasses.replace(LIMITS, streams=tuple(streams)))
+    for shape in [(2, 2), (4, 4), *streams]:
+        controller.costs.at_start(shape, 1.0 if shape[0] == shape[1] else 9.0)
+    controller.costs.ahead = AheadCosts(7, each_level=True)
+    for num_rows in (2, 4):
+        ids = range(num_rows)
+        assert controller.ask(num_rows, ids, set(ids)) == {} and controller.levels_ahead, "it is to be drafted first"
+    assert controller.ask(4, range(4), set(range(4))) and controller.num_looks == 1
 
 
 LIMITS = StepLimits(4, 64, 4, mixed=False, decoded=(2, 4), verified=((4, 8),) * 3, streams=((4, 8), (4, 16), (4, 32)))

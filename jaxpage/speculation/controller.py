@@ -16,15 +16,15 @@ from jaxpage.speculation.estimates import FIRST_GUESS, FIRST_GUESS_TOGETHER, Acc
 from jaxpage.speculation.proposal import Draft
 from jaxpage.speculative_config import MOST_DRAFTS
 
-SHARE = 0.01  # of the time that may be lost by looking elsewhere
+SHARE = 0.006  # of the time that may be lost by looking elsewhere
 CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
-FIRST_CREDIT_STEPS = 1.0  # that there is at the start: without a look at it, a drafter on the device soon rests
-LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
-STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago
-BEGINS, ENDS = 1.015, 0.985  # how much better than none drafting promises to be, when it begins and when it ends
+FIRST_CREDIT_STEPS = 1.0  # that there is at the start
+LOOK_EVERY = 16  # steps from one look to the next, while drafts are asked for or if the last one paid
+SEEK_EVERY = 64  # the same while there are none
+STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago, if it can be
+BEGINS, ENDS = 1.03, 1.0  # how much better than none drafting promises to be, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
-AWAKE = 64  # steps from the end of drafting to the first nap
-LONGER = 20  # steps since then for each step of a nap: who has not drafted for long is asked less
+LONGER = 16  # steps without drafts for each step of a nap: who has not drafted for long is asked less
 NAP = 15  # steps at most in which nothing is asked nor measured, behind one of which nothing came: so it costs the host next to nothing
 LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
@@ -99,12 +99,15 @@ class Controller:
         plain = self.costs.of(shapes[0])
         if not self._best:  # nothing was decided yet
             self._credit = FIRST_CREDIT_STEPS * plain
+        if self._planned is not None and self._planned not in shapes:  # there are more rows now, or fewer
+            self._planned, self._looked = None, self._step - SEEK_EVERY
         goes_on = self._paid or (not self._drafts and self.num_looks % self._steps_to_show)
-        may_look = self._step - self._looked >= (1 if goes_on else LOOK_EVERY)
+        wait = 1 if goes_on else LOOK_EVERY if self._drafts else SEEK_EVERY
+        may_look = self._step - self._looked >= wait or self._is_unseen
         if (
             not self._drafts
             and self._planned is None
-            and not (may_look and max(self._needed, self._loss(shapes[1], num_rows, num_rows / plain)) <= self._credit)
+            and not (may_look and self._affords(max(self._needed, self._loss(shapes[1], num_rows, num_rows / plain))))
         ):
             rows, step = self._reviewed or (0, 0)
             if rows == shapes[0][0] and self._step - step < DWELL:
@@ -135,7 +138,7 @@ class Controller:
     def nap(self) -> int:
         """For how many steps it need not be asked."""
         is_awake = self._drafts or self._look or self._planned or self._asked or self.num_looks % self._steps_to_show
-        return 0 if is_awake or self._since < AWAKE else min(NAP, self._since // LONGER)
+        return 0 if is_awake else min(NAP, self._since // LONGER)
 
     def slept(self, seconds: float) -> None:
         """Through a step that took so long."""
@@ -210,7 +213,7 @@ class Controller:
             levels: how many tokens ahead a drafter on the device drafted in it; None: it had no part in it.
         """
         shape = self._limits.shape(num_rows, num_drafts)
-        self.costs.add(shape, seconds, levels)
+        self.costs.add(shape, seconds if self.costs.ahead is None else seconds + asking, levels)
         if self.costs.ahead is None and (num_asked := sum(self._asked.values())):
             each, known = asking / num_asked, self._asking.get(shape[0])
             self._asking[shape[0]] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
@@ -250,18 +253,32 @@ class Controller:
     def _elsewhere(self, goodput: Mapping[Shape, float], chosen: Shape, num_rows: int) -> Shape | None:
         """Another shape to look at, if there is credit for it."""
         others = [shape for shape in goodput if shape != chosen]
-        if self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
-            other = min(others, key=self.costs.last)
+        needed = {shape: self._needed_for(shape, num_rows) for shape in others}
+        affordable = [shape for shape in others if self._affords(needed[shape])]
+        if affordable and self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
+            other = min(affordable, key=self.costs.last)
         else:
             other = max(others, key=goodput.__getitem__)
-        to_come = 1 if self._drafts else self._steps_to_show - self.num_looks % self._steps_to_show
-        loss, most = self._loss(other, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
-        needed = max(loss, min(to_come * loss, most))  # the looks that belong together, as far as one can save up
-        if needed > self._credit:
-            self._needed = needed
-            return None
+            if other not in affordable:
+                self._needed = needed[other]
+                return None
         self._looked, self._needed = self._step, 0.0
         return other
+
+    def _needed_for(self, shape: Shape, num_rows: int) -> float:
+        """Seconds of credit for the looks that belong together, as far as one can save up."""
+        to_come = 1 if self._drafts else self._steps_to_show - self.num_looks % self._steps_to_show
+        loss, most = self._loss(shape, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
+        return max(loss, min(to_come * loss, most))
+
+    @property
+    def _is_unseen(self) -> bool:
+        """A drafter on the device takes time until it was looked at: the first look does not wait, and is on credit."""
+        return self.costs.ahead is not None and not self.num_looks
+
+    def _affords(self, seconds: float) -> bool:
+        """To lose so many."""
+        return seconds <= self._credit or self._is_unseen
 
     def _loss(self, shape: Shape, num_rows: int, best: float) -> float:
         """Seconds that a step of this shape loses if no draft is right."""

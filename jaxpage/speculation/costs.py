@@ -123,14 +123,17 @@ class Costs:
             self._first[shape] = max(seconds / self._pace.value - self._drafting(shape, levels), 0.1 * seconds)
             self._of_shape[shape] = _factor(NOISE)  # its first run may have paid for more: the second counts as much
             return
+        of_shape = self._of_shape[shape]
         self._pace.drift(PACE_DRIFT)
-        self._of_shape[shape].drift(SHAPE_DRIFT, passed)
+        of_shape.drift(SHAPE_DRIFT, passed)
         self._of_ahead.drift(AHEAD_DRIFT)
-        share = self._drafting(shape, levels) * self._pace.value / self.of(shape, levels)
-        parts = ((self._pace, 1.0), (self._of_shape[shape], 1.0 - share), (self._of_ahead, share))
-        variance = NOISE**2 + sum(part**2 * factor.variance for factor, part in parts)
+        drafting = self._drafting(shape, levels)
+        expected = self._first[shape] * of_shape.value + drafting
+        share = drafting / expected
+        parts = ((self._pace, 1.0), (of_shape, 1.0 - share), (self._of_ahead, share))
+        variance = NOISE**2 + sum([part**2 * factor.variance for factor, part in parts])
         most = max(math.log(MOST_SURPRISING), MOST_DEVIATIONS * math.sqrt(variance))
-        surprise = min(max(math.log(seconds / self.of(shape, levels)), -most), most)
+        surprise = min(max(math.log(seconds / (self._pace.value * expected)), -most), most)
         for factor, part in parts:
             factor.learn(surprise, factor.variance * part / variance, part)
 
