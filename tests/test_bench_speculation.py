@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxpage import cli
-from jaxpage.bench.speculation import NONE, Cell, table
+from jaxpage.bench.speculation import CONTROL, NONE, Cell, table
 
 TEXT = Path(__file__).parent / "support" / "alice.txt"
 
@@ -20,17 +20,18 @@ def test_the_command_end_to_end(capsys):
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     cells = {(cell["batch"], cell["method"], cell["num_speculative_tokens"]): cell for cell in result["cells"]}
-    ways = [(NONE, ""), ("ngram", "2"), ("ngram", "auto")]
+    ways = [(NONE, ""), ("ngram", "2"), ("ngram", "auto"), CONTROL]
     assert list(cells) == [(batch, *way) for batch in (1, 2) for way in ways]
     for batch in (1, 2):
-        none, fixed, auto = (cells[batch, *way] for way in ways)
+        none, fixed, auto, control = (cells[batch, *way] for way in ways)
         assert none["ratio"] == none["tokens_per_step"] == 1.0
         assert none["tokens_per_step"] <= fixed["tokens_per_step"] <= 3.0
         assert none["tokens_per_step"] <= auto["tokens_per_step"] <= 8.0
-        assert fixed["identical"] and auto["identical"]
+        assert control["tokens_per_step"] == 1.0
+        assert fixed["identical"] and auto["identical"] and control["identical"]
     assert cells[1, "ngram", "2"]["tokens_per_step"] > 1.05, "greedy text of a small model repeats itself"
     assert shown[0].split() == ["drafts", "batch", "tokens/step", "tokens/s", "ratio", "same", "text"]
-    assert len(shown) == 1 + 6 + 1
+    assert len(shown) == 1 + 8 + 1
 
 
 def test_the_table_marks_the_best_of_each_batch():

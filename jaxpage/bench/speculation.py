@@ -24,6 +24,7 @@ from jaxpage.sampling_params import SamplingParams
 from jaxpage.tables import aligned
 
 NONE = "none"
+CONTROL = NONE, "again"  # another engine without drafts: what its ratio differs from 1 by is not the doing of drafts
 NUM_INPUT_TOKENS = 64  # of a prompt
 Prompts = list[list[int]]
 
@@ -42,7 +43,7 @@ class Cell:
 
     batch: int
     method: str
-    num_speculative_tokens: str  # a number, "auto", or nothing without drafts
+    num_speculative_tokens: str  # a number or "auto"; without drafts nothing, and "again" of the second engine
     tokens_per_step: float  # of a sequence, behind its first token
     tokens_per_second: float
     ratio: float  # tokens per second to those without drafts beside it
@@ -172,7 +173,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _ways(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     """Pairs of a method and a number of drafts."""
     numbers = [*map(str, arguments.num_speculative_tokens), "auto"]
-    return [(NONE, ""), *((method, number) for method in arguments.methods for number in numbers)]
+    return [(NONE, ""), *((method, number) for method in arguments.methods for number in numbers), CONTROL]
 
 
 def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:

@@ -8,7 +8,7 @@ spent on looking elsewhere, on credit: never more than a set share of the time. 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.costs import MOST_SURPRISING, Costs, Shape
@@ -29,8 +29,7 @@ NAP = 15  # steps at most in which nothing is asked nor measured, behind one of 
 LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
 
-@dataclass(frozen=True)
-class _Node:
+class _Node(NamedTuple):
     """A draft that could be made, or one that was; of drafts that come together, all of them."""
 
     chance: float  # that it will be right, and all before it; of several, how many
