@@ -19,8 +19,8 @@ from jaxpage.speculative_config import MOST_DRAFTS
 SHARE = 0.006  # of the time that may be lost by looking elsewhere
 CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
 FIRST_CREDIT_STEPS = 1.0  # that there is at the start
-LOOK_EVERY = 16  # steps from one look to the next, while drafts are asked for or if the last one paid
-SEEK_EVERY = 64  # the same while there are none
+LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
+SEEK_EVERY = 64  # the same while nothing is drafted, where that costs nothing: a drafter on the device follows at a cost, and soon rests
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago, if it can be
 BEGINS, ENDS = 1.03, 1.0  # how much better than none drafting promises to be, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
@@ -99,9 +99,9 @@ class Controller:
         if not self._best:  # nothing was decided yet
             self._credit = FIRST_CREDIT_STEPS * plain
         if self._planned is not None and self._planned not in shapes:  # there are more rows now, or fewer
-            self._planned, self._looked = None, self._step - SEEK_EVERY
+            self._planned, self._looked = None, self._step - LOOK_EVERY
         goes_on = self._paid or (not self._drafts and self.num_looks % self._steps_to_show)
-        wait = 1 if goes_on else LOOK_EVERY if self._drafts else SEEK_EVERY
+        wait = 1 if goes_on else SEEK_EVERY if not self._drafts and self.costs.ahead is None else LOOK_EVERY
         may_look = self._step - self._looked >= wait or self._is_unseen
         if (
             not self._drafts
