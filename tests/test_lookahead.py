@@ -25,7 +25,7 @@ from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import Draft
 from jaxpage.speculation import lookahead as under_test
-from jaxpage.speculation.controller import LOOK_EVERY, Controller
+from jaxpage.speculation.controller import SEEK_EVERY, Controller
 from jaxpage.speculation.lookahead import LookaheadProposer, Pool, Window
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import Lookahead, SpeculativeConfig
@@ -575,7 +575,7 @@ def test_all_drafts_or_none() -> None:
 def test_a_look_lasts_as_long_as_a_window_takes_to_fill(steps_to_show: int) -> None:
     controller = told(right=0, dear=0.01, steps_to_show=steps_to_show)
     looks = []
-    for number in range(400):
+    for number in range(1600):
         if controller.ask(2, [1, 2]):
             looks.append(number)
             assert controller.cut(2, {1: Draft((5,) * 6, PARENTS)}) == {1: 15}
@@ -583,7 +583,7 @@ def test_a_look_lasts_as_long_as_a_window_takes_to_fill(steps_to_show: int) -> N
         controller.measured(2, 6 if looks[-1:] == [number] else 0, 2, 1.01 if looks[-1:] == [number] else 1.0, 0.0)
     lengths = [1 + looks[place + 1] - looks[place] for place in range(len(looks) - 1)]
     together = [len(list(run)) for is_near, run in itertools.groupby(lengths, lambda gap: gap == 2) if is_near]
-    assert len(looks) > 10 and min(gap for gap in lengths if gap != 2) > LOOK_EVERY
+    assert len(looks) > 10 and min(gap for gap in lengths if gap != 2) > SEEK_EVERY
     assert set(together[:-1]) == ({steps_to_show - 1} if steps_to_show > 1 else set())
 
 
