@@ -128,7 +128,7 @@ class Costs:
         of_shape.drift(SHAPE_DRIFT, passed)
         self._of_ahead.drift(AHEAD_DRIFT)
         drafting = self._drafting(shape, levels)
-        expected = self._first[shape] * of_shape.value + drafting
+        expected = self._alone(shape) + drafting
         share = drafting / expected
         parts = ((self._pace, 1.0), (of_shape, 1.0 - share), (self._of_ahead, share))
         variance = NOISE**2 + sum([part**2 * factor.variance for factor, part in parts])
