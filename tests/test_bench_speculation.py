@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxpage import cli
-from jaxpage.bench.speculation import CONTROL, NONE, Cell, table
+from jaxpage.bench import speculation
+from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, Run, table
 
 TEXT = Path(__file__).parent / "support" / "alice.txt"
 
@@ -24,7 +25,7 @@ def test_the_command_end_to_end(capsys):
     assert list(cells) == [(batch, *way) for batch in (1, 2) for way in ways]
     for batch in (1, 2):
         none, fixed, auto, control = (cells[batch, *way] for way in ways)
-        assert none["ratio"] == none["tokens_per_step"] == 1.0
+        assert none["tokens_per_step"] == 1.0
         assert none["tokens_per_step"] <= fixed["tokens_per_step"] <= 3.0
         assert none["tokens_per_step"] <= auto["tokens_per_step"] <= 8.0
         assert control["tokens_per_step"] == 1.0
@@ -32,6 +33,27 @@ def test_the_command_end_to_end(capsys):
     assert cells[1, "ngram", "2"]["tokens_per_step"] > 1.05, "greedy text of a small model repeats itself"
     assert shown[0].split() == ["drafts", "batch", "tokens/step", "tokens/s", "ratio", "same", "text"]
     assert len(shown) == 1 + 8 + 1
+
+
+def test_a_ratio_is_to_the_mean_of_those_without_drafts(monkeypatch):
+    seconds = {"first": 3.0, "drafting": 2.0, "second": 5.0}
+    begun = []
+
+    def run_together(engines, prompts, params):
+        begun.append(engines[0])
+        return [Run(seconds[llm], 1.0, [[1]] if llm != "drafting" else [[2]]) for llm in engines]
+
+    monkeypatch.setattr(speculation, "_run_together", run_together)
+    engines = {ALONE: "first", ("medusa=there+tree", "4"): "drafting", CONTROL: "second"}
+    params = [speculation.SamplingParams(max_tokens=30)]
+    cells = speculation.measure(engines, [[7]], params, repeats=3)
+    assert [(cell.method, cell.num_speculative_tokens, cell.ratio, cell.identical) for cell in cells] == [
+        (NONE, "", 4 / 3, True),
+        ("medusa+tree", "4", 2.0, False),
+        (NONE, "again", 0.8, True),
+    ]
+    assert [cell.tokens_per_second for cell in cells] == [10.0, 15.0, 6.0]
+    assert sorted(begun[1:]) == sorted(seconds), "each of them begins as often as another"
 
 
 def test_the_table_marks_the_best_of_each_batch():

@@ -475,10 +475,8 @@ def test_it_is_worth_something_on_the_demo_model() -> None:
 
 
 def test_drafts_for_which_no_step_has_room_are_refused(directory: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="the smallest step has 2 rows, with 62 drafts each 126 tokens; max_num_batched_tokens is 64"
-    ):
-        make_llm(directory, speculative_config={"method": "lookahead"})
+    with pytest.raises(ConfigError, match="the smallest step with drafts has 63 tokens; max_num_batched_tokens is 62"):
+        make_llm(directory, max_num_batched_tokens=62, speculative_config={"method": "lookahead"})
 
 
 def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
@@ -591,21 +589,21 @@ def test_a_look_lasts_as_long_as_a_window_takes_to_fill(steps_to_show: int) -> N
 def test_it_does_not_lose(rate: float) -> None:
     """On a simulated device on which such a step costs four times as much: beside none, and beside always. A look at what is that dear has
     to be saved up for, some hundred steps."""
-    device = ShapedDevice(fixed=1e-3, weights=7e-3, token=1e-3)
+    device = ShapedDevice(fixed=1e-3, weights=7e-3, token=2e-3)
 
     def loop(num_drafts: int) -> SpeculativeLoop:
         return SpeculativeLoop(device, Guesses(lambda place, step: (rate,) * 15, seed=1), 1, num_drafts=num_drafts)
 
     always, auto = loop(15), loop(15)
     controller = Controller(auto.limits, together=15, steps_to_show=5)
-    for shape in ((2, 2), (2, 32)):
+    for shape in ((2, 2), (1, 16)):
         controller.costs.at_start(shape, device.seconds(shape))
     auto.controller = controller
     auto.speculation = Speculation(auto.speculation._proposer, auto.limits, controller, vocab_size=1 << 21)
     auto.run(900)
     got = auto.run(1000)
     none = 1 / device.seconds((2, 2))
-    assert set(got.num_by_shape) <= {(2, 2), (2, 32)}
+    assert set(got.num_by_shape) <= {(2, 2), (1, 16)}
     assert got.tokens_per_second >= 0.97 * none
     assert got.tokens_per_second >= 0.95 * always.run(1000).tokens_per_second
-    assert (got.num_by_shape[2, 32] > 700) == (rate == 0.9)
+    assert (got.num_by_shape[1, 16] > 700) == (rate == 0.9)

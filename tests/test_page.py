@@ -96,6 +96,7 @@ def page(browser: Any) -> Iterator[Any]:
 def open_live(page: Any, server: str) -> None:
     page.goto(f"{server}/ui/")
     expect(page.locator("#status")).to_have_text("live")
+    expect(page.locator("#numbers")).to_contain_text("cached")  # of the first event, which comes a moment later
 
 
 def free_blocks(page: Any) -> int:

@@ -24,7 +24,8 @@ from jaxpage.sampling_params import SamplingParams
 from jaxpage.tables import aligned
 
 NONE = "none"
-CONTROL = NONE, "again"  # another engine without drafts: what its ratio differs from 1 by is not the doing of drafts
+ALONE = NONE, ""
+CONTROL = NONE, "again"  # another engine without drafts: what the two differ by is not the doing of drafts
 NUM_INPUT_TOKENS = 64  # of a prompt
 Prompts = list[list[int]]
 
@@ -46,7 +47,7 @@ class Cell:
     num_speculative_tokens: str  # a number or "auto"; without drafts nothing, and "again" of the second engine
     tokens_per_step: float  # of a sequence, behind its first token
     tokens_per_second: float
-    ratio: float  # tokens per second to those without drafts beside it
+    ratio: float  # tokens per second to those of the two engines without drafts beside it
     identical: bool  # whether the tokens are those without drafts, in every repeat
 
 
@@ -72,7 +73,9 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         for llm in engines.values():
             llm.shutdown()
     print(table(cells))
-    print(f"{arguments.max_output} tokens of each sequence, temperature {arguments.temperature:g}; ratio: to none")
+    print(
+        f"{arguments.max_output} tokens of each sequence, temperature {arguments.temperature:g}; ratio: to the mean of none and none again"
+    )
     context = {name: getattr(arguments, name) for name in ("temperature", "max_output", "repeats", "text", "seed")}
     results = [asdict(cell) for cell in cells]
     print(json.dumps({"cells": results, **context, "config": config.model_dump(), "environment": environment()}))
@@ -81,30 +84,30 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
 def measure(
     engines: dict[tuple[str, str], LLM], prompts: Prompts, params: Sequence[SamplingParams], repeats: int
 ) -> list[Cell]:
-    """One batch with every engine, beside the one without drafts. The first time is not counted."""
-    none = engines[NONE, ""]
+    """One batch with every engine, beside the two without drafts. The first time is not counted."""
     wanted = sum(param.max_tokens or 0 for param in params)
-    cells, alone = [], []
-    for way, llm in engines.items():
-        if llm is none:
-            continue
-        pairs = [_run_both(none, llm, prompts, params) for _ in range(1 + repeats)][1:]
-        alone += [run for run, _ in pairs]
-        name = way[0].partition("=")[0] + ("+tree" if way[0].endswith("+tree") else "")
-        cells.append(_cell(len(prompts), (name, way[1]), wanted, pairs))
-    return [_cell(len(prompts), (NONE, ""), wanted, [(run, run) for run in alone]), *cells]
+    pairs: dict[tuple[str, str], list[tuple[Run, Run]]] = {way: [] for way in engines}
+    for way in engines:
+        ways = [ALONE, way, CONTROL]
+        for turn in range(1 + repeats if way not in (ALONE, CONTROL) else 0):
+            ways.append(ways.pop(0))  # another one begins
+            runs = dict(zip(ways, _run_together([engines[each] for each in ways], prompts, params), strict=True))
+            if turn:
+                seconds = (runs[ALONE].seconds + runs[CONTROL].seconds) / 2
+                for each, run in runs.items():
+                    pairs[each].append((runs[ALONE]._replace(seconds=seconds), run))
+    return [_cell(len(prompts), way, wanted, pairs[way]) for way in engines]
 
 
-def _run_both(one: LLM, other: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> tuple[Run, Run]:
-    """In turns of a few milliseconds: a token of each sequence of the engine that has had less time so far.
+def _run_together(engines: Sequence[LLM], prompts: Prompts, params: Sequence[SamplingParams]) -> list[Run]:
+    """In turns of a few milliseconds: a token of each sequence of the engine that has had the least time so far.
 
-    So whatever else the machine does slows both alike. One whole run behind the other may differ by a tenth for that alone.
+    So whatever else the machine does slows all alike. One whole run behind the other may differ by a tenth for that alone.
     """
-    under_way = [_UnderWay(llm, prompts, params) for llm in (one, other)]
+    under_way = [_UnderWay(llm, prompts, params) for llm in engines]
     while going := [each for each in under_way if each.goes_on]:
         min(going, key=lambda each: each.seconds).go_on()
-    first, second = (each.run() for each in under_way)
-    return first, second
+    return [each.run() for each in under_way]
 
 
 class _UnderWay:
@@ -135,9 +138,11 @@ class _UnderWay:
 
 def _cell(batch: int, way: tuple[str, str], wanted: int, pairs: Sequence[Sequence[Run]]) -> Cell:
     """pairs: a run without drafts, and the one beside it."""
+    method, number = way
     return Cell(
         batch,
-        *way,
+        method.removesuffix("+tree").partition("=")[0] + ("+tree" if method.endswith("+tree") else ""),
+        number,
         tokens_per_step=median(run.tokens_per_step for _, run in pairs),
         tokens_per_second=median(wanted / run.seconds for _, run in pairs),
         ratio=median(none.seconds / run.seconds for none, run in pairs),
@@ -173,7 +178,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _ways(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     """Pairs of a method and a number of drafts."""
     numbers = [*map(str, arguments.num_speculative_tokens), "auto"]
-    return [(NONE, ""), *((method, number) for method in arguments.methods for number in numbers), CONTROL]
+    return [ALONE, *((method, number) for method in arguments.methods for number in numbers), CONTROL]
 
 
 def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A row alone would be computed as a matrix-vector product, which XLA rounds differently from a matrix product: no step has fewer rows.
+# A token alone would be computed as a matrix-vector product, which XLA rounds differently from a matrix product: no step has fewer.
 SMALLEST_ROWS = 2
 SMALLEST_CHUNK = 16
 CHUNK_ROWS = 16  # sequences that share one prompt step, at most
@@ -104,7 +104,8 @@ def make_menu(
 
     mixed: a chunk step holds a row of every sequence, since those that decode take part.
     num_drafts: how many drafts a row has on average: for each, buckets by doubling rows up to `max_verified_tokens` tokens. One row may
-        have more than another, up to the most of them: attention takes a tile of queries for each row in any case.
+        have more than another, up to the most of them: attention takes a tile of queries for each row in any case. One sequence by
+        itself with the most of them has a bucket of its own, where no other is as small.
     trees: whether drafts may branch. Then all of those buckets take trees, which cost a little more than chains alone.
     q_width: of those buckets.
     """
@@ -112,6 +113,8 @@ def make_menu(
     decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows, 2))
     sizes = [(b.num_rows * (1 + k), b.num_rows) for b in decode for k in num_drafts]
     longest = 1 + max(num_drafts, default=0)
+    if num_drafts and all(tokens != longest for tokens, _ in sizes):
+        sizes.append((longest, 1))
     verify = [
         Bucket(tokens, rows, min(tokens, longest), verifies=True, trees=trees, q_width=q_width)
         for tokens, rows in sizes

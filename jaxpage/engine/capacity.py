@@ -89,11 +89,10 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
         q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
     )
     if config.speculative_config is not None and not menu.verify:
-        fewest = min(draft_lengths(config))
-        needed = SMALLEST_ROWS * (1 + fewest)
+        lengths = draft_lengths(config)
+        needed = min(SMALLEST_ROWS * (1 + min(lengths)), 1 + max(lengths))
         raise ConfigError(
-            f"speculative_config: the smallest step has {SMALLEST_ROWS} rows, with {fewest} drafts each {needed} tokens; "
-            f"max_num_batched_tokens is {most}"
+            f"speculative_config: the smallest step with drafts has {needed} tokens; max_num_batched_tokens is {most}"
         )
     if memory is not None and memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))

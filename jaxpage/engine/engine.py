@@ -138,8 +138,12 @@ class Engine:
         """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
         self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
         began = time.monotonic()
-        if drafts := self.propose(self.scheduler.running):
+        drafts = self.propose(self.scheduler.running)
+        speculation = self.speculation if self.speculation is not None and self.speculation.has_part else None
+        if drafts:
             drafts = possible(drafts, self._strategies, self.builder.vocab_size)
+            if speculation is not None:
+                speculation.admitted(drafts)
         proposed = time.monotonic()
         plan = self.scheduler.plan(drafts)
         self._blocks_may_be_missing = plan is not None and bool(plan.swap_out or plan.swap_in or plan.copies)
@@ -148,16 +152,22 @@ class Engine:
         self.metrics.scheduled(plan, self._groups, self.scheduler)
         try:
             self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
-            levels = self.speculation.levels(plan, self.scheduler.has_seats) if self.speculation else None
+            levels = speculation.levels(plan, self.scheduler.has_seats) if speculation is not None else None
             result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies), levels))
         except Exception as error:
             return self._fail(plan, error)
         self._blocks_may_be_missing = False
-        if self.speculation is not None:
-            self.speculation.observe(plan, result)
+        if speculation is not None:
+            speculation.observe(plan, result)
         edits = advance(plan, result, self._strategies)
         self.events.drawn(plan, result, edits)
-        groups = self._commit(plan, edits, began, proposed)
+        groups = self.scheduler.commit(plan, edits)
+        self.metrics.committed(plan, edits, groups, self._groups)
+        if speculation is not None:
+            drafting, rest = proposed - began, time.monotonic() - proposed
+            speculation.verified(plan, edits, rest, drafting)
+            self.metrics.speculation.took(plan, drafting, rest)
+        self._forget_finished(groups)
         if (result.token_ids == NOT_FINITE).any():
             self.reset_prefix_cache()  # numbers that are none may be in the pages too, and must not outlive their request
         return groups
@@ -204,16 +214,6 @@ class Engine:
         if reset:
             self.metrics.memory = MemoryHistory()
         return report
-
-    def _commit(self, plan: StepPlan, edits: list[Edit], began: float, proposed: float) -> list[SequenceGroup]:
-        groups = self.scheduler.commit(plan, edits)
-        self.metrics.committed(plan, edits, groups, self._groups)
-        if self.speculation is not None:
-            drafting, rest = proposed - began, time.monotonic() - proposed
-            self.speculation.verified(plan, edits, rest, drafting)
-            self.metrics.speculation.took(plan, drafting, rest)
-        self._forget_finished(groups)
-        return groups
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceGroup]:
         """A failed step took the donated pages with it: what was running ends with an error, and the pool is made anew."""

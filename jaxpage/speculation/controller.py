@@ -25,7 +25,7 @@ STALEST_EVERY = 4  # looks go to the shape that promises most, and every so ofte
 BEGINS, ENDS = 1.04, 1.0  # how much better than none drafting promises to be, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
 LONGER = 16  # steps without drafts for each step of a nap: who has not drafted for long is asked less
-NAP = 15  # steps at most in which nothing is asked nor measured, behind one of which nothing came: so it costs the host next to nothing
+NAP = 31  # steps at most in which nothing is asked nor measured, behind one of which nothing came: so it costs the host next to nothing
 LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
 
@@ -69,6 +69,7 @@ class Controller:
         self._looked = 0  # the step of the last look
         self.num_looks = 0  # so far
         self._paid = False  # whether the last look was better than not to look
+        self._plain = 0.0  # seconds of a step without drafts, when it was asked last
         self._best = 0.0  # tokens per second of the best that is known, at the last decision
         self._asked: Mapping[int, int] = {}
         self._parents: tuple[int, ...] = ()  # of the last draft: the next is taken to have its form
@@ -95,7 +96,7 @@ class Controller:
                 self._planned = None
             return {}
         self._unasked = 0
-        plain = self.costs.of(shapes[0])
+        plain = self._plain = self.costs.of(shapes[0])
         if not self._best:  # nothing was decided yet
             self._credit = FIRST_CREDIT_STEPS * plain
         if self._planned is not None and self._planned not in shapes:  # there are more rows now, or fewer
@@ -139,11 +140,11 @@ class Controller:
         is_awake = self._drafts or self._look or self._planned or self._asked or self.num_looks % self._steps_to_show
         return 0 if is_awake else min(NAP, self._since // LONGER)
 
-    def slept(self, seconds: float) -> None:
-        """Through a step that took so long."""
-        self._step += 1
-        self._since += 1
-        self._earn(seconds)
+    def slept(self, num_steps: int) -> None:
+        """In which it was not asked, and of which it was told nothing."""
+        self._step += num_steps
+        self._since += num_steps
+        self._earn(num_steps, self._plain)
 
     def pass_over(self) -> None:
         """A step for which nobody can ask."""
@@ -222,10 +223,11 @@ class Controller:
             self._credit -= lost
         elif self._planned is not None:
             self._credit -= self.costs.of(shape, levels) - self.costs.of(shape)
-        self._earn(seconds)
+        self._earn(1, seconds)
 
-    def _earn(self, seconds: float) -> None:
-        self._credit = min(self._credit + SHARE * seconds, CREDIT_STEPS * seconds)
+    def _earn(self, num_steps: int, seconds: float) -> None:
+        """seconds: of a step."""
+        self._credit = min(self._credit + SHARE * num_steps * seconds, CREDIT_STEPS * seconds)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         self.acceptance.forget(sequence_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from jaxpage.decoding.edits import Append, Edit
 from jaxpage.request import Request, Sequence, SequenceGroup
@@ -40,16 +40,33 @@ class Speculation:
         self.controller = controller
         self._following = following
         self._nap = 0  # steps for which the controller is yet not to be asked
-        self._sleeps = False  # in this step
+        self._num_slept = 0  # steps for which it was not
+        self._proposed: Mapping[int, Draft] = {}  # for this step, by sequence id
+        self._refused: dict[
+            int, tuple[Draft, int]
+        ] = {}  # of these, those that a grammar does not admit whole, and how much it does
         self._draw_observer = proposer if isinstance(proposer, DrawObserver) else None
 
-    def propose(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
+    def propose(self, groups: Iterable[SequenceGroup]) -> Mapping[int, Draft]:
         """Drafts for the running groups' sequences that have one token left to compute, by sequence id. Beams are not drafted for:
         which of them goes on behind a token is not known before it is drawn."""
-        self._sleeps = self._nap > 0
-        if self._sleeps:
+        if self._nap:
             self._nap -= 1
+            self._num_slept += 1
             return {}
+        if self._num_slept and self.controller is not None:
+            self.controller.slept(self._num_slept)
+        self._num_slept, self._refused, self._proposed = 0, {}, {}
+        if not self._failed:
+            self._proposed = self._drafts(groups)
+        return self._proposed
+
+    @property
+    def has_part(self) -> bool:
+        """In the step for which drafts were asked last. Else nothing needs to be told of it, which saves the host some microseconds."""
+        return not self._failed and (not self._num_slept or self._following is not None)
+
+    def _drafts(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
         num_rows = 0
         decoding: dict[int, tuple[Request, Sequence]] = {}  # by sequence id, of those that can be drafted for
         for group in groups:
@@ -76,13 +93,18 @@ class Speculation:
         counts = self.controller.cut(num_rows, drafts)
         return {sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()}
 
+    def admitted(self, drafts: Mapping[int, Draft]) -> None:
+        """Of those that `propose` gave these are left. What is missing cannot follow: it counts as wrong, unverified."""
+        for sequence_id, draft in self._proposed.items():
+            num_left = len(drafts[sequence_id].token_ids) if sequence_id in drafts else 0
+            if num_left < len(draft.token_ids):
+                self._refused[sequence_id] = draft, num_left
+
     def _can_draft(self, sequence_id: int) -> bool:
         return self._following is None or not self._following.has_lost(sequence_id)
 
     def _ask(self, num_rows: int, sequence_ids: Iterable[int]) -> dict[int, int]:
         """How many drafts to ask for, by sequence id."""
-        if self._failed:
-            return {}
         if self.controller is not None:
             ready = None if self._following is None else self._following.ready
             return dict(self.controller.ask(num_rows, list(sequence_ids), ready))
@@ -115,7 +137,7 @@ class Speculation:
     def levels(self, plan: StepPlan, others_wait: bool = False) -> int | None:
         """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there.
         others_wait: there are requests that could run and do not yet."""
-        if self._following is None or self._failed:
+        if self._following is None:
             return None
         return self._following.levels(plan, others_wait)
 
@@ -134,7 +156,7 @@ class Speculation:
                     self._proposer.observe(sample.sequence_id, sample.position + 1, guesses)
             if self._draw_observer is not None and plan.verifies:
                 for row, draws in _drawn(plan, result):
-                    draft = Draft(row.token_ids[1:], tuple(parent - 1 for parent in row.parents))
+                    draft = Draft(row.token_ids[1:], _behind(row))
                     self._draw_observer.drawn(row.sequence_id, row.start + 1, draft, draws)
         except Exception:
             self._give_up()
@@ -143,33 +165,38 @@ class Speculation:
         """A step happened, with drafts or without. Seconds of `propose`, and of all else that the step took."""
         if self.controller is None or plan.swap_in or plan.swap_out:
             return  # nothing to learn, or a step that moved blocks: its seconds say nothing
-        if self._sleeps and (self._following is None or self._following.last_levels is None):
-            self.controller.slept(seconds)
+        if self._num_slept and (self._following is None or self._following.last_levels is None):
             return
+        num_appended = self._learn(self.controller, plan, edits) if plan.verifies or self._refused else 0
         if not plan.decodes:  # with prompts in it, whose seconds say nothing of shapes with drafts
             if self._following is not None:
                 self._following.paid(plan, 0)
             return
-        num_drafts = num_appended = 0
-        if plan.verifies:
-            appended: dict[int, list[int]] = {}
-            for edit in edits:
-                if isinstance(edit, Append):
-                    num_appended += 1
-                    # What was drawn behind them may be one of the wrong drafts, if the rule is not coupled.
-                    if edit.drafted:
-                        appended.setdefault(edit.sequence_id, []).append(edit.token_id)
-            for row in plan.rows:
-                if row.parents:
-                    num_drafts += len(row.parents)
-                    path = _right(row, appended.get(row.sequence_id, []))
-                    self.controller.verified(row.sequence_id, [parent - 1 for parent in row.parents], path)
-        num_rows = len(plan.rows)
-        num_tokens, levels = num_appended or num_rows, None
+        num_rows, levels = len(plan.rows), None
+        num_tokens = num_appended or num_rows
         if self._following is not None:
             levels = self._following.last_levels
             self._following.paid(plan, num_tokens)
-        self.controller.measured(num_rows, num_drafts, num_tokens, seconds, proposing, levels)
+        self.controller.measured(num_rows, plan.num_tokens - num_rows, num_tokens, seconds, proposing, levels)
+
+    def _learn(self, controller: Controller, plan: StepPlan, edits: Iterable[Edit]) -> int:
+        """Which drafts were right. Returns how many tokens the sequences got."""
+        appended: dict[int, list[int]] = {}
+        num_appended = 0
+        for edit in edits:
+            if isinstance(edit, Append):
+                num_appended += 1
+                # What was drawn behind them may be one of the wrong drafts, if the rule is not coupled.
+                if edit.drafted:
+                    appended.setdefault(edit.sequence_id, []).append(edit.token_id)
+        verified = {row.sequence_id: Draft(row.token_ids[1:], _behind(row)) for row in plan.rows if row.parents}
+        for sequence_id, (draft, num_left) in self._refused.items():
+            if num_left == (len(verified[sequence_id].token_ids) if sequence_id in verified else 0):
+                verified[sequence_id] = draft
+        for sequence_id, draft in verified.items():
+            path = _right(draft, appended.get(sequence_id, []))
+            controller.verified(sequence_id, draft.parents, path)
+        return num_appended
 
     def forget(self, group: SequenceGroup) -> None:
         """The request has ended."""
@@ -194,15 +221,20 @@ def _drawn(plan: StepPlan, result: StepResult) -> Iterator[tuple[Row, list[int]]
         first = stop
 
 
-def _right(row: Row, token_ids: Iterable[int]) -> set[int]:
-    """Which of a row's drafts are the tokens that the sequence got of them."""
+def _behind(row: Row) -> tuple[int, ...]:
+    """`Draft.parents` of a row's drafts."""
+    return tuple(parent - 1 for parent in row.parents)
+
+
+def _right(draft: Draft, token_ids: Iterable[int]) -> set[int]:
+    """Which of the drafts are the tokens that the sequence got of them."""
     path: set[int] = set()
-    parent = 0
+    last = -1
     for token_id in token_ids:
-        for place, before in enumerate(row.parents, start=1):
-            if before == parent and row.token_ids[place] == token_id:
-                path.add(place - 1)
-                parent = place
+        for place, parent in enumerate(draft.parents):
+            if parent == last and draft.token_ids[place] == token_id:
+                path.add(place)
+                last = place
                 break
         else:
             break
