@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.scheduling import StepLimits
 from jaxpage.scheduling.plan import Row, Sample, StepPlan
-from jaxpage.speculation.controller import NAP
+from jaxpage.speculation.controller import MOST_NAP
 from jaxpage.speculation.costs import Costs
 from jaxpage.speculation.following import KEEPS, PATIENCE, SHARE, Following
 
@@ -146,7 +146,7 @@ def test_in_a_rest_the_controller_is_seldom_asked() -> None:
     controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.1, ahead=0.1, levels=1)
     for _ in range(PATIENCE + 1):
         run(following, plan_of((2, 0)))
-    assert following.nap == NAP
+    assert following.nap == MOST_NAP
 
 
 def test_it_begins_again_with_a_request_that_finds_its_beginning_computed() -> None:

@@ -25,7 +25,10 @@ STALEST_EVERY = 4  # looks go to the shape that promises most, and every so ofte
 BEGINS, ENDS = 1.04, 1.0  # how much better than none drafting promises to be, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
 LONGER = 16  # steps without drafts for each step of a nap: who has not drafted for long is asked less
-NAP = 31  # steps at most in which nothing is asked nor measured, behind one of which nothing came: so it costs the host next to nothing
+LEAST_NAP, MOST_NAP = (
+    7,
+    31,
+)  # steps in which nothing is asked nor measured, since nothing came of the last: so they cost the host little
 LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
 
@@ -138,7 +141,7 @@ class Controller:
     def nap(self) -> int:
         """For how many steps it need not be asked."""
         is_awake = self._drafts or self._look or self._planned or self._asked or self.num_looks % self._steps_to_show
-        return 0 if is_awake else min(NAP, self._since // LONGER)
+        return 0 if is_awake else min(MOST_NAP, max(LEAST_NAP, self._since // LONGER))
 
     def slept(self, num_steps: int) -> None:
         """In which it was not asked, and of which it was told nothing."""

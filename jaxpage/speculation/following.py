@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.scheduling.policy import StepLimits
-from jaxpage.speculation.controller import NAP, Controller
+from jaxpage.speculation.controller import MOST_NAP, Controller
 from jaxpage.speculation.costs import AheadCosts
 from jaxpage.speculative_config import MOST_DRAFTS
 
@@ -166,7 +166,7 @@ class Following:
         """For how many steps the controller need not be asked."""
         if self._controller is None or self.last_levels is not None:
             return 0
-        return min(self._rest, NAP) if self._remembers else self._controller.nap
+        return min(self._rest, MOST_NAP) if self._remembers else self._controller.nap
 
     @property
     def has_drafted(self) -> bool:
