@@ -25,10 +25,7 @@ STALEST_EVERY = 4  # looks go to the shape that promises most, and every so ofte
 BEGINS, ENDS = 1.04, 1.0  # how much better than none drafting promises to be, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
 LONGER = 16  # steps without drafts for each step of a nap: who has not drafted for long is asked less
-LEAST_NAP, MOST_NAP = (
-    7,
-    31,
-)  # steps in which nothing is asked nor measured, since nothing came of the last: so they cost the host little
+LEAST_NAP, MOST_NAP = 7, 31  # steps in which nothing is asked nor measured, so that they cost the host little
 LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
 
 

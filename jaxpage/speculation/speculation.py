@@ -42,9 +42,8 @@ class Speculation:
         self._nap = 0  # steps for which the controller is yet not to be asked
         self._num_slept = 0  # steps for which it was not
         self._proposed: Mapping[int, Draft] = {}  # for this step, by sequence id
-        self._refused: dict[
-            int, tuple[Draft, int]
-        ] = {}  # of these, those that a grammar does not admit whole, and how much it does
+        # Of these, those that a grammar does not admit whole, and how many of their tokens it does.
+        self._refused: dict[int, tuple[Draft, int]] = {}
         self._draw_observer = proposer if isinstance(proposer, DrawObserver) else None
 
     def propose(self, groups: Iterable[SequenceGroup]) -> Mapping[int, Draft]:
