@@ -59,8 +59,8 @@ def test_drafts_that_a_grammar_refuses_are_given_up(told: bool) -> None:
     proposer = Proposer()
     speculation = Speculation(proposer, LIMITS, controller_of(), vocab_size=9)
     for _ in range(400):
-        if speculation.propose([decoding()]) and told:
-            speculation.admitted({})
+        if (drafts := speculation.propose([decoding()])) and told:
+            speculation.admitted(drafts, {})
         if speculation.has_part:
             speculation.verified(plan_of(), [Append(3, 4)], 1.0, 0.01)
     assert (proposer.num_asked < 60) == told
@@ -91,8 +91,9 @@ def test_what_is_learned(
     monkeypatch.setattr(controller, "cut", lambda *_: {3: 3})
     monkeypatch.setattr(controller, "verified", lambda _, parents, path: told.append((tuple(parents), set(path))))
     speculation = Speculation(Proposer(), LIMITS, controller, vocab_size=9)
-    (draft,) = speculation.propose([decoding()]).values()
-    speculation.admitted({3: draft.cut(admitted)} if admitted else {})
+    drafts = speculation.propose([decoding()])
+    draft = drafts[3]
+    speculation.admitted(drafts, {3: draft.cut(admitted)} if admitted else {})
     edits = [Append(3, token_id, drafted=index < len(drawn) - 1) for index, token_id in enumerate(drawn)]
     speculation.verified(plan_of(*draft.token_ids[:in_step]), edits, 1.0, 0.0)
     assert told == learned

@@ -138,12 +138,12 @@ class Engine:
         """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
         self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
         began = time.monotonic()
-        drafts = self.propose(self.scheduler.running)
+        drafts = all_drafts = self.propose(self.scheduler.running)
         speculation = self.speculation if self.speculation is not None and self.speculation.has_part else None
         if drafts:
-            drafts = possible(drafts, self._strategies, self.builder.vocab_size)
+            drafts = possible(all_drafts, self._strategies, self.builder.vocab_size)
             if speculation is not None:
-                speculation.admitted(drafts)
+                speculation.admitted(all_drafts, drafts)
         proposed = time.monotonic()
         plan = self.scheduler.plan(drafts)
         self._blocks_may_be_missing = plan is not None and bool(plan.swap_out or plan.swap_in or plan.copies)

@@ -41,8 +41,7 @@ class Speculation:
         self._following = following
         self._nap = 0  # steps for which the controller is yet not to be asked
         self._num_slept = 0  # steps for which it was not
-        self._proposed: Mapping[int, Draft] = {}  # for this step, by sequence id
-        # Of these, those that a grammar does not admit whole, and how many of their tokens it does.
+        # Of this step's drafts, those that a grammar does not admit whole, and how many of their tokens it does. By sequence id.
         self._refused: dict[int, tuple[Draft, int]] = {}
         self._draw_observer = proposer if isinstance(proposer, DrawObserver) else None
 
@@ -55,10 +54,8 @@ class Speculation:
             return {}
         if self._num_slept and self.controller is not None:
             self.controller.slept(self._num_slept)
-        self._num_slept, self._refused, self._proposed = 0, {}, {}
-        if not self._failed:
-            self._proposed = self._drafts(groups)
-        return self._proposed
+        self._num_slept, self._refused = 0, {}
+        return {} if self._failed else self._drafts(groups)
 
     @property
     def has_part(self) -> bool:
@@ -92,10 +89,10 @@ class Speculation:
         counts = self.controller.cut(num_rows, drafts)
         return {sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()}
 
-    def admitted(self, drafts: Mapping[int, Draft]) -> None:
-        """Of those that `propose` gave these are left. What is missing cannot follow: it counts as wrong, unverified."""
-        for sequence_id, draft in self._proposed.items():
-            num_left = len(drafts[sequence_id].token_ids) if sequence_id in drafts else 0
+    def admitted(self, proposed: Mapping[int, Draft], left: Mapping[int, Draft]) -> None:
+        """What is left of what `propose` gave for the step. What is missing cannot follow: it counts as wrong, unverified."""
+        for sequence_id, draft in proposed.items():
+            num_left = len(left[sequence_id].token_ids) if sequence_id in left else 0
             if num_left < len(draft.token_ids):
                 self._refused[sequence_id] = draft, num_left
 
