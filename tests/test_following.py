@@ -97,6 +97,47 @@ def test_it_rests_when_drafts_gain_less_than_it_takes() -> None:
         assert (followed[-1] is None) == rests
 
 
+def rests_where_one_is_slow(num_steps: int, cost: float) -> bool:
+    """Batches of four, in each of which three sequences are faster and end, and the fourth goes on by itself.
+
+    Drafts of all four gain nothing. In so many steps by itself the fourth gets four tokens, for a cost of one to four steps without drafts.
+    """
+    limits = StepLimits(4, 64, 4, mixed=True, decoded=(1, 4), verified=((4, 8),) * 2, streams=((1, 4), (4, 16)))
+    controller = wishes(drafts=True)
+    following = Following(limits, controller, block_size=4)
+    costs = controller.costs
+    for shape, seconds in {(1, 1): 1.0, (4, 4): 1.0, (1, 4): cost, (4, 16): 4.0}.items():
+        costs.at_start(shape, seconds)
+    costs.ahead.prompt_token = 0.05
+    for batch in range(100):
+        slow, *fast = range(4 * batch, 4 * batch + 4)
+        places = [{slow: 8} | dict.fromkeys(fast, 8), {slow: 9} | dict.fromkeys(fast, 13)]
+        places += [{slow: 10 + 4 * step} for step in range(num_steps)]
+        prompts = tuple(Row(sequence_id, 0, (1,) * 8, (1,)) for sequence_id in (slow, *fast))
+        levels = [run(following, dataclasses.replace(plan_of(), rows=prompts))]
+        for place in places:
+            rows = tuple(Row(sequence_id, start, (1,) * 4, (1,), (0, 1, 2)) for sequence_id, start in place.items())
+            step = dataclasses.replace(plan_of(*place.items()), rows=rows)
+            step = dataclasses.replace(step, samples=tuple(itertools.chain(*[[each] * 4 for each in step.samples])))
+            levels.append(run(following, step, 4 * len(rows)))
+        if None in levels:
+            return True
+        following.forget(places[0])
+    return False
+
+
+def test_what_the_last_rows_of_a_batch_gain_is_as_much_as_rows_of_a_whole_batch_would() -> None:
+    """Without drafts all four would end together: four tokens of one of them are worth one step, and not four."""
+    assert rests_where_one_is_slow(0, 2.0), "the following of prompts is for nothing"
+    assert rests_where_one_is_slow(1, 2.0), "and the last step takes two for what is worth one"
+    assert not rests_where_one_is_slow(2, 0.1), "last steps that are cheap enough pay for the prompts"
+
+
+def test_who_goes_on_for_long_is_by_itself() -> None:
+    """From where it has come as far as those that have ended."""
+    assert not rests_where_one_is_slow(12, 2.0)
+
+
 def test_behind_prompts_nothing_is_drafted_while_others_wait() -> None:
     """The next step computes their prompts, and verifies nothing; but where prompts and decoding alternate, it decodes."""
     following = Following(LIMITS, None, block_size=4)

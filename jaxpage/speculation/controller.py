@@ -21,6 +21,7 @@ CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
 FIRST_CREDIT_STEPS = 1.0  # that there is at the start
 LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 SEEK_EVERY = 64  # the same while nothing is drafted, where that costs nothing: a drafter on the device follows at a cost, and soon rests
+STALE = 64  # steps since one without drafts was measured, after which looks go there first: all gains are against it
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago, if it can be
 BEGINS, ENDS = 1.04, 1.0  # how much better than none drafting promises to be, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
@@ -256,13 +257,16 @@ class Controller:
         others = [shape for shape in goodput if shape != chosen]
         needed = {shape: self._needed_for(shape, num_rows) for shape in others}
         affordable = [shape for shape in others if self._affords(needed[shape])]
-        if affordable and self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
+        plain = self._shapes(num_rows)[0]
+        if self._drafts and self.costs.age(plain) > STALE:
+            other = plain
+        elif affordable and self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
             other = min(affordable, key=self.costs.last)
         else:
             other = max(others, key=goodput.__getitem__)
-            if other not in affordable:
-                self._needed = needed[other]
-                return None
+        if other not in affordable:
+            self._needed = needed[other]
+            return None
         self._looked, self._needed = self._step, 0.0
         return other
 

@@ -140,3 +140,7 @@ class Costs:
     def last(self, shape: Shape) -> int:
         """When it was measured; 0: never, or at the start."""
         return self._last.get(shape, 0)
+
+    def age(self, shape: Shape) -> int:
+        """How many measurements there were since."""
+        return self._num_measured - self.last(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.scheduling.policy import StepLimits
@@ -55,6 +55,7 @@ class Following:
         self._patience = PATIENCE  # as many as that may be
         self._num_looks = 0  # of the controller, when it began
         self._lost = 0.0  # seconds, since it began
+        self._pace = _Pace()
         self._rest = 0  # steps for which it is yet to rest
         self._last_decoded = True  # the last step did, and computed no prompts
 
@@ -118,10 +119,13 @@ class Following:
             return
         costs, num_rows = self._controller.costs, len(plan.rows)
         if plan.decodes:
-            shape, plain = (self._limits.shape(num_rows, count) for count in (plan.num_tokens - num_rows, 0))
-            lost = costs.of(shape, self._levels) - costs.of(plain) * num_tokens / num_rows
+            num_without = self._pace.num_rows_without_drafts(plan.rows, num_tokens)
+            plain = costs.of(self._limits.shape(num_without, 0))
+            shape = self._limits.shape(num_rows, plan.num_tokens - num_rows)
+            lost = costs.of(shape, self._levels) - plain * num_tokens / num_without
         else:
-            lost = costs.of_following(plan.num_tokens)
+            shape = self._limits.shape(num_rows, 0)
+            lost = costs.of_following(plan.num_tokens) + costs.of(shape, self._levels) - costs.of(shape, 0)
         self._lost = max(0.0, self._lost + lost)
 
     def ran(self, plan: StepPlan, drafted: bool = True) -> None:
@@ -185,3 +189,25 @@ class Following:
         gone = set(sequence_ids)
         self._blind -= gone
         self._seen -= gone
+
+
+class _Pace:
+    """How far sequences have come since the last of them joined.
+
+    With drafts those that joined together end one by one; without any they would end together. So the few rows that are left in the end
+    are dear, and what their drafts gain is not what all drafts have gained.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[int, int] = {}  # where each sequence was
+        self._come: dict[int, float] = {}  # how many tokens it has had since
+
+    def num_rows_without_drafts(self, rows: Sequence[Row], num_tokens: int) -> int:
+        """Of a step that gave so many tokens: its rows, and the sequences that have ended and were ahead of them."""
+        if any([row.sequence_id not in self._first for row in rows]):
+            self._first, self._come = {row.sequence_id: row.start for row in rows}, {}
+        now = {row.sequence_id: row.start - self._first[row.sequence_id] for row in rows}
+        mean = sum(now.values()) / len(now)
+        num_ended = sum([come > mean for sequence_id, come in self._come.items() if sequence_id not in now])
+        self._come.update({sequence_id: come + num_tokens / len(now) for sequence_id, come in now.items()})
+        return len(now) + num_ended
