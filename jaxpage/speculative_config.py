@@ -153,12 +153,8 @@ class SpeculativeConfig(BaseModel):
         shortest, longest = self.prompt_lookup
         if shortest > longest:
             yield f"prompt_lookup_min is {shortest}, above prompt_lookup_max, {longest}"
-        depth, wanted = self.suffix_decoding.max_tree_depth, self.num_speculative_tokens
-        if self.method == "suffix" and wanted != "auto" and wanted >= depth:
-            yield (
-                f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
-            )
-
+        if self.method == "suffix":
+            yield from self._never_drafted(self.suffix_decoding)
         if self.method == "lookahead":
             yield from self._too_many(self.lookahead)
 
@@ -166,6 +162,18 @@ class SpeculativeConfig(BaseModel):
             yield f"method {self.method!r} needs model: where its weights are"
         if self.medusa_choices is not None:
             yield from self._wrong_choices(self.medusa_choices)
+
+    def _never_drafted(self, settings: SuffixDecoding) -> Iterable[str]:
+        depth, factor, wanted = settings.max_tree_depth, settings.max_spec_factor, self.num_speculative_tokens
+        if wanted != "auto" and wanted >= depth:
+            yield (
+                f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
+            )
+        if int((depth - 1) * factor) < 1:
+            yield (
+                f"suffix_decoding_max_spec_factor is {factor:g}, which drafts nothing: suffix_decoding_max_tree_depth {depth} lets at most "
+                f"{depth - 1} tokens match, so that a single draft takes 1/{depth - 1}"
+            )
 
     def _too_many(self, sizes: Lookahead) -> Iterable[str]:
         wanted = self.num_speculative_tokens

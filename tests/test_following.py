@@ -97,22 +97,22 @@ def test_it_rests_when_drafts_gain_less_than_it_takes() -> None:
         assert (followed[-1] is None) == rests
 
 
-def rests_where_one_is_slow(num_steps: int, cost: float) -> bool:
+def rests_where_one_is_slow(num_steps: int, cost: float, num_full: int = 2, cost_of_full: float = 4.0) -> bool:
     """Batches of four, in each of which three sequences are faster and end, and the fourth goes on by itself.
 
-    Drafts of all four gain nothing. In so many steps by itself the fourth gets four tokens, for a cost of one to four steps without drafts.
+    In so many steps by itself the fourth gets four tokens, each for `cost` steps without drafts. Full steps are worth four of those.
     """
     limits = StepLimits(4, 64, 4, mixed=True, decoded=(1, 4), verified=((4, 8),) * 2, streams=((1, 4), (4, 16)))
     controller = wishes(drafts=True)
     following = Following(limits, controller, block_size=4)
     costs = controller.costs
-    for shape, seconds in {(1, 1): 1.0, (4, 4): 1.0, (1, 4): cost, (4, 16): 4.0}.items():
+    for shape, seconds in {(1, 1): 1.0, (4, 4): 1.0, (1, 4): cost, (4, 16): cost_of_full}.items():
         costs.at_start(shape, seconds)
     costs.ahead.prompt_token = 0.05
     for batch in range(100):
         slow, *fast = range(4 * batch, 4 * batch + 4)
-        places = [{slow: 8} | dict.fromkeys(fast, 8), {slow: 9} | dict.fromkeys(fast, 13)]
-        places += [{slow: 10 + 4 * step} for step in range(num_steps)]
+        places = [{slow: 8 + step} | dict.fromkeys(fast, 8 + 5 * step) for step in range(num_full)]
+        places += [{slow: 8 + num_full + 4 * step} for step in range(num_steps)]
         prompts = tuple(Row(sequence_id, 0, (1,) * 8, (1,)) for sequence_id in (slow, *fast))
         levels = [run(following, dataclasses.replace(plan_of(), rows=prompts))]
         for place in places:
@@ -131,6 +131,12 @@ def test_what_the_last_rows_of_a_batch_gain_is_as_much_as_rows_of_a_whole_batch_
     assert rests_where_one_is_slow(0, 2.0), "the following of prompts is for nothing"
     assert rests_where_one_is_slow(1, 2.0), "and the last step takes two for what is worth one"
     assert not rests_where_one_is_slow(2, 0.1), "last steps that are cheap enough pay for the prompts"
+
+
+def test_what_all_have_gained_counts_until_the_last_has_ended() -> None:
+    """Else a drafter would rest while it drafts for the slowest, who is dear without it as well."""
+    assert not rests_where_one_is_slow(4, 3.5, num_full=5, cost_of_full=1.0)
+    assert rests_where_one_is_slow(4, 3.5, num_full=5, cost_of_full=4.0)
 
 
 def test_who_goes_on_for_long_is_by_itself() -> None:
@@ -183,11 +189,8 @@ def test_in_a_rest_the_controller_is_seldom_asked() -> None:
         run(following, plan_of((1, 5)))
         assert following.nap == 0
     run(following, plan_of((1, 5)))
-    assert following.nap == 1, "it takes nothing, so that it rests for one step only"
-    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.1, ahead=0.1, levels=1)
-    for _ in range(PATIENCE + 1):
-        run(following, plan_of((2, 0)))
-    assert following.nap == MOST_NAP
+    assert following.nap == MOST_NAP, "until it follows again"
+    assert run(following, plan_of((2, 0))) == 0 and following.nap == 0
 
 
 def test_it_begins_again_with_a_request_that_finds_its_beginning_computed() -> None:

@@ -506,6 +506,10 @@ def test_rates_that_rise_or_are_none_are_refused(rates: tuple[float, ...]) -> No
             {"method": "suffix", "suffix_decoding_max_tree_depth": 8, "num_speculative_tokens": 8},
             "num_speculative_tokens is 8, but suffix_decoding_max_tree_depth 8 leaves at most 7",
         ),
+        (
+            {"method": "suffix", "suffix_decoding_max_tree_depth": 8, "suffix_decoding_max_spec_factor": 0.1},
+            "suffix_decoding_max_spec_factor is 0.1, which drafts nothing: .* 8 lets at most 7 tokens match",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -21,7 +21,8 @@ CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
 FIRST_CREDIT_STEPS = 1.0  # that there is at the start
 LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
 SEEK_EVERY = 64  # the same while nothing is drafted, where that costs nothing: a drafter on the device follows at a cost, and soon rests
-STALE = 64  # steps since one without drafts was measured, after which looks go there first: all gains are against it
+PLAIN_EVERY = 64  # steps with drafts to one without, which tells what all gains are against
+DOUBTED = 1.5  # times as good as none: what promises more is better, whatever a step without drafts may take
 STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago, if it can be
 BEGINS, ENDS = 1.04, 1.0  # how much better than none drafting promises to be, when it begins and when it ends
 DWELL = 16  # steps from its end to its next beginning; it ends at once
@@ -66,6 +67,7 @@ class Controller:
         self._credit = 0.0  # seconds
         self._needed = 0.0  # seconds of credit: what the last look that was too dear would have cost
         self._look: Shape | None = None  # that this step takes, whatever is best
+        self._plainly = 0  # the last step without drafts while there are some
         self._planned: Shape | None = None  # that the next step takes likewise
         self._looked = 0  # the step of the last look
         self.num_looks = 0  # so far
@@ -120,6 +122,9 @@ class Controller:
         self._reviewed = None if self._drafts else (shapes[0][0], self._step)
         self._best = goodput[best] if self._drafts else num_rows / plain
         chosen = best if self._drafts else shapes[0]
+        if self._drafts and self._best * plain < DOUBTED * num_rows and self._is_long_ago(shapes[0]):
+            self._plainly = self._step
+            return {}
         if self._planned in shapes and ready and not set(sequence_ids).isdisjoint(ready):
             self._look, self._planned = self._planned, None
         elif may_look:
@@ -252,21 +257,22 @@ class Controller:
         elif not self._drafts and ratio > BEGINS and self._since >= DWELL:
             self._drafts, self._since = True, 0
 
+    def _is_long_ago(self, plain: Shape) -> bool:
+        """That a step without drafts was measured. What slows those with drafts is in part put down to the pace of all meanwhile."""
+        return min(self._step - self._plainly, self.costs.age(plain)) >= PLAIN_EVERY
+
     def _elsewhere(self, goodput: Mapping[Shape, float], chosen: Shape, num_rows: int) -> Shape | None:
         """Another shape to look at, if there is credit for it."""
         others = [shape for shape in goodput if shape != chosen]
         needed = {shape: self._needed_for(shape, num_rows) for shape in others}
         affordable = [shape for shape in others if self._affords(needed[shape])]
-        plain = self._shapes(num_rows)[0]
-        if self._drafts and self.costs.age(plain) > STALE:
-            other = plain
-        elif affordable and self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
+        if affordable and self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
             other = min(affordable, key=self.costs.last)
         else:
             other = max(others, key=goodput.__getitem__)
-        if other not in affordable:
-            self._needed = needed[other]
-            return None
+            if other not in affordable:
+                self._needed = needed[other]
+                return None
         self._looked, self._needed = self._step, 0.0
         return other
 

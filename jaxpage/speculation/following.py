@@ -12,9 +12,7 @@ from jaxpage.speculative_config import MOST_DRAFTS
 
 KEEPS = 24  # steps for which it goes on following after drafts were last wanted or looked at: they may be wanted again
 PATIENCE = 80  # steps for which it follows at most until they are looked at
-MOST_LOST = (
-    16.0  # steps' worth of time that may go into following for nothing, or for less than it takes, before it rests
-)
+MOST_LOST = 8.0  # steps' worth of time that may be lost by following before it rests
 SHARE = 0.01  # of the time that may go there: it rests for as long as that takes
 
 
@@ -54,7 +52,8 @@ class Following:
         self._idle = 0  # steps since drafts were wanted, or since it began to follow
         self._patience = PATIENCE  # as many as that may be
         self._num_looks = 0  # of the controller, when it began
-        self._lost = 0.0  # seconds, since it began
+        self._lost = 0.0  # since it began, in steps without drafts; below 0 it has gained
+        self._plain = 0.0  # seconds that the last of those would have taken
         self._pace = _Pace()
         self._rest = 0  # steps for which it is yet to rest
         self._last_decoded = True  # the last step did, and computed no prompts
@@ -104,9 +103,12 @@ class Following:
         elif controller.num_looks > self._num_looks:
             self._patience = min(self._patience, self._idle + KEEPS)
         self._idle += 1
-        lost = self._lost / controller.costs.of(self._limits.shape(len(plan.rows), 0))
-        if self._idle > self._patience or lost > MOST_LOST:
-            self._rest = max(1, round(lost / SHARE))  # one step at least: a rest ends only where a new request comes
+        if not plan.decodes:  # who has gained nothing by now is not to lose what others gained
+            self._lost = max(0.0, self._lost)
+        if self._idle > self._patience or self._lost > MOST_LOST:
+            self._rest = max(
+                1, round(self._lost / SHARE)
+            )  # one step at least: a rest ends only where a new request comes
             return False
         return True
 
@@ -122,11 +124,12 @@ class Following:
             num_without = self._pace.num_rows_without_drafts(plan.rows, num_tokens)
             plain = costs.of(self._limits.shape(num_without, 0))
             shape = self._limits.shape(num_rows, plan.num_tokens - num_rows)
+            self._plain = plain
             lost = costs.of(shape, self._levels) - plain * num_tokens / num_without
         else:
             shape = self._limits.shape(num_rows, 0)
             lost = costs.of_following(plan.num_tokens) + costs.of(shape, self._levels) - costs.of(shape, 0)
-        self._lost = max(0.0, self._lost + lost)
+        self._lost += lost / (self._plain or costs.of(self._limits.shape(num_rows, 0)))
 
     def ran(self, plan: StepPlan, drafted: bool = True) -> None:
         """The step for which `levels` was asked has happened. drafted: its shape is one that drafts."""
@@ -170,7 +173,7 @@ class Following:
         """For how many steps the controller need not be asked."""
         if self._controller is None or self.last_levels is not None:
             return 0
-        return min(self._rest, MOST_NAP) if self._remembers else self._controller.nap
+        return MOST_NAP if self._remembers else self._controller.nap
 
     @property
     def has_drafted(self) -> bool:
@@ -200,7 +203,7 @@ class _Pace:
 
     def __init__(self) -> None:
         self._first: dict[int, int] = {}  # where each sequence was
-        self._come: dict[int, float] = {}  # how many tokens it has had since
+        self._come: dict[int, float] = {}  # how many tokens it has had since, about
 
     def num_rows_without_drafts(self, rows: Sequence[Row], num_tokens: int) -> int:
         """Of a step that gave so many tokens: its rows, and the sequences that have ended and were ahead of them."""

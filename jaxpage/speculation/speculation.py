@@ -135,7 +135,10 @@ class Speculation:
         others_wait: there are requests that could run and do not yet."""
         if self._following is None:
             return None
-        return self._following.levels(plan, others_wait)
+        levels = self._following.levels(plan, others_wait)
+        if self._following.last_levels is not None:
+            self._nap = 0
+        return levels
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """A step ran: the proposer hears what was drawn behind its drafts, and what heads of the model or a drafter guess behind that."""
