@@ -103,12 +103,11 @@ class Following:
         elif controller.num_looks > self._num_looks:
             self._patience = min(self._patience, self._idle + KEEPS)
         self._idle += 1
-        if not plan.decodes:  # who has gained nothing by now is not to lose what others gained
+        if not plan.decodes:  # others join: what was gained until now is none of theirs
             self._lost = max(0.0, self._lost)
         if self._idle > self._patience or self._lost > MOST_LOST:
-            self._rest = max(
-                1, round(self._lost / SHARE)
-            )  # one step at least: a rest ends only where a new request comes
+            # One step at least: a rest ends only where a new request comes.
+            self._rest = max(1, round(self._lost / SHARE))
             return False
         return True
 
