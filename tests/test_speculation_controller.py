@@ -145,6 +145,20 @@ def test_it_follows_a_change(device: str, num_rows: int) -> None:
     assert away <= 120 and back <= 400
 
 
+@pytest.mark.parametrize("device", ["A100", "A100 with a head"])
+def test_the_best_shape_is_found_though_it_was_measured_too_dear(device: str) -> None:
+    """No kind of look keeps the others waiting for good."""
+
+    def tokens_per_second(mistake: float) -> float:
+        loop = loop_of(DEVICES[device], lambda place, step: PROFILES["mostly"], 4)
+        assert loop.controller is not None
+        loop.controller.costs.at_start((4, 32), DEVICES[device].seconds((4, 32)) * mistake)
+        loop.run(600)
+        return loop.run(600).tokens_per_second
+
+    assert tokens_per_second(2.0) > 0.95 * tokens_per_second(1.0)
+
+
 def test_drafts_that_are_seldom_found_and_cost_the_host() -> None:
     """A proposer that takes as long as half a step and finds something once in fifty asks is asked no more."""
     device = dataclasses.replace(CPU, draft=0.4e-3)
