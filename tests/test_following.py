@@ -191,6 +191,10 @@ def test_in_a_rest_the_controller_is_seldom_asked() -> None:
     run(following, plan_of((1, 5)))
     assert following.nap == MOST_NAP, "until it follows again"
     assert run(following, plan_of((2, 0))) == 0 and following.nap == 0
+    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.1, ahead=0.1, levels=1)
+    for _ in range(PATIENCE + 1):
+        run(following, plan_of((2, 0)))
+    assert following.nap == MOST_NAP
 
 
 def test_it_begins_again_with_a_request_that_finds_its_beginning_computed() -> None:

@@ -112,6 +112,19 @@ def test_in_a_nap_nobody_is_asked_and_nothing_need_be_told() -> None:
     assert len(asked) == 3 and slept == [3, 3]
 
 
+def test_a_drafter_that_follows_again_ends_the_nap() -> None:
+    asked: list[int] = []
+    controller: Any = SimpleNamespace(ask=lambda *_: asked.append(1) or {}, slept=lambda _: None)
+    follows: Any = SimpleNamespace(nap=30, ready=frozenset(), has_lost=lambda _: False, last_levels=None)
+    follows.levels = lambda *_: follows.last_levels
+    speculation = Speculation(Proposer(), LIMITS, controller, vocab_size=9, following=follows)
+    for step in range(12):
+        speculation.propose([decoding()])
+        follows.last_levels = 0 if step == 9 else None
+        speculation.levels(plan_of())
+    assert len(asked) == 2, "in the first step, and behind that in which it followed"
+
+
 def test_a_proposer_that_failed_has_no_part_in_any_step(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Proposer):
         def propose(self, *_: Any) -> Draft:

@@ -118,11 +118,12 @@ class Controller:
         nodes = self._nodes_to_ask(num_rows, sequence_ids)
         goodput = {shape: self._promise(num_rows, self._reached(nodes, num_rows, shape), shape) for shape in shapes[1:]}
         best = max(goodput, key=goodput.__getitem__)
-        self._decide(goodput[best] * plain / num_rows if nodes[0].rank >= LEAST_CHANCE else 0.0)
+        ratio = goodput[best] * plain / num_rows
+        self._decide(ratio if nodes[0].rank >= LEAST_CHANCE else 0.0)
         self._reviewed = None if self._drafts else (shapes[0][0], self._step)
         self._best = goodput[best] if self._drafts else num_rows / plain
         chosen = best if self._drafts else shapes[0]
-        if self._drafts and self._best * plain < DOUBTED * num_rows and self._is_long_ago(shapes[0]):
+        if self._drafts and ratio < DOUBTED and self._is_long_ago(shapes[0]):
             self._plainly = self._step
             return {}
         if self._planned in shapes and ready and not set(sequence_ids).isdisjoint(ready):

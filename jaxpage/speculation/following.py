@@ -119,16 +119,15 @@ class Following:
         if self._controller is None or self._levels is None or not self._remembers:
             return
         costs, num_rows = self._controller.costs, len(plan.rows)
+        alone = self._limits.shape(num_rows, 0)
         if plan.decodes:
             num_without = self._pace.num_rows_without_drafts(plan.rows, num_tokens)
-            plain = costs.of(self._limits.shape(num_without, 0))
+            self._plain = costs.of(self._limits.shape(num_without, 0))
             shape = self._limits.shape(num_rows, plan.num_tokens - num_rows)
-            self._plain = plain
-            lost = costs.of(shape, self._levels) - plain * num_tokens / num_without
+            lost = costs.of(shape, self._levels) - self._plain * num_tokens / num_without
         else:
-            shape = self._limits.shape(num_rows, 0)
-            lost = costs.of_following(plan.num_tokens) + costs.of(shape, self._levels) - costs.of(shape, 0)
-        self._lost += lost / (self._plain or costs.of(self._limits.shape(num_rows, 0)))
+            lost = costs.of_following(plan.num_tokens) + costs.of(alone, self._levels) - costs.of(alone, 0)
+        self._lost += lost / (self._plain or costs.of(alone))
 
     def ran(self, plan: StepPlan, drafted: bool = True) -> None:
         """The step for which `levels` was asked has happened. drafted: its shape is one that drafts."""
@@ -205,7 +204,7 @@ class _Pace:
         self._come: dict[int, float] = {}  # how many tokens it has had since, about
 
     def num_rows_without_drafts(self, rows: Sequence[Row], num_tokens: int) -> int:
-        """Of a step that gave so many tokens: its rows, and the sequences that have ended and were ahead of them."""
+        """Notes a step that gave so many tokens. Returns its rows, and the sequences that have ended and were ahead of them."""
         if any([row.sequence_id not in self._first for row in rows]):
             self._first, self._come = {row.sequence_id: row.start for row in rows}, {}
         now = {row.sequence_id: row.start - self._first[row.sequence_id] for row in rows}
