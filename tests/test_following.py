@@ -53,7 +53,7 @@ def test_without_a_controller_it_always_drafts_as_far_as_there_is_room() -> None
 def test_it_rests_when_nobody_wants_drafts_and_begins_again_with_a_new_request() -> None:
     controller = wishes(levels=0)
     following = Following(LIMITS, controller, block_size=4)
-    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.1, ahead=0.1, levels=1)
+    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.1, first=0.1, farthest=0.1)
     steps = [run(following, plan_of((1, 5))) for _ in range(PATIENCE + 1)]
     assert steps == [0] * PATIENCE + [None] and following.has_lost(1)
     rest = round(0.1 / SHARE * PATIENCE)
@@ -86,7 +86,7 @@ def test_it_rests_when_drafts_gain_less_than_it_takes() -> None:
         following = Following(LIMITS, controller, block_size=4)
         for shape in ((1, 1), (1, 4), LIMITS.shape(1, 3)):
             controller.costs.at_start(shape, 1.0)
-            controller.costs.ahead.at_start(shape, following=0.1, ahead=1.0, levels=3)
+            controller.costs.ahead.at_start(shape, following=0.1, first=0.4, farthest=0.1 + 0.3 * MOST_DRAFTS)
         controller.costs.ahead.prompt_token = prompt_token
         prompt = dataclasses.replace(plan_of((1, 0)), rows=(Row(1, 0, (1,) * 16, (1,)),))
         drafted = dataclasses.replace(plan_of((1, 16)), rows=(Row(1, 16, (1,) * 4, (1,), (0, 1, 2)),))
@@ -191,7 +191,7 @@ def test_in_a_rest_the_controller_is_seldom_asked() -> None:
     run(following, plan_of((1, 5)))
     assert following.nap == MOST_NAP, "until it follows again"
     assert run(following, plan_of((2, 0))) == 0 and following.nap == 0
-    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.1, ahead=0.1, levels=1)
+    controller.costs.ahead.at_start(LIMITS.shape(1, 0), following=0.1, first=0.1, farthest=0.1)
     for _ in range(PATIENCE + 1):
         run(following, plan_of((2, 0)))
     assert following.nap == MOST_NAP

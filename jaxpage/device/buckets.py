@@ -103,21 +103,18 @@ def make_menu(
     """Decode buckets by doubling rows, chunk buckets by quadrupling tokens: few shapes, little padding.
 
     mixed: a chunk step holds a row of every sequence, since those that decode take part.
-    num_drafts: how many drafts a row has on average: for each, buckets by doubling rows up to `max_verified_tokens` tokens. One row may
-        have more than another, up to the most of them: attention takes a tile of queries for each row in any case. One sequence by
-        itself with the most of them has a bucket of its own, where no other is as small.
+    num_drafts: how many drafts a row has on average: for each, buckets by doubling rows, from 1, up to `max_verified_tokens` tokens. One
+        row may have more than another, up to the most of them: attention takes a tile of queries for each row in any case.
     trees: whether drafts may branch. Then all of those buckets take trees, which cost a little more than chains alone.
     q_width: of those buckets.
     """
     rows = max(SMALLEST_ROWS, max_num_seqs)
     decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows, 2))
-    sizes = [(b.num_rows * (1 + k), b.num_rows) for b in decode for k in num_drafts]
     longest = 1 + max(num_drafts, default=0)
-    if num_drafts and all(tokens != longest for tokens, _ in sizes):
-        sizes.append((longest, 1))
     verify = [
-        Bucket(tokens, rows, min(tokens, longest), verifies=True, trees=trees, q_width=q_width)
-        for tokens, rows in sizes
+        Bucket(size * (1 + k), size, min(size * (1 + k), longest), verifies=True, trees=trees, q_width=q_width)
+        for size in (1, *(bucket.num_rows for bucket in decode))
+        for k in num_drafts
     ]
     chunk_rows = rows if mixed else min(CHUNK_ROWS, rows)
     return BucketMenu(

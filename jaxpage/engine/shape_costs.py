@@ -15,7 +15,6 @@ from jaxpage.speculation.costs import Shape
 
 CONTEXT = 128  # tokens before those that are computed, whatever stands in their blocks
 TURNS = 5  # after a first one, of which nobody knows what it pays for
-LEVELS = 3  # tokens ahead, when it is measured what each of them takes
 _PARAMS = SamplingParams(temperature=0.0)
 
 
@@ -33,9 +32,10 @@ def measure_shapes(builder: BatchBuilder, runner: Runner, controller: Controller
         for shape, (alone,) in _seconds(builder, runner, plans, (None,)).items():
             costs.at_start(shape, alone)
         return
-    for shape, (alone, follows, drafts) in _seconds(builder, runner, plans, (None, 0, LEVELS)).items():
+    for shape, (alone, *added) in _seconds(builder, runner, plans, (None, 0, 1, costs.ahead.farthest)).items():
         costs.at_start(shape, alone)
-        costs.ahead.at_start(shape, follows - alone, drafts - alone, LEVELS)
+        follows, first, farthest = (seconds - alone for seconds in added)
+        costs.ahead.at_start(shape, follows, first, farthest)
     prompts = full_step(builder.menu.chunk[-1], builder.table_width, builder.block_size, num_blocks)
     ((alone, follows),) = _seconds(builder, runner, {(0, 0): prompts}, (None, 0)).values()
     costs.ahead.prompt_token = max(0.0, follows - alone) / prompts.num_tokens

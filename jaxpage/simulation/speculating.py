@@ -149,7 +149,7 @@ class SpeculativeLoop:
                 shape = bucket.num_rows, bucket.num_tokens
                 costs.at_start(shape, device.seconds(shape) * mistakes.lognormal(0.0, mistaken))
                 if costs.ahead is not None:
-                    costs.ahead.at_start(shape, device.ahead(shape, 0), device.ahead(shape, 1), 1)
+                    costs.ahead.at_start(shape, *[device.ahead(shape, levels) for levels in (0, 1, costs.ahead.farthest)])
         self.speculation = Speculation(
             guesses, self.limits, self.controller, vocab_size=WRONG + 1, following=self._following
         )

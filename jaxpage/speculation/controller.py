@@ -8,6 +8,7 @@ spent on looking elsewhere, on credit: never more than a set share of the time. 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from jaxpage.scheduling.policy import StepLimits
@@ -39,6 +40,13 @@ class _Node(NamedTuple):
     weight: float  # chance that it will be there at all
     depth: int
     sequence_id: int
+
+
+class _Promise(NamedTuple):
+    """What a shape gives."""
+
+    goodput: float  # tokens per second
+    levels: int  # how many tokens ahead the drafts are with which it gives so much
 
 
 class Controller:
@@ -116,13 +124,14 @@ class Controller:
             if rows == shapes[0][0] and self._step - step < DWELL:
                 return {}
         nodes = self._nodes_to_ask(num_rows, sequence_ids)
-        goodput = {shape: self._promise(num_rows, self._reached(nodes, num_rows, shape), shape) for shape in shapes[1:]}
+        promised = {shape: self._promise(num_rows, nodes, shape) for shape in shapes[1:]}
+        goodput = {shape: promise.goodput for shape, promise in promised.items()}
         best = max(goodput, key=goodput.__getitem__)
         ratio = goodput[best] * plain / num_rows
         self._decide(ratio if nodes[0].rank >= LEAST_CHANCE else 0.0)
         self._reviewed = None if self._drafts else (shapes[0][0], self._step)
         self._best = goodput[best] if self._drafts else num_rows / plain
-        chosen = best if self._drafts else shapes[0]
+        chosen, levels = (best, promised[best].levels) if self._drafts else (shapes[0], 0)
         if self._drafts and ratio < DOUBTED and self._is_long_ago(shapes[0]):
             self._plainly = self._step
             return {}
@@ -134,9 +143,9 @@ class Controller:
                 self._look, self._planned = None, self._look
         if self._look is not None:
             self.num_looks += 1
-            chosen = self._look
+            chosen, levels = self._look, self._most_levels(self._look, num_rows)
             nodes = sorted(nodes, key=lambda node: (node.depth, -node.rank))
-        asked = self._fill(self._reached(nodes, num_rows, chosen), self._room(chosen, num_rows))
+        asked = self._fill((node for node in nodes if node.depth <= levels), self._room(chosen, num_rows))
         self._most_asked = max(asked.values(), default=self._most_asked)
         self._asked = asked if ready is None else {key: count for key, count in asked.items() if key in ready}
         return self._asked
@@ -314,28 +323,32 @@ class Controller:
             nodes += _nodes(sequence_id, parents, rates, found)
         return _in_order(nodes)
 
-    def _reached(self, nodes: list[_Node], num_rows: int, shape: Shape) -> list[_Node]:
-        """All of them; but to a drafter on the device it is the farthest that costs, so that no sequence gets more than its share."""
-        if self.costs.ahead is None:
-            return nodes
-        levels = -(-self._room(shape, num_rows) // num_rows)
-        return [node for node in nodes if node.depth <= levels]
+    def _most_levels(self, shape: Shape, num_rows: int) -> int:
+        """How many tokens ahead its drafts may be. To a drafter on the device it is the farthest that costs: no sequence gets more than its share."""
+        return MOST_DRAFTS if self.costs.ahead is None else -(-self._room(shape, num_rows) // num_rows)
 
-    def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> float:
-        """Tokens per second, if drafts fill the shape in the order of the nodes. A step for which none is found is one without drafts."""
-        left, gained, none, num_asked, depth = float(self._room(shape, num_rows)), 0.0, 1.0, 0, 0
+    def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> _Promise:
+        """If drafts fill the shape in the order of the nodes. A step for which none is found is one without drafts."""
+        left, none, num_asked = float(self._room(shape, num_rows)), 1.0, 0
+        most = self._most_levels(shape, num_rows)
+        gains = [0.0] * most
         for node in nodes:
+            if node.depth > most:
+                continue
             left -= node.weight
             if left < -1e-9 or node.rank < LEAST_CHANCE:
                 break
             num_asked += 1
-            depth = max(depth, node.depth)
-            gained += node.weight * node.chance
+            gains[node.depth - 1] += node.weight * node.chance
             if node.depth == 1:
                 none *= 1.0 - node.weight
         plain = self.costs.of(self._limits.shape(num_rows, 0))
-        asking = self._to_ask(shape, num_asked, depth)
-        return (num_rows + gained) / (plain + (1.0 - none) * (self.costs.of(shape) - plain) + asking)
+        seconds = plain + (1.0 - none) * (self.costs.of(shape) - plain)
+        tokens = list(accumulate(gains, initial=float(num_rows)))
+        each = range(1, 1 + most) if self.costs.ahead is not None else (most,)
+        return max(
+            _Promise(tokens[levels] / (seconds + self._to_ask(shape, num_asked, levels)), levels) for levels in each
+        )
 
     def _fill(self, nodes: Iterable[_Node], most: int) -> dict[int, int]:
         """How many of each sequence's nodes there is room for; where some may not come, others are asked in their place."""

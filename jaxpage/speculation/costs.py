@@ -45,25 +45,26 @@ class AheadCosts:
         """
         Args:
             most_levels: tokens ahead that it drafts, however many drafts it makes.
-            each_level: takes as long as any other; else it drafts all of them at once or none.
+            each_level: takes time; else it drafts all of them at once or none.
         """
-        self._most_levels = most_levels
-        self._each_level = each_level
-        self._following: dict[Shape, float] = {}
-        self._ahead: dict[Shape, float] = {}  # all levels, or each
+        self.farthest = most_levels if each_level else 1
+        self._at_start: dict[Shape, tuple[float, float, float]] = {}  # to follow, the first level, each further one
         self.prompt_token = 0.0  # following a token of a prompt
 
-    def at_start(self, shape: Shape, following: float, ahead: float, levels: int) -> None:
-        """A step of this shape took so much longer with a drafter that follows, and with one that drafts so many tokens ahead as well."""
-        self._following[shape] = max(0.0, following)
-        self._ahead[shape] = max(0.0, ahead - following) / (levels if self._each_level else 1)
+    def at_start(self, shape: Shape, following: float, first: float, farthest: float) -> None:
+        """A step of this shape took so much longer with a drafter that follows, that drafts one token ahead as well, and as far as it can.
+
+        The first level may take less than the others: a head has made something of the token that was drawn before it drafts.
+        """
+        each = max(0.0, farthest - first) / max(1, self.farthest - 1)
+        self._at_start[shape] = max(0.0, following), max(0.0, first - following), each
 
     def of(self, shape: Shape, levels: int | None) -> float:
         """None: it does not follow."""
-        if levels is None:
+        if levels is None or shape not in self._at_start:
             return 0.0
-        count = min(levels, self._most_levels if self._each_level else 1)
-        return self._following.get(shape, 0.0) + count * self._ahead.get(shape, 0.0)
+        following, first, each = self._at_start[shape]
+        return following + (first + (min(levels, self.farthest) - 1) * each if levels else 0.0)
 
 
 class Costs:
