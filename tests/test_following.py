@@ -17,6 +17,7 @@ from jaxpage.scheduling.plan import Row, Sample, StepPlan
 from jaxpage.speculation.controller import MOST_NAP
 from jaxpage.speculation.costs import Costs
 from jaxpage.speculation.following import KEEPS, PATIENCE, SHARE, Following
+from jaxpage.speculative_config import MOST_DRAFTS
 
 LIMITS = StepLimits(4, 64, 4, mixed=True, verified=((4, 8),))
 

@@ -207,7 +207,7 @@ def no_hysteresis(patch: pytest.MonkeyPatch) -> None:
         (no_costs, lambda: measure(CPU, PROFILES["seldom"], 16)[2] < 0.9),
         (acceptance_alone, lambda: measure(A100, PROFILES["mostly"], 128)[1] < 0.9),
         (acceptance_alone, lambda: measure(CPU, PROFILES["often"], 16)[2] < 0.6),
-        (trusts_the_start, lambda: min(of_none(CPU, PROFILES["seldom"], 16, seed) for seed in range(4)) < 0.9),
+        (trusts_the_start, lambda: min(of_none(CPU, PROFILES["seldom"], 16, seed) for seed in range(8)) < 0.9),
         (no_hysteresis, lambda: drafting(1.015)),
     ],
 )

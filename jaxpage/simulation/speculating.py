@@ -149,7 +149,9 @@ class SpeculativeLoop:
                 shape = bucket.num_rows, bucket.num_tokens
                 costs.at_start(shape, device.seconds(shape) * mistakes.lognormal(0.0, mistaken))
                 if costs.ahead is not None:
-                    costs.ahead.at_start(shape, *[device.ahead(shape, levels) for levels in (0, 1, costs.ahead.farthest)])
+                    costs.ahead.at_start(
+                        shape, *[device.ahead(shape, levels) for levels in (0, 1, costs.ahead.farthest)]
+                    )
         self.speculation = Speculation(
             guesses, self.limits, self.controller, vocab_size=WRONG + 1, following=self._following
         )

@@ -274,9 +274,11 @@ class Controller:
     def _elsewhere(self, goodput: Mapping[Shape, float], chosen: Shape, num_rows: int) -> Shape | None:
         """Another shape to look at, if there is credit for it."""
         others = [shape for shape in goodput if shape != chosen]
-        needed = {shape: self._needed_for(shape, num_rows) for shape in others}
+        needed = {shape: self._needed_for(shape, num_rows, goodput[shape]) for shape in others}
         affordable = [shape for shape in others if self._affords(needed[shape])]
-        if affordable and self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
+        if self._is_unseen:
+            other = max(others, key=lambda shape: shape[1])  # the farthest drafts tell of all nearer ones, too
+        elif affordable and self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
             other = min(affordable, key=self.costs.last)
         else:
             other = max(others, key=goodput.__getitem__)
@@ -286,8 +288,10 @@ class Controller:
         self._looked, self._needed = self._step, 0.0
         return other
 
-    def _needed_for(self, shape: Shape, num_rows: int) -> float:
+    def _needed_for(self, shape: Shape, num_rows: int, goodput: float) -> float:
         """Seconds of credit for the looks that belong together, as far as one can save up."""
+        if self._drafts:  # it is known how often drafts are right
+            return self.costs.of(shape) * max(0.0, 1.0 - goodput / self._best)
         to_come = 1 if self._drafts else self._steps_to_show - self.num_looks % self._steps_to_show
         loss, most = self._loss(shape, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
         return max(loss, min(to_come * loss, most))
@@ -324,7 +328,7 @@ class Controller:
         return _in_order(nodes)
 
     def _most_levels(self, shape: Shape, num_rows: int) -> int:
-        """How many tokens ahead its drafts may be. To a drafter on the device it is the farthest that costs: no sequence gets more than its share."""
+        """How many tokens ahead its drafts may be. To a drafter on the device the farthest costs: no sequence gets more than its share."""
         return MOST_DRAFTS if self.costs.ahead is None else -(-self._room(shape, num_rows) // num_rows)
 
     def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> _Promise:
