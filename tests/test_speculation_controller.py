@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from itertools import accumulate
+from operator import mul
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpage.scheduling import StepLimits
 from jaxpage.simulation.speculating import NUM_DRAFTS, Guesses, Progress, Rates, ShapedDevice, SpeculativeLoop
@@ -298,6 +303,42 @@ def test_a_shape_is_filled_with_the_best_drafts() -> None:
     assert controller.cut(4, {4: drafts[4], 1: drafts[1]}) == {1: 7, 4: 5}, "of those that came"
     dear = told({shape: float(shape[1]) for shape in costs}, {1: 0.1, 2: 0.1})
     assert dear.ask(4, [1, 2]) == {} and dear.cut(4, drafts) == {}
+
+
+@given(
+    rates=st.lists(st.floats(0.6, 1.0), min_size=7, max_size=7),
+    more=st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3),
+    first=st.floats(0.0, 2.0),
+    each=st.floats(0.01, 0.3),
+)
+def test_what_drafts_ahead_goes_as_far_as_it_pays(
+    rates: list[float], more: list[float], first: float, each: float
+) -> None:
+    """Of all shapes and all levels that they hold the best, by trying them."""
+    controller = Controller(LIMITS)
+    costs, following = controller.costs, 0.05
+    costs.ahead = AheadCosts(7, each_level=True)
+    seconds = dict(zip([(4, 4), (4, 8), (4, 16), (4, 32)], accumulate((1.0, *more)), strict=True))
+    for shape in seconds:
+        costs.at_start(shape, seconds[shape])
+        costs.ahead.at_start(shape, following, following + first, following + first + 6 * each)
+    known = SimpleNamespace(average=lambda: [], rates=lambda *_: [1.0, *rates], came=lambda *_: None)
+    controller.acceptance = cast(Acceptance, known)
+
+    def goodput(num_drafts: int) -> float:
+        """Tokens of a sequence to those of a step without drafts, in its time."""
+        step = min(taken for shape, taken in seconds.items() if shape[1] >= 4 * (1 + num_drafts))
+        return (1.0 + sum(accumulate(rates[:num_drafts], mul))) / (step + following + first + (num_drafts - 1) * each)
+
+    best = max(map(goodput, range(1, 8)))
+    asked = controller.ask(4, range(4), set(range(4)))
+    if asked:
+        assert len(set(asked.values())) == 1 and set(asked) == set(range(4))
+        assert goodput(asked[0]) == pytest.approx(best, rel=1e-6) and best > 1.0
+        drafts = {sequence_id: chain((5,) * count) for sequence_id, count in asked.items()}
+        assert controller.cut(4, drafts) == asked, "what was drafted ahead is verified, or it need not have been"
+    else:
+        assert best < 1.05
 
 
 def test_a_tree_is_cut_where_its_nodes_are_seldom_right() -> None:

@@ -197,10 +197,11 @@ class Controller:
         gains = [0.0]
         for node in nodes:
             gains.append(gains[-1] + node.chance)
-        best, most = 0, 0.0
+        # What is drafted ahead in the step costs the same however many it verifies, and makes a longer one less bad.
+        best, most, levels = 0, 0.0, None if self.costs.ahead is None else self.levels_ahead
         for shape in self._shapes(num_rows):
             count = min(self._room(shape, num_rows), len(nodes))
-            goodput = (num_rows + gains[count]) / self.costs.of(shape)
+            goodput = (num_rows + gains[count]) / self.costs.of(shape, levels)
             if goodput > most:
                 best, most = count, goodput
         return self._fill(nodes, best)
@@ -292,7 +293,7 @@ class Controller:
         """Seconds of credit for the looks that belong together, as far as one can save up."""
         if self._drafts:  # it is known how often drafts are right
             return self.costs.of(shape) * max(0.0, 1.0 - goodput / self._best)
-        to_come = 1 if self._drafts else self._steps_to_show - self.num_looks % self._steps_to_show
+        to_come = self._steps_to_show - self.num_looks % self._steps_to_show
         loss, most = self._loss(shape, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
         return max(loss, min(to_come * loss, most))
 
