@@ -164,13 +164,15 @@ def test_the_best_shape_is_found_though_it_was_measured_too_dear(device: str) ->
     assert tokens_per_second(2.0) > 0.95 * tokens_per_second(1.0)
 
 
-def test_drafts_that_are_seldom_found_and_cost_the_host() -> None:
-    """A proposer that takes as long as half a step and finds something once in fifty asks is asked no more."""
+@pytest.mark.parametrize("found", [0.0, 0.02])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows: int, found: float) -> None:
+    """A proposer that takes as long as half a step and finds something once in fifty asks, or never, is asked no more."""
     device = dataclasses.replace(CPU, draft=0.4e-3)
-    loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, found=0.02), 4)
+    loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, found=found), num_rows)
     loop.run(FEW_STEPS)
     got = loop.run(600).tokens_per_second
-    assert got >= 0.97 * expected(device, loop.limits, (), 4, 0)
+    assert got >= 0.97 * expected(device, loop.limits, (), num_rows, 0)
 
 
 def no_looks(patch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def known(first: dict[Shape, float] = FIRST, following: float = 0.0, ahead: floa
     for shape, seconds in first.items():
         costs.at_start(shape, seconds)
         if costs.ahead is not None:
-            costs.ahead.at_start(shape, following, following + ahead, 1)
+            costs.ahead.at_start(shape, following, following + ahead, following + 7 * ahead)
     return costs
 
 

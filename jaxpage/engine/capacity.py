@@ -10,7 +10,7 @@ import jax
 
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
-from jaxpage.device.buckets import SMALLEST_ROWS, BucketMenu, make_menu, swapped_at_once
+from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.sizing import (
     MemoryPlan,
     available_bytes,
@@ -89,8 +89,7 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
         q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
     )
     if config.speculative_config is not None and not menu.verify:
-        lengths = draft_lengths(config)
-        needed = min(SMALLEST_ROWS * (1 + min(lengths)), 1 + max(lengths))
+        needed = 1 + min(draft_lengths(config))
         raise ConfigError(
             f"speculative_config: the smallest step with drafts has {needed} tokens; max_num_batched_tokens is {most}"
         )

@@ -64,14 +64,15 @@ class Controller:
         self._together = together
         self._steps_to_show = steps_to_show
         self._shapes_by_rows: dict[int, list[Shape]] = {}
-        self._asking: dict[int, float] = {}  # seconds per draft that the host is asked for, by rows of the shape
+        self._asking: dict[
+            int, float
+        ] = {}  # seconds per draft that the host is asked for, by rows of the shape without
         self._step = 0
         self._drafts = False
         self._since = DWELL  # steps since that changed
         self._unasked = 0  # steps in which nobody could be drafted for
-        self._reviewed: tuple[int, int] | None = (
-            None  # rows of the shape, and the step, of the last decision without drafts
-        )
+        # Rows of the shape, and the step, of the last decision without drafts.
+        self._reviewed: tuple[int, int] | None = None
         self._credit = 0.0  # seconds
         self._needed = 0.0  # seconds of credit: what the last look that was too dear would have cost
         self._look: Shape | None = None  # that this step takes, whatever is best
@@ -197,7 +198,7 @@ class Controller:
         gains = [0.0]
         for node in nodes:
             gains.append(gains[-1] + node.chance)
-        # What is drafted ahead in the step costs the same however many it verifies, and makes a longer one less bad.
+        # What is drafted ahead in the step hardly depends on how many it verifies, and makes a longer one less bad.
         best, most, levels = 0, 0.0, None if self.costs.ahead is None else self.levels_ahead
         for shape in self._shapes(num_rows):
             count = min(self._room(shape, num_rows), len(nodes))
@@ -232,8 +233,9 @@ class Controller:
         shape = self._limits.shape(num_rows, num_drafts)
         self.costs.add(shape, seconds if self.costs.ahead is None else seconds + asking, levels)
         if self.costs.ahead is None and (num_asked := sum(self._asked.values())):
-            each, known = asking / num_asked, self._asking.get(shape[0])
-            self._asking[shape[0]] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
+            each, rows = asking / num_asked, self._limits.shape(num_rows, 0)[0]
+            known = self._asking.get(rows)
+            self._asking[rows] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
         if self._look is not None:
             lost = min(seconds, MOST_SURPRISING * self.costs.of(shape, levels)) + asking - num_tokens / self._best
             self._paid = lost < 0.0 and num_tokens > num_rows and not self._drafts
@@ -290,9 +292,10 @@ class Controller:
         return other
 
     def _needed_for(self, shape: Shape, num_rows: int, goodput: float) -> float:
-        """Seconds of credit for the looks that belong together, as far as one can save up."""
-        if self._drafts:  # it is known how often drafts are right
-            return self.costs.of(shape) * max(0.0, 1.0 - goodput / self._best)
+        """Seconds of credit for the looks that belong together, as far as one can save up. While drafting they need what one is
+        expected to lose: it is known how often drafts are right."""
+        if self._drafts:
+            return self._full(shape, num_rows) * max(0.0, 1.0 - goodput / self._best)
         to_come = self._steps_to_show - self.num_looks % self._steps_to_show
         loss, most = self._loss(shape, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
         return max(loss, min(to_come * loss, most))
@@ -308,14 +311,18 @@ class Controller:
 
     def _loss(self, shape: Shape, num_rows: int, best: float) -> float:
         """Seconds that a step of this shape loses if no draft is right."""
-        room = self._room(shape, num_rows)
-        return self.costs.of(shape) + self._to_ask(shape, room, -(-room // num_rows)) - num_rows / best
+        return self._full(shape, num_rows) - num_rows / best
 
-    def _to_ask(self, shape: Shape, num_nodes: int, depth: int) -> float:
+    def _full(self, shape: Shape, num_rows: int) -> float:
+        """Seconds of a step of this shape and of asking for as many drafts as it holds."""
+        asking = self._to_ask(shape, num_rows, self._room(shape, num_rows), self._most_levels(shape, num_rows))
+        return self.costs.of(shape) + asking
+
+    def _to_ask(self, shape: Shape, num_rows: int, num_nodes: int, levels: int) -> float:
         """Seconds that asking for so many drafts takes, of which the last is so many tokens ahead."""
         if self.costs.ahead is not None:
-            return self.costs.of(shape, depth) - self.costs.of(shape)
-        return self._asking.get(shape[0], 0.0) * num_nodes * self._together
+            return self.costs.of(shape, levels) - self.costs.of(shape) if levels else 0.0
+        return self._asking.get(self._limits.shape(num_rows, 0)[0], 0.0) * num_nodes * self._together
 
     def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """As many as may be, in the order in which they are worth it: of the form of the last draft, and behind that a chain."""
@@ -330,10 +337,12 @@ class Controller:
 
     def _most_levels(self, shape: Shape, num_rows: int) -> int:
         """How many tokens ahead its drafts may be. To a drafter on the device the farthest costs: no sequence gets more than its share."""
-        return MOST_DRAFTS if self.costs.ahead is None else -(-self._room(shape, num_rows) // num_rows)
+        if self.costs.ahead is None:
+            return self._limits.most_drafts(num_rows)
+        return -(-self._room(shape, num_rows) // num_rows)
 
     def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> _Promise:
-        """If drafts fill the shape in the order of the nodes. A step for which none is found is one without drafts."""
+        """If drafts fill the shape in the order of the nodes, as far as pays. A step for which none is found is one without drafts."""
         left, none, num_asked = float(self._room(shape, num_rows)), 1.0, 0
         most = self._most_levels(shape, num_rows)
         gains = [0.0] * most
@@ -351,9 +360,8 @@ class Controller:
         seconds = plain + (1.0 - none) * (self.costs.of(shape) - plain)
         tokens = list(accumulate(gains, initial=float(num_rows)))
         each = range(1, 1 + most) if self.costs.ahead is not None else (most,)
-        return max(
-            _Promise(tokens[levels] / (seconds + self._to_ask(shape, num_asked, levels)), levels) for levels in each
-        )
+        asking = {levels: self._to_ask(shape, num_rows, num_asked, levels) for levels in each}
+        return max(_Promise(tokens[levels] / (seconds + asking[levels]), levels) for levels in each)
 
     def _fill(self, nodes: Iterable[_Node], most: int) -> dict[int, int]:
         """How many of each sequence's nodes there is room for; where some may not come, others are asked in their place."""

@@ -45,9 +45,9 @@ class AheadCosts:
         """
         Args:
             most_levels: tokens ahead that it drafts, however many drafts it makes.
-            each_level: takes time; else it drafts all of them at once or none.
+            each_level: each of them takes time of its own; else it drafts all at once or none.
         """
-        self.farthest = most_levels if each_level else 1
+        self.farthest = most_levels if each_level else 1  # level that takes time of its own
         self._at_start: dict[Shape, tuple[float, float, float]] = {}  # to follow, the first level, each further one
         self.prompt_token = 0.0  # following a token of a prompt
 
