@@ -14,6 +14,7 @@ from jaxpage.decoding import Fork, SamplingStrategy
 from jaxpage.engine.text import NoText
 from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 
 pytestmark = pytest.mark.slow
 
@@ -100,9 +101,15 @@ def test_the_requests_differ(lone_tokens):
 
 @pytest.mark.parametrize(
     ("family", "engine"),
-    [("llama", engine) for engine in ENGINES]
-    + [("opt", "small pool"), ("mistral", "blocks of 8"), ("mistral", "tiny pool"), ("mistral", "swapping")]
-    + [("mistral", "odd budget"), ("mistral", "tiny and swapping")],
+    few(
+        [("llama", engine) for engine in ENGINES]
+        + [("opt", "small pool"), ("mistral", "blocks of 8"), ("mistral", "tiny pool"), ("mistral", "swapping")]
+        + [("mistral", "odd budget"), ("mistral", "tiny and swapping")],
+        [
+            *[("llama", engine) for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")],
+            *[("opt", "small pool"), ("mistral", "tiny and swapping")],
+        ],
+    ),
 )
 def test_together_as_alone(family, engine, directories, prompts, lone_tokens):
     # 15 blocks of 4: the longest sequence has 160 tokens, of which a window of 20 and a chunk of 16 have to stay.
@@ -232,7 +239,9 @@ def mark(llm):
     return lambda: tuple(llm.stats()[name] - before[name] for name in names)
 
 
-@pytest.mark.parametrize("engine", ["plain", "blocks of 1", "blocks of 8", "blocks of 32", "uncached"])
+@pytest.mark.parametrize(
+    "engine", few(["plain", "blocks of 1", "blocks of 8", "blocks of 32", "uncached"], ["blocks of 1", "uncached"])
+)
 def test_cached_or_not(engine, directories, prompts, lone_tokens):
     """Prefixes that nobody, a running request or a finished one computed; under a salt; evicted; forgotten."""
     settings = {**ENGINES, "uncached": {"enable_prefix_caching": False}}[engine]

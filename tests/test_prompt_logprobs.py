@@ -17,6 +17,7 @@ from jaxpage.outputs import Logprob
 from jaxpage.scheduling import admitting, committing, open_plan
 from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 from tests.test_demo import DEMO
 from tests.test_parallel_sampling import ENGINES, SMALL_POOL, WIDE
 
@@ -213,7 +214,7 @@ class Asked:
         monkeypatch.setattr(llm._engine.builder, "build", counting)
 
 
-@pytest.mark.parametrize("engine", ["uncached", "narrow", "wide", "odd", *ENGINES])
+@pytest.mark.parametrize("engine", few(["uncached", "narrow", "wide", "odd", *ENGINES], ["odd", *ENGINES]))
 def test_whatever_happens_around_it(engine, directories, prompts, lone):
     """Other chunks, blocks and neighbours, some of which are not scored, in a pool that is too small; cached or not."""
     family = "mistral" if engine == "window" else "llama"
