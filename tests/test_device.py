@@ -44,6 +44,19 @@ def test_menus_are_small_and_hold_their_limits(rows, tokens):
     assert list(menu.decode) == sorted(set(menu.decode)) and list(menu.chunk) == sorted(set(menu.chunk))
 
 
+@given(st.integers(1, 40), st.integers(4, 200), st.sampled_from([(4,), (1,), (1, 3, 7), (63,)]))
+def test_drafts_have_shapes_from_one_row_on(rows, tokens, lengths):
+    menu = make_menu(rows, 256, num_drafts=lengths, max_verified_tokens=tokens)
+    assert list(menu.verify) == sorted(set(menu.verify)) and all(b.num_tokens <= tokens for b in menu.verify)
+    for length in lengths:
+        if 1 + length <= tokens:
+            bucket = menu.choose([1 + length], 1 + length, verifies=True)
+            assert (bucket.num_rows, bucket.num_tokens) == (1, 1 + length), "nothing is padded"
+        if 2 * rows * (1 + length) <= tokens:
+            bucket = menu.choose([1 + length] * rows, rows * (1 + length), verifies=True)
+            assert bucket.num_rows < 2 * rows or rows == 1
+
+
 PLAN = MemoryPlan(
     device="gpu (test)",
     available_bytes=10_000,
