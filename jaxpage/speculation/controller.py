@@ -64,9 +64,7 @@ class Controller:
         self._together = together
         self._steps_to_show = steps_to_show
         self._shapes_by_rows: dict[int, list[Shape]] = {}
-        self._asking: dict[
-            int, float
-        ] = {}  # seconds per draft that the host is asked for, by rows of the shape without
+        self._asking: dict[Shape, float] = {}  # seconds per draft that the host is asked for, by the shape without
         self._step = 0
         self._drafts = False
         self._since = DWELL  # steps since that changed
@@ -233,15 +231,15 @@ class Controller:
         shape = self._limits.shape(num_rows, num_drafts)
         self.costs.add(shape, seconds if self.costs.ahead is None else seconds + asking, levels)
         if self.costs.ahead is None and (num_asked := sum(self._asked.values())):
-            each, rows = asking / num_asked, self._limits.shape(num_rows, 0)[0]
-            known = self._asking.get(rows)
-            self._asking[rows] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
+            each, plain = asking / num_asked, self._shapes(num_rows)[0]
+            known = self._asking.get(plain)
+            self._asking[plain] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
         if self._look is not None:
             lost = min(seconds, MOST_SURPRISING * self.costs.of(shape, levels)) + asking - num_tokens / self._best
             self._paid = lost < 0.0 and num_tokens > num_rows and not self._drafts
             self._credit -= lost
         elif self._planned is not None:
-            self._credit -= self.costs.of(shape, levels) - self.costs.of(shape)
+            self._credit -= self.costs.of_drafting(shape, levels)
         self._earn(1, seconds)
 
     def _earn(self, num_steps: int, seconds: float) -> None:
@@ -321,8 +319,8 @@ class Controller:
     def _to_ask(self, shape: Shape, num_rows: int, num_nodes: int, levels: int) -> float:
         """Seconds that asking for so many drafts takes, of which the last is so many tokens ahead."""
         if self.costs.ahead is not None:
-            return self.costs.of(shape, levels) - self.costs.of(shape) if levels else 0.0
-        return self._asking.get(self._limits.shape(num_rows, 0)[0], 0.0) * num_nodes * self._together
+            return self.costs.of_drafting(shape, levels) if levels else 0.0
+        return self._asking.get(self._shapes(num_rows)[0], 0.0) * num_nodes * self._together
 
     def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """As many as may be, in the order in which they are worth it: of the form of the last draft, and behind that a chain."""
@@ -356,7 +354,7 @@ class Controller:
             gains[node.depth - 1] += node.weight * node.chance
             if node.depth == 1:
                 none *= 1.0 - node.weight
-        plain = self.costs.of(self._limits.shape(num_rows, 0))
+        plain = self.costs.of(self._shapes(num_rows)[0])
         seconds = plain + (1.0 - none) * (self.costs.of(shape) - plain)
         tokens = list(accumulate(gains, initial=float(num_rows)))
         each = range(1, 1 + most) if self.costs.ahead is not None else (most,)

@@ -104,6 +104,10 @@ class Costs:
     def _drafting(self, shape: Shape, levels: int | None) -> float:
         return 0.0 if self.ahead is None else self._of_ahead.value * self.ahead.of(shape, levels)
 
+    def of_drafting(self, shape: Shape, levels: int | None) -> float:
+        """That a drafter adds to such a step."""
+        return self._pace.value * self._drafting(shape, levels)
+
     def of_following(self, num_tokens: int) -> float:
         """That a drafter takes to follow so many tokens of prompts."""
         each = 0.0 if self.ahead is None else self.ahead.prompt_token
