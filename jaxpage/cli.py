@@ -291,7 +291,20 @@ def _add_bench_speculation(kinds: _Commands[_Parser]) -> None:
     )
     add("--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy")
     add("--max-output", type=int, default=128, metavar="N", help="tokens of each sequence; default: 128")
-    add("--repeats", type=int, default=5, metavar="N", help="turns of each; medians are told; default: 5")
+    add(
+        "--starts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines are begun anew so often: where one happens to lie in memory makes 2 %%; default: 1",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=6,
+        metavar="N",
+        help="turns in every start, of 512 tokens or more of each engine; medians are told; default: 6",
+    )
     add("--text", metavar="FILE", help="prompts are parts of it; default: random token ids")
     add("--seed", type=int, default=0, metavar="N", help="of random token ids; default: 0")
     add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))

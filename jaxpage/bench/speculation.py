@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,7 +28,10 @@ NONE = "none"
 ALONE = NONE, ""
 CONTROL = NONE, "again"  # another engine without drafts: what the two differ by is not the doing of drafts
 NUM_INPUT_TOKENS = 64  # of a prompt
+# Of each engine, at least: one sequence runs several times, or `auto` would be measured while it still finds out what pays.
+TOKENS_OF_A_TURN = 512
 Prompts = list[list[int]]
+Way = tuple[str, str]  # a method, and a number of drafts or "auto"
 
 
 class Run(NamedTuple):
@@ -38,9 +42,12 @@ class Run(NamedTuple):
     outputs: list[list[int]]
 
 
+Pairs = list[tuple[Run, Run]]  # one that took as long as the mean of the two without drafts, and the one beside them
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One way to draft at one batch: medians over the repeats."""
+    """One way to draft at one batch: medians over the repeats of all starts."""
 
     batch: int
     method: str
@@ -62,41 +69,52 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_output, ignore_eos=True, seed=seed)
         for seed in range(len(prompts))
     ]
-    engines: dict[tuple[str, str], LLM] = {}
-    try:
-        for way in tqdm(ways, desc="Starting", disable=None):
-            engines[way] = LLM(**configs[way].model_dump(), use_tqdm=False)
-        cells = []
-        for batch in tqdm(arguments.batches, desc="Measuring", disable=None):
-            cells += measure(engines, prompts[:batch], params[:batch], arguments.repeats)
-    finally:
-        for llm in engines.values():
-            llm.shutdown()
+    pairs: dict[tuple[int, Way], Pairs] = {(batch, way): [] for batch in arguments.batches for way in ways}
+    for start in range(1, 1 + arguments.starts):
+        with _started(configs, f"Start {start} of {arguments.starts}") as engines:
+            for batch in tqdm(arguments.batches, desc="Measuring", disable=None):
+                for way, more in measure(engines, prompts[:batch], params[:batch], arguments.repeats).items():
+                    pairs[batch, way] += more
+    cells = [_cell(batch, way, batch * arguments.max_output, runs) for (batch, way), runs in pairs.items()]
     print(table(cells))
     print(
         f"{arguments.max_output} tokens of each sequence, temperature {arguments.temperature:g}; ratio: to the mean of none and none again"
     )
-    context = {name: getattr(arguments, name) for name in ("temperature", "max_output", "repeats", "text", "seed")}
+    context = {
+        name: getattr(arguments, name) for name in ("temperature", "max_output", "starts", "repeats", "text", "seed")
+    }
     results = [asdict(cell) for cell in cells]
     print(json.dumps({"cells": results, **context, "config": config.model_dump(), "environment": environment()}))
 
 
+@contextmanager
+def _started(configs: dict[Way, EngineConfig], what: str) -> Iterator[dict[Way, LLM]]:
+    engines: dict[Way, LLM] = {}
+    try:
+        for way, config in tqdm(configs.items(), desc=what, disable=None):
+            engines[way] = LLM(**config.model_dump(), use_tqdm=False)
+        yield engines
+    finally:
+        for llm in engines.values():
+            llm.shutdown()
+
+
 def measure(
-    engines: dict[tuple[str, str], LLM], prompts: Prompts, params: Sequence[SamplingParams], repeats: int
-) -> list[Cell]:
-    """One batch with every engine, beside the two without drafts. The first time is not counted."""
-    wanted = sum(param.max_tokens or 0 for param in params)
-    pairs: dict[tuple[str, str], list[tuple[Run, Run]]] = {way: [] for way in engines}
+    engines: dict[Way, LLM], prompts: Prompts, params: Sequence[SamplingParams], repeats: int
+) -> dict[Way, Pairs]:
+    """One batch with every engine, beside the two without drafts. The first of the turns is not counted."""
+    pairs: dict[Way, Pairs] = {way: [] for way in engines}
+    runs_of_a_turn = -(-TOKENS_OF_A_TURN // sum(param.max_tokens or 0 for param in params))
     for way in engines:
         ways = [ALONE, way, CONTROL]
-        for turn in range(1 + repeats if way not in (ALONE, CONTROL) else 0):
+        for index in range((1 + repeats) * runs_of_a_turn if way not in (ALONE, CONTROL) else 0):
             ways.append(ways.pop(0))  # another one begins
             runs = dict(zip(ways, _run_together([engines[each] for each in ways], prompts, params), strict=True))
-            if turn:
+            if index >= runs_of_a_turn:
                 seconds = (runs[ALONE].seconds + runs[CONTROL].seconds) / 2
                 for each, run in runs.items():
                     pairs[each].append((runs[ALONE]._replace(seconds=seconds), run))
-    return [_cell(len(prompts), way, wanted, pairs[way]) for way in engines]
+    return pairs
 
 
 def _run_together(engines: Sequence[LLM], prompts: Prompts, params: Sequence[SamplingParams]) -> list[Run]:
@@ -136,8 +154,8 @@ class _UnderWay:
         return Run(self.seconds, num_tokens / num_rows if num_rows else 1.0, self._outputs)
 
 
-def _cell(batch: int, way: tuple[str, str], wanted: int, pairs: Sequence[Sequence[Run]]) -> Cell:
-    """pairs: a run without drafts, and the one beside it."""
+def _cell(batch: int, way: Way, wanted: int, pairs: Pairs) -> Cell:
+    """wanted: tokens of all sequences."""
     method, number = way
     return Cell(
         batch,
@@ -166,7 +184,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("batches", "num_speculative_tokens"):
         if min(getattr(arguments, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {min(getattr(arguments, name))}")
-    for name in ("repeats", "max_output"):
+    for name in ("starts", "repeats", "max_output"):
         if getattr(arguments, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     if arguments.temperature < 0:
@@ -175,7 +193,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--seed must not be negative, got {arguments.seed}")
 
 
-def _ways(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+def _ways(arguments: argparse.Namespace) -> list[Way]:
     """Pairs of a method and a number of drafts."""
     numbers = [*map(str, arguments.num_speculative_tokens), "auto"]
     return [ALONE, *((method, number) for method in arguments.methods for number in numbers), CONTROL]
@@ -188,7 +206,7 @@ def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
     return config.replace(max_model_len=length, num_blocks=num_blocks, max_num_seqs=batch, enable_prefix_caching=False)
 
 
-def _config(config: EngineConfig, way: tuple[str, str]) -> EngineConfig:
+def _config(config: EngineConfig, way: Way) -> EngineConfig:
     """Raises UsageError for a method that there is not, or that needs what was not given."""
     asked, number = way
     method, _, model = asked.removesuffix("+tree").partition("=")
