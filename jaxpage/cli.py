@@ -296,7 +296,7 @@ def _add_bench_speculation(kinds: _Commands[_Parser]) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="engines are begun anew so often: where one happens to lie in memory makes 2 %%; default: 1",
+        help="engines are begun anew so often, since two of the same kind may differ by 2 %%; default: 1",
     )
     add(
         "--repeats",

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 
-from jaxpage import cli
+from jaxpage import LLM, EngineConfig, SamplingParams, cli
 from jaxpage.bench import speculation
+from jaxpage.bench.engine_process import EngineInTurns, engine_process
 from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, Run, table
+from jaxpage.errors import JaxpageError, ModelNotFoundError
 
+pytestmark = pytest.mark.optimized  # as in a process of its own
 TEXT = Path(__file__).parent / "support" / "alice.txt"
+SMALL = EngineConfig(model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, num_blocks=9)
 
 
-def test_the_command_end_to_end(capsys):
+def test_the_command_end_to_end(capsys, monkeypatch):
+    monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 48)  # else one sequence runs eleven times as often
+    monkeypatch.setattr(speculation, "engine_process", here)
     words = ["bench", "speculation", "--model", "demo", "--text", str(TEXT), "--batches", "1", "2", "--repeats", "1"]
     words += ["--num-speculative-tokens", "2", "--max-output", "48", "--max-num-batched-tokens", "64"]
     assert cli.main(words) == 0
@@ -33,6 +41,48 @@ def test_the_command_end_to_end(capsys):
     assert cells[1, "ngram", "2"]["tokens_per_step"] > 1.05, "greedy text of a small model repeats itself"
     assert shown[0].split() == ["drafts", "batch", "tokens/step", "tokens/s", "ratio", "same", "text"]
     assert len(shown) == 1 + 8 + 1
+
+
+@contextlib.contextmanager
+def here(config):
+    """In place of a process of its own, which takes 8 seconds to begin."""
+    engine = EngineInTurns()
+    engine.start(config)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def test_an_engine_in_a_process_of_its_own_does_what_one_does_here():
+    prompts, params = (
+        [[5, 6, 7], [8, 9]],
+        [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (4, 6)],
+    )
+    with LLM(**SMALL.model_dump(), use_tqdm=False) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    with engine_process(SMALL) as engine:
+        for _ in range(2):
+            engine.begin(prompts, params)
+            told = [engine.go_on() for _ in range(6)]
+            assert [goes_on for _, goes_on in told] == [True] * 6
+            last, goes_on = engine.go_on()
+            assert not goes_on and [*told, (last, False)] == sorted([*told, (last, False)])
+            assert engine.end() == (last, 1.0, expected)
+        with pytest.raises(ValueError, match="takes one prompt, not 0"):
+            engine.begin([[]], params[:1])
+
+
+def test_a_process_that_is_killed_is_an_error_that_says_so():
+    with pytest.raises(JaxpageError, match="process of an engine ended"), engine_process(SMALL) as engine:
+        (child,) = active_children()
+        child.kill()
+        engine.go_on()
+
+
+def test_what_goes_wrong_at_the_start_of_a_process_is_raised_here():
+    with pytest.raises(ModelNotFoundError, match="nowhere"), engine_process(EngineConfig(model="nowhere")):
+        pass
 
 
 def test_a_ratio_is_to_the_mean_of_those_without_drafts(monkeypatch):

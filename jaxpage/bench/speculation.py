@@ -4,45 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from jaxpage.bench.engine_process import EngineInTurns, Prompts, Run, engine_process
 from jaxpage.bench.report import environment
 from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli_flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.errors import UnsupportedError
-from jaxpage.llm import LLM
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tables import aligned
 
 NONE = "none"
 ALONE = NONE, ""
 CONTROL = NONE, "again"  # another engine without drafts: what the two differ by is not the doing of drafts
-SPARE = NONE, "first"
 NUM_INPUT_TOKENS = 64  # of a prompt
 # Of each engine, at least: one sequence runs several times, or `auto` would be measured while it still finds out what pays.
 TOKENS_OF_A_TURN = 512
-Prompts = list[list[int]]
 Way = tuple[str, str]  # a method, and a number of drafts or "auto"
-
-
-class Run(NamedTuple):
-    """All prompts once."""
-
-    seconds: float
-    tokens_per_step: float  # of a sequence, behind its first token
-    outputs: list[list[int]]
-
-
 Pairs = list[tuple[Run, Run]]  # one that took as long as the mean of the two without drafts, and the one beside them
 
 
@@ -71,11 +58,19 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         for seed in range(len(prompts))
     ]
     pairs: dict[tuple[int, Way], Pairs] = {(batch, way): [] for batch in arguments.batches for way in ways}
-    for start in range(1, 1 + arguments.starts):
-        with _started(configs, f"Start {start} of {arguments.starts}") as engines:
-            for batch in tqdm(arguments.batches, desc="Measuring", disable=None):
-                for way, more in measure(engines, prompts[:batch], params[:batch], arguments.repeats).items():
-                    pairs[batch, way] += more
+    each_start = [
+        (start, way) for start in range(1, 1 + arguments.starts) for way in ways if way not in (ALONE, CONTROL)
+    ]
+    with tqdm(total=len(each_start) * (1 + len(arguments.batches)), disable=None) as bar:
+        for start, way in each_start:
+            bar.set_description(f"Start {start} of {arguments.starts}, {' '.join(way)}")
+            with ExitStack() as stack:
+                engines = {each: stack.enter_context(engine_process(configs[each])) for each in (ALONE, way, CONTROL)}
+                bar.update()
+                for batch in arguments.batches:
+                    for each, more in measure(engines, prompts[:batch], params[:batch], arguments.repeats).items():
+                        pairs[batch, each] += more
+                    bar.update()
     cells = [_cell(batch, way, batch * arguments.max_output, runs) for (batch, way), runs in pairs.items()]
     print(table(cells))
     print(
@@ -88,72 +83,37 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     print(json.dumps({"cells": results, **context, "config": config.model_dump(), "environment": environment()}))
 
 
-@contextmanager
-def _started(configs: dict[Way, EngineConfig], what: str) -> Iterator[dict[Way, LLM]]:
-    """The first engine of a process is 1.5 % faster than all others, whatever it is: before them comes one that is not measured."""
-    engines: dict[Way, LLM] = {}
-    try:
-        for way, config in tqdm([(SPARE, configs[ALONE]), *configs.items()], desc=what, disable=None):
-            engines[way] = LLM(**config.model_dump(), use_tqdm=False)
-        yield {way: engines[way] for way in configs}
-    finally:
-        for llm in engines.values():
-            llm.shutdown()
-
-
 def measure(
-    engines: dict[Way, LLM], prompts: Prompts, params: Sequence[SamplingParams], repeats: int
+    engines: dict[Way, EngineInTurns], prompts: Prompts, params: Sequence[SamplingParams], repeats: int
 ) -> dict[Way, Pairs]:
-    """One batch with every engine, beside the two without drafts. The first of the turns is not counted."""
+    """One batch: drafts beside the two engines without. The first of the turns is not counted."""
     pairs: dict[Way, Pairs] = {way: [] for way in engines}
+    ways = list(engines)
     runs_of_a_turn = -(-TOKENS_OF_A_TURN // sum(param.max_tokens or 0 for param in params))
-    for way in engines:
-        ways = [ALONE, way, CONTROL]
-        for index in range((1 + repeats) * runs_of_a_turn if way not in (ALONE, CONTROL) else 0):
-            ways.append(ways.pop(0))  # another one begins
-            runs = dict(zip(ways, _run_together([engines[each] for each in ways], prompts, params), strict=True))
-            if index >= runs_of_a_turn:
-                seconds = (runs[ALONE].seconds + runs[CONTROL].seconds) / 2
-                for each, run in runs.items():
-                    pairs[each].append((runs[ALONE]._replace(seconds=seconds), run))
+    for index in range((1 + repeats) * runs_of_a_turn):
+        ways.append(ways.pop(0))  # another one begins
+        runs = dict(zip(ways, _run_together([engines[each] for each in ways], prompts, params), strict=True))
+        if index >= runs_of_a_turn:
+            seconds = (runs[ALONE].seconds + runs[CONTROL].seconds) / 2
+            for each, run in runs.items():
+                pairs[each].append((runs[ALONE]._replace(seconds=seconds), run))
     return pairs
 
 
-def _run_together(engines: Sequence[LLM], prompts: Prompts, params: Sequence[SamplingParams]) -> list[Run]:
+def _run_together(engines: Sequence[EngineInTurns], prompts: Prompts, params: Sequence[SamplingParams]) -> list[Run]:
     """In turns of a few milliseconds: a token of each sequence of the engine that has had the least time so far.
 
     So whatever else the machine does slows all alike. One whole run behind the other may differ by a tenth for that alone.
     """
-    under_way = [_UnderWay(llm, prompts, params) for llm in engines]
-    while going := [each for each in under_way if each.goes_on]:
-        min(going, key=lambda each: each.seconds).go_on()
-    return [each.run() for each in under_way]
-
-
-class _UnderWay:
-    """All prompts once, streamed."""
-
-    def __init__(self, llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
-        self._llm = llm
-        self._before = llm.stats()
-        self._streams = [llm.stream(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
-        self._outputs: list[list[int]] = [[] for _ in prompts]
-        self.seconds = 0.0
-        self.goes_on = True
-
-    def go_on(self) -> None:
-        """The next tokens of each sequence."""
-        start = time.perf_counter()
-        chunks = [next(stream, None) for stream in self._streams]
-        self.seconds += time.perf_counter() - start
-        self.goes_on = any(chunk is not None for chunk in chunks)
-        for output, chunk in zip(self._outputs, chunks, strict=True):
-            output += chunk.outputs[0].token_ids if chunk else ()
-
-    def run(self) -> Run:
-        now = self._llm.stats()
-        num_tokens, num_rows = (now[name] - self._before[name] for name in ("decode_tokens_total", "decode_rows_total"))
-        return Run(self.seconds, num_tokens / num_rows if num_rows else 1.0, self._outputs)
+    for engine in engines:
+        engine.begin(prompts, params)
+    seconds = dict.fromkeys(engines, 0.0)  # of those that are not through
+    while seconds:
+        engine = min(seconds, key=seconds.__getitem__)
+        seconds[engine], goes_on = engine.go_on()
+        if not goes_on:
+            del seconds[engine]
+    return [engine.end() for engine in engines]
 
 
 def _cell(batch: int, way: Way, wanted: int, pairs: Pairs) -> Cell:
@@ -202,7 +162,7 @@ def _ways(arguments: argparse.Namespace) -> list[Way]:
 
 
 def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
-    """Just large enough, since the engines lie side by side in memory."""
+    """Just large enough, since three engines lie side by side in memory."""
     length = config.max_model_len or num_tokens
     num_blocks = config.num_blocks or 1 + batch * (1 + -(-length // config.block_size))
     return config.replace(max_model_len=length, num_blocks=num_blocks, max_num_seqs=batch, enable_prefix_caching=False)
