@@ -37,6 +37,7 @@ for _variable in [name for name in os.environ if name.startswith("JAXPAGE_")]:
 
 import hypothesis  # noqa: E402
 import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)
@@ -46,8 +47,29 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "determini
 # Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
 jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
 
+from jaxpage.device import executables  # noqa: E402, behind the hook
+
+# XLA compiles five times as fast, to code that takes two or three times as long: tiny models run for less time than they are compiled.
+UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compilation(request):
+    """Modules that are marked `optimized`, whose subject is bits, test the code that users run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not (request.node.get_closest_marker("optimized") or request.config.getoption("--optimized")):
+            patch.setattr(executables, "_compiled", _unoptimized)
+        yield
+
+
+def _unoptimized(function, *shapes):
+    return function.lower(*shapes).compile(UNOPTIMIZED)
+
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--optimized", action="store_true", help="all engines are compiled as for users: see the mark of this name"
+    )
     parser.addoption(
         "--write-support-matrix",
         action="store_true",

@@ -17,6 +17,8 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.engine.text import StreamDetokenizer
 from tests.support.engines import invariants
 
+pytestmark = pytest.mark.optimized
+
 DEMO = Path(jaxpage.__file__).parent / "demo"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 

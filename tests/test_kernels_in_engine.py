@@ -15,6 +15,8 @@ from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, XLA_BACKENDS
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
+pytestmark = pytest.mark.optimized
+
 # Three rows and 16 tokens at most, so that few shapes are compiled; a pool that makes somebody give way.
 SETTINGS = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 11, "block_size": 8}
 PARAMS = [

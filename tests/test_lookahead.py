@@ -35,7 +35,7 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import write_tokenizer
 from tests.test_speculation import PROMPTS, REQUESTS, everything
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 Model = Callable[[Sequence[int]], int]  # the token behind a text
 VOCAB = 1 << 20

@@ -15,7 +15,7 @@ from jaxpage.scheduling.open_plan import OpenPlan
 from tests.support.engines import LLAMA, invariants, lone_sample, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 PARAMS = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2)
 MOST = 8

@@ -16,7 +16,7 @@ from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giv
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 NUM_TOKENS = 40
 KINDS = {

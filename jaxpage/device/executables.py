@@ -164,7 +164,11 @@ def step_call(bucket: Bucket, options: StepOptions) -> tuple[Any, tuple[Any, ...
 
 def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
     step, rest = step_call(bucket, options)
-    return step.lower(parameters, pages, *rest).compile()
+    return _compiled(step, parameters, pages, *rest)
+
+
+def _compiled(function: Any, *shapes: Any) -> Any:
+    return function.lower(*shapes).compile()
 
 
 def _adjustment_shapes(num_draws: int, options: StepOptions) -> Adjustments:
@@ -179,22 +183,19 @@ def _neutral(num_draws: int, options: StepOptions) -> Adjustments:
 
 def _compile_copy(pages: KVPages, num_copies: int, backend: Backend) -> Any:
     pairs = jax.ShapeDtypeStruct((num_copies, 2), jnp.int32)
-    return jax.jit(functools.partial(copy_step, backend=backend), donate_argnums=0).lower(pages, pairs).compile()
+    return _compiled(jax.jit(functools.partial(copy_step, backend=backend), donate_argnums=0), pages, pairs)
 
 
 def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
-    return jax.jit(functools.partial(gather_blocks, backend=backend)).lower(pages, blocks).compile()
+    return _compiled(jax.jit(functools.partial(gather_blocks, backend=backend)), pages, blocks)
 
 
 def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
     contents = jax.eval_shape(functools.partial(gather_blocks, backend=Backend("reference")), pages, blocks)
-    return (
-        jax.jit(functools.partial(scatter_blocks, backend=backend), donate_argnums=0)
-        .lower(pages, blocks, contents)
-        .compile()
-    )
+    scatter = jax.jit(functools.partial(scatter_blocks, backend=backend), donate_argnums=0)
+    return _compiled(scatter, pages, blocks, contents)
 
 
 def _run_all(jobs: dict[Bucket | str, Callable[[], Any]], progress: bool) -> dict[Bucket | str, Any]:
