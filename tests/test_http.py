@@ -625,6 +625,14 @@ def test_a_request_that_takes_too_long(built, monkeypatch):
         assert running.aborted() == {"deadline": 2}
 
 
+def test_no_part_of_an_answer_waits_for_an_acknowledgement_of_the_one_before(built):
+    with serving(built) as running, running.connect():
+        wait_until(lambda: running.uvicorn.connections)
+        (connection,) = running.uvicorn.connections
+        held = connection.transport.get_extra_info("socket")
+        assert held.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_there_are_so_many_connections_and_no_more(built):
     with serving(built, max_connections=3) as running:
         held = [running.connect() for _ in range(3)]

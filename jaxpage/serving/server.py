@@ -94,6 +94,9 @@ class Serving:
         self._loop = loop
         self._shutdown_seconds = config.shutdown_timeout_seconds
         self._listener = listener
+        # For its connections, or what follows the head of an answer waits up to 40 ms for the client's acknowledgement.
+        # asyncio sees to it only of sockets that name TCP, and a usual one says 0.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
         self._uvicorn = _Uvicorn(_settings(app, config), announce)
