@@ -260,6 +260,11 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
     tokens = text[:1, :10]
     ranks = np.asarray(drafter.ranks(params, jnp.asarray(tokens)))
     assert ranks.shape == (1, 10, acceptance.DRAFTS)
+
+    def known(length: int) -> np.ndarray:
+        """The others are zero, so that all of these have one shape."""
+        return np.where(np.arange(10) < length, tokens, 0)
+
     for place in range(1, 10):
         for draft in range(acceptance.DRAFTS):
             about = place + 1 + draft
@@ -267,12 +272,12 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
                 assert ranks[0, place, draft] > 48
                 continue
             logits = {
-                "draft": lambda p, d: draft_model.logits(teacher, params, tokens[:, : p + 1 + d])[0, -1],
-                "medusa": lambda p, d: medusa_heads.head_logits(params, d, teacher(tokens[:, :p]).hidden_BTD[0, -1]),
-                "eagle3": lambda p, d: drafting_step_by_step(teacher, params, tokens[0, : p + 1 + d], p - 1 + d, d),
+                "draft": lambda p, d: draft_model.logits(teacher, params, known(p + 1 + d))[0, p + d],
+                "medusa": lambda p, d: medusa_heads.head_logits(params, d, teacher(known(p)).hidden_BTD[0, p - 1]),
+                "eagle3": lambda p, d: drafting_step_by_step(teacher, params, known(p + 1 + d)[0], p - 1 + d, d),
             }[name](place, draft)
-            known = np.arange(48) if name == "draft" else FREQUENT
-            order = known[np.argsort(-np.asarray(logits), kind="stable")].tolist()
+            words = np.arange(48) if name == "draft" else FREQUENT
+            order = words[np.argsort(-np.asarray(logits), kind="stable")].tolist()
             token = int(tokens[0, about])
             if token in order:
                 assert ranks[0, place, draft] == order.index(token)

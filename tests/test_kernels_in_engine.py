@@ -43,7 +43,11 @@ def outputs_of(directory, **settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"enable_mixed_steps": True, "kv_cache_dtype": "int8"}], ids=["plain", "mixed-int8"]
+    "settings",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.sweep),
+        pytest.param({"enable_mixed_steps": True, "kv_cache_dtype": "int8"}, id="mixed-int8"),
+    ],
 )
 def test_the_interpreted_kernel_gives_the_tokens_of_the_reference(directory, settings):
     want, _ = outputs_of(directory, attention_backend="reference", **settings)
