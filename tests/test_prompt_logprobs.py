@@ -214,7 +214,9 @@ class Asked:
         monkeypatch.setattr(llm._engine.builder, "build", counting)
 
 
-@pytest.mark.parametrize("engine", few(["uncached", "narrow", "wide", "odd", *ENGINES], ["odd", *{*ENGINES} - {"blocks of 8"}]))
+@pytest.mark.parametrize(
+    "engine", few(["uncached", "narrow", "wide", "odd", *ENGINES], ["odd", *{*ENGINES} - {"blocks of 8"}])
+)
 def test_whatever_happens_around_it(engine, directories, prompts, lone):
     """Other chunks, blocks and neighbours, some of which are not scored, in a pool that is too small; cached or not."""
     family = "mistral" if engine == "window" else "llama"
