@@ -5,6 +5,7 @@ The variables are set here, at import, because jax and transformers read them wh
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -64,6 +65,13 @@ def _compilation(request):
 
 def _unoptimized(function, *shapes):
     return function.lower(*shapes).compile(UNOPTIMIZED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled():
+    """What is there before a module stays there. The collector would look through a million objects of jax and torch again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser):

@@ -109,7 +109,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(model: Path) -> list[str]:
     sizes = ["--num-prompts", "6", "--max-input", "20", "--max-output", "12", "--max-num-seqs", "4"]
-    return ["--model", str(model), "--dtype", "float32", "--num-blocks", "33", *sizes]
+    return ["--model", str(model), "--dtype", "float32", "--num-blocks", "33", "--max-num-batched-tokens", "32", *sizes]
 
 
 def test_bench_throughput_end_to_end(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,7 @@ class Engines:
 
     def __init__(self) -> None:
         self._llms: dict[str, LLM] = {}
+        self._known: dict[str, RequestOutput] = {}
 
     def close(self) -> None:
         for llm in self._llms.values():
@@ -66,6 +67,12 @@ class Engines:
 
     def plain(self, params: Params) -> RequestOutput:
         return self.llm().generate(PROMPT, params, use_tqdm=False)[0]
+
+    def known(self, params: Params) -> RequestOutput:
+        """What other requests are compared with, which many cells are with the same: run once."""
+        if repr(params) not in self._known:
+            self._known[repr(params)] = self.plain(params)
+        return self._known[repr(params)]
 
     def streaming(self, params: Params) -> RequestOutput:
         whole: dict[int, CompletionOutput] = {}
@@ -329,7 +336,7 @@ def cell(engines: Engines, name: str, feature: str) -> str:
 
 
 def _cell(engines: Engines, name: str, feature: str, case: Case, kind: Any, base: dict[str, Any]) -> str:
-    plain = engines.plain(kind(**base))
+    plain = engines.known(kind(**base))
     value, beside = (given(plain) if callable(given) else given for given in (case.value, case.beside))
     params = kind(**{**base, **beside, name: value})
     try:
@@ -340,7 +347,7 @@ def _cell(engines: Engines, name: str, feature: str, case: Case, kind: Any, base
         named = name if kind is SamplingParams else "beam_width"
         assert named in str(error) and feature[:6] in str(error), f"names not both: {error}"
         return REFUSED
-    situation = Situation(output, engines.plain(kind(**{**base, **beside})), plain, params, engines.plain)
+    situation = Situation(output, engines.known(kind(**{**base, **beside})), plain, params, engines.plain)
     check = case.under_grammar if feature == "structured" and case.under_grammar else case.check
     assert check(situation), f"{name}={value!r} is not honoured with {feature}: {output.outputs}"
     return YES
