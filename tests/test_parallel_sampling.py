@@ -14,6 +14,7 @@ from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.scheduling.open_plan import OpenPlan
 from tests.support.engines import LLAMA, invariants, lone_sample, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
@@ -91,7 +92,7 @@ def test_a_sample_is_the_lone_request_with_its_key(n, llm, prompts, lone):
     )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, {*ENGINES} - {"blocks of 8"}))
 def test_whatever_happens_around_them(engine, directories, prompts, lone):
     """Groups of several sizes together, in a pool that is too small for all of them, behind greedy strangers."""
     family, sizes = "mistral" if engine == "window" else "llama", [4, 1, 3, 4, 2]
