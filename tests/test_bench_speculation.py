@@ -55,10 +55,8 @@ def here(config):
 
 
 def test_an_engine_in_a_process_of_its_own_does_what_one_does_here():
-    prompts, params = (
-        [[5, 6, 7], [8, 9]],
-        [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (4, 6)],
-    )
+    prompts = [[5, 6, 7], [8, 9]]
+    params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (4, 6)]
     with LLM(**SMALL.model_dump(), use_tqdm=False) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     with engine_process(SMALL) as engine:

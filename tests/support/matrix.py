@@ -70,9 +70,10 @@ class Engines:
 
     def known(self, params: Params) -> RequestOutput:
         """What other requests are compared with, which many cells are with the same: run once."""
-        if repr(params) not in self._known:
-            self._known[repr(params)] = self.plain(params)
-        return self._known[repr(params)]
+        key = repr(params)
+        if key not in self._known:
+            self._known[key] = self.plain(params)
+        return self._known[key]
 
     def streaming(self, params: Params) -> RequestOutput:
         whole: dict[int, CompletionOutput] = {}
