@@ -25,7 +25,7 @@ from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import Draft
 from jaxpage.speculation import lookahead as under_test
-from jaxpage.speculation.controller import SEEK_EVERY, Controller
+from jaxpage.speculation.controller import LEAST_NAP, SEEK_EVERY, Controller
 from jaxpage.speculation.lookahead import LookaheadProposer, Pool, Window
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import Lookahead, SpeculativeConfig
@@ -583,6 +583,25 @@ def test_a_look_lasts_as_long_as_a_window_takes_to_fill(steps_to_show: int) -> N
     together = [len(list(run)) for is_near, run in itertools.groupby(lengths, lambda gap: gap == 2) if is_near]
     assert len(looks) > 10 and min(gap for gap in lengths if gap != 2) > SEEK_EVERY
     assert set(together[:-1]) == ({steps_to_show - 1} if steps_to_show > 1 else set())
+
+
+def test_who_cannot_afford_the_next_look_of_several_is_not_asked_meanwhile() -> None:
+    """Asking in every step took 2 % of the steps of the demo model, from the first look on."""
+    controller = told(right=0, dear=3.0, steps_to_show=5)
+    looks, num_asked, step = 0, 0, 0
+    while step < 3000:
+        num_asked += 1
+        asked = controller.ask(2, [1, 2])
+        if asked:
+            looks += 1
+            controller.cut(2, {1: Draft((5,) * 6, PARENTS)})
+            controller.verified(1, PARENTS, ())
+        controller.measured(2, 6 if asked else 0, 2, 4.0 if asked else 1.0, 0.0)
+        if nap := controller.nap:
+            controller.slept(nap)
+        step += 1 + nap
+    assert 1 <= looks <= 10 and looks % 5, "in the middle of the looks that belong together"
+    assert num_asked < 3000 / LEAST_NAP
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])

@@ -152,7 +152,7 @@ class Controller:
     @property
     def nap(self) -> int:
         """For how many steps it need not be asked."""
-        is_awake = self._drafts or self._look or self._planned or self._asked or self.num_looks % self._steps_to_show
+        is_awake = self._drafts or self._look or self._planned or self._asked
         return 0 if is_awake else min(MOST_NAP, max(LEAST_NAP, self._since // LONGER))
 
     def slept(self, num_steps: int) -> None:
