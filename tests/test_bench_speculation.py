@@ -131,6 +131,8 @@ def test_the_table_marks_the_best_of_each_batch():
         (["--num-speculative-tokens", "3", "0"], "--num-speculative-tokens must be at least 1, got 0"),
         (["--temperature", "-1"], "--temperature must not be negative, got -1"),
         (["--methods", "oracle"], "--methods oracle: "),
+        (["--methods", "none"], "--methods none: "),
+        (["--speculative-config", '{"method": "suffix"}'], "--methods ngram: speculative_config is for suffix"),
         (["--methods", "ngram+tree"], "--methods ngram+tree: speculative_config: tree=True is not supported"),
         (
             ["--methods", "ngram=there"],
@@ -146,3 +148,10 @@ def test_flags_that_make_no_sense(words, message, capsys):
     except SystemExit as stop:
         status = stop.code
     assert status == 2 and message in capsys.readouterr().err
+
+
+def test_how_drafts_are_accepted_holds_for_all_methods_and_other_settings_for_their_own():
+    drafts = {"method": "ngram", "prompt_lookup_max": 8, "acceptance": "rejection"}
+    config = SMALL.replace(speculative_config=drafts)
+    ngram, suffix = (speculation._config(config, (method, "3")).speculative_config for method in ("ngram", "suffix"))
+    assert ngram.prompt_lookup_max == 8 and ngram.acceptance == suffix.acceptance == "rejection"

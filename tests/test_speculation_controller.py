@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.scheduling import StepLimits
+from jaxpage.simulation import speculating
 from jaxpage.simulation.speculating import NUM_DRAFTS, Guesses, Progress, Rates, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import Draft, chain, costs
 from jaxpage.speculation import controller as controlling
@@ -360,3 +361,15 @@ def test_the_same_events_give_the_same_choices() -> None:
         return loop_of(CPU, lambda place, step: PROFILES["falling"], 5).run(300).shapes
 
     assert choices() == choices()
+
+
+@pytest.mark.parametrize("num_outputs", [8, 16, 20, 32])
+def test_requests_of_any_length_are_looked_at(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
+    """Naps of 32 steps used to end between two requests of 8, 16 or 32 tokens each time, and drafts that were right were never seen."""
+    monkeypatch.setattr(speculating, "NUM_OUTPUT_TOKENS", num_outputs)
+    loop = loop_of(CPU, lambda place, step: (0.0 if step < 2000 else 0.9,) * 7, 1)
+    loop.run(2000)
+    assert not loop.controller.drafts  # type: ignore[union-attr]
+    loop.run(1000)
+    progress = loop.run(500)
+    assert progress.num_tokens > 2 * len(progress.shapes)

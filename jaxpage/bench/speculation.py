@@ -48,7 +48,7 @@ class Cell:
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
-    _check(arguments)
+    _check(arguments, config)
     ways = _ways(arguments)
     config = _sized(config, max(arguments.batches), NUM_INPUT_TOKENS + arguments.max_output)
     configs = {way: _config(config, way) for way in ways}
@@ -142,7 +142,13 @@ def table(cells: Sequence[Cell]) -> str:
     return "\n".join(aligned(rows, num_words=1))
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    methods = [asked.removesuffix("+tree").partition("=")[0] for asked in arguments.methods]
+    if NONE in methods:
+        raise UsageError("--methods none: engines without drafts run beside each method in any case")
+    if config.speculative_config is not None and config.speculative_config.method not in methods:
+        given = config.speculative_config.method
+        raise UsageError(f"--methods {' '.join(methods)}: speculative_config is for {given}, name it in --methods, too")
     for name in ("batches", "num_speculative_tokens"):
         if min(getattr(arguments, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {min(getattr(arguments, name))}")
@@ -179,7 +185,9 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
         drafts |= {"model": model} if model else {}
         if config.speculative_config is not None:
             given = config.speculative_config.model_dump(exclude_unset=True)
-            drafts = {**(given if given["method"] == method else {}), **drafts}
+            if given["method"] != method:  # how drafts are accepted holds for all methods, all else for its own
+                given = {name: value for name, value in given.items() if "accept" in name}
+            drafts = {**given, **drafts}
     try:
         return config.replace(speculative_config=drafts)
     except (ValueError, UnsupportedError) as error:

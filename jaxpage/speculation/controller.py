@@ -153,7 +153,13 @@ class Controller:
     def nap(self) -> int:
         """For how many steps it need not be asked."""
         is_awake = self._drafts or self._look or self._planned or self._asked
-        return 0 if is_awake else min(MOST_NAP, max(LEAST_NAP, self._since // LONGER))
+        longest = 0 if is_awake else min(MOST_NAP, max(LEAST_NAP, self._since // LONGER))
+        if not longest or not self.num_looks % self._steps_to_show:
+            return longest
+        missing = max(
+            0.0, self._needed - self._credit
+        )  # the next look that belongs to the last ones comes as soon as it can
+        return min(longest, int(-(-missing // (SHARE * self._plain))))
 
     def slept(self, num_steps: int) -> None:
         """In which it was not asked, and of which it was told nothing."""
