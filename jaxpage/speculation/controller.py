@@ -156,9 +156,7 @@ class Controller:
         longest = 0 if is_awake else min(MOST_NAP, max(LEAST_NAP, self._since // LONGER))
         if not longest or not self.num_looks % self._steps_to_show:
             return longest
-        missing = max(
-            0.0, self._needed - self._credit
-        )  # the next look that belongs to the last ones comes as soon as it can
+        missing = max(0.0, self._needed - self._credit)  # for the next look of those that belong together
         return min(longest, int(-(-missing // (SHARE * self._plain))))
 
     def slept(self, num_steps: int) -> None:

@@ -52,17 +52,19 @@ class Speculation:
             self._nap -= 1
             self._num_slept += 1
             return {}
-        if self._num_slept and self.controller is not None:
+        awoke = self._num_slept > 0
+        if awoke and self.controller is not None:
             self.controller.slept(self._num_slept)
         self._num_slept, self._refused = 0, {}
-        return {} if self._failed else self._drafts(groups)
+        return {} if self._failed else self._drafts(groups, awoke)
 
     @property
     def has_part(self) -> bool:
         """In the step for which drafts were asked last. Else nothing needs to be told of it, which saves the host some microseconds."""
         return not self._failed and (not self._num_slept or self._following is not None)
 
-    def _drafts(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
+    def _drafts(self, groups: Iterable[SequenceGroup], awoke: bool) -> dict[int, Draft]:
+        """awoke: from a nap."""
         num_rows = 0
         decoding: dict[int, tuple[Request, Sequence]] = {}  # by sequence id, of those that can be drafted for
         for group in groups:
@@ -74,7 +76,7 @@ class Speculation:
                     return {}
                 if not (group.request.beam or group.children_due) and self._can_draft(sequence.sequence_id):
                     decoding[sequence.sequence_id] = group.request, sequence
-        if not num_rows:  # whoever comes in this step is not napped over: where all take as long, a nap would end between them each time
+        if awoke and not num_rows:  # else, where all requests take as long, each nap may end between two
             if self.controller is not None:
                 self.controller.pass_over()
             return {}
