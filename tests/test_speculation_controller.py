@@ -369,7 +369,7 @@ def test_requests_of_any_length_are_looked_at(monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.setattr(speculating, "NUM_OUTPUT_TOKENS", num_outputs)
     loop = loop_of(CPU, lambda place, step: (0.0 if step < 2000 else 0.9,) * 7, 1)
     loop.run(2000)
-    assert not loop.controller.drafts  # type: ignore[union-attr]
+    assert loop.controller is not None and not loop.controller.drafts
     loop.run(1000)
     progress = loop.run(500)
     assert progress.num_tokens > 2 * len(progress.shapes)

@@ -21,6 +21,7 @@ from jaxpage.cli_flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.errors import UnsupportedError
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.speculative_config import TYPICAL
 from jaxpage.tables import aligned
 
 NONE = "none"
@@ -121,7 +122,7 @@ def _cell(batch: int, way: Way, wanted: int, pairs: Pairs) -> Cell:
     method, number = way
     return Cell(
         batch,
-        method.removesuffix("+tree").partition("=")[0] + ("+tree" if method.endswith("+tree") else ""),
+        _method_and_model(method)[0] + ("+tree" if method.endswith("+tree") else ""),
         number,
         tokens_per_step=median(run.tokens_per_step for _, run in pairs),
         tokens_per_second=median(wanted / run.seconds for _, run in pairs),
@@ -143,7 +144,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
-    methods = [asked.removesuffix("+tree").partition("=")[0] for asked in arguments.methods]
+    methods = [_method_and_model(asked)[0] for asked in arguments.methods]
     if NONE in methods:
         raise UsageError("--methods none: engines without drafts run beside each method in any case")
     if config.speculative_config is not None and config.speculative_config.method not in methods:
@@ -159,6 +160,12 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
         raise UsageError(f"--temperature must not be negative, got {arguments.temperature:g}")
     if arguments.seed < 0:
         raise UsageError(f"--seed must not be negative, got {arguments.seed}")
+
+
+def _method_and_model(asked: str) -> tuple[str, str]:
+    """Of NAME[=MODEL][+tree]."""
+    method, _, model = asked.removesuffix("+tree").partition("=")
+    return method, model
 
 
 def _ways(arguments: argparse.Namespace) -> list[Way]:
@@ -177,7 +184,7 @@ def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
 def _config(config: EngineConfig, way: Way) -> EngineConfig:
     """Raises UsageError for a method that there is not, or that needs what was not given."""
     asked, number = way
-    method, _, model = asked.removesuffix("+tree").partition("=")
+    method, model = _method_and_model(asked)
     drafts: Any = None
     if method != NONE:
         drafts = {"method": method, "num_speculative_tokens": number if number == "auto" else int(number)}
@@ -186,7 +193,7 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
         if config.speculative_config is not None:
             given = config.speculative_config.model_dump(exclude_unset=True)
             if given["method"] != method:  # how drafts are accepted holds for all methods, all else for its own
-                given = {name: value for name, value in given.items() if "accept" in name}
+                given = {name: given[name] for name in ("acceptance", *TYPICAL) if name in given}
             drafts = {**given, **drafts}
     try:
         return config.replace(speculative_config=drafts)
