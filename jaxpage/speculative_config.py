@@ -75,7 +75,7 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "lookahead"]
+    method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "lookahead", "token_recycling"]
     model: str | None = None  # of the methods that have weights of their own: where they are
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
     tree: bool = False  # drafts may branch: several guesses of what comes next, verified at once

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from jaxpage.request import SequenceGroup
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation import Draft, Proposer, chain, make_proposer
 from jaxpage.speculation.ngram import NGramProposer
+from jaxpage.speculation.proposal import LikeliestObserver
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculation.suffix import SuffixProposer
 from jaxpage.speculation.suffix_tree import SuffixTree
@@ -533,15 +535,19 @@ def test_what_this_version_does_not_do_is_refused(settings: dict[str, Any]) -> N
 
 
 def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> None:
-    ngram = make_proposer(SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1))
+    ngram = make_proposer(SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), VOCAB)
     group = make_group("a", 0, [1, 9, 2, 1, 2])
     assert ask(ngram, group, 4) == chain((1, 2))
-    suffix = make_proposer(SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0))
+    suffix = make_proposer(SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0), VOCAB)
     assert ask(suffix, group, 4) == chain((1, 2))
-    lookahead = make_proposer(SpeculativeConfig(method="lookahead", num_speculative_tokens=3))
+    lookahead = make_proposer(SpeculativeConfig(method="lookahead", num_speculative_tokens=3), VOCAB)
     assert ask(lookahead, group, 3) == chain((1, 2))
+    recycling = make_proposer(SpeculativeConfig(method="token_recycling"), VOCAB)
+    assert isinstance(recycling, LikeliestObserver) and ask(recycling, group, 3) is None
+    recycling.heard([None] * 2, [1, 2], np.array([[3] * 8, [1] * 8], np.int32))
+    assert ask(recycling, group, 3) == chain((1, 3))
     with pytest.raises(ValueError, match="medusa"):
-        make_proposer(SpeculativeConfig(method="medusa"))
+        make_proposer(SpeculativeConfig(method="medusa"), VOCAB)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class StepOptions(NamedTuple):
     sample_by_row: bool
     num_guesses: int = 0  # W: of each of the heads that the parameters come with; 0: they come with none
     drafter: DrafterOptions | None = None  # that the parameters come with
+    num_recycled: int = 0  # W: likeliest tokens behind each draw that leave the device for token recycling
     acceptance: AcceptanceRule = AcceptanceRule()
 
     @property
@@ -61,6 +62,7 @@ class StepOutput(NamedTuple):
     guesses: jax.Array | None = (
         None  # [B, J, W] of heads; of a drafter see `draft_ahead`; in a step that verifies nothing R for B
     )
+    likeliest: jax.Array | None = None  # [R, W] behind each draw, best first, where they are recycled
 
 
 class Drawn(NamedTuple):
@@ -116,7 +118,17 @@ def model_step(
         nothing = jax.eval_shape(guess)
         wanted = inputs.flags[Flags.LEVELS] > 0
         guesses = jax.lax.cond(wanted, guess, lambda: jnp.zeros(nothing.shape, nothing.dtype))
-    return StepOutput(drawn, scored, paths, guesses), pages
+    likeliest = _likeliest(logits_RV, inputs, options.num_recycled) if options.num_recycled else None
+    return StepOutput(drawn, scored, paths, guesses, likeliest), pages
+
+
+def _likeliest(logits_RV: jax.Array, inputs: StepInputs, count: int) -> jax.Array:
+    """Zeros where nobody asks."""
+    return jax.lax.cond(
+        inputs.flags[Flags.LEVELS] > 0,
+        lambda: jax.lax.top_k(logits_RV, count)[1].astype(jnp.int32),
+        lambda: jnp.zeros((logits_RV.shape[0], count), jnp.int32),
+    )
 
 
 def _drafting(parameters: Any, inputs: StepInputs, bucket: Bucket, options: StepOptions) -> StepDrafter | None:

@@ -23,6 +23,7 @@ from jaxpage.scheduling import StepLimits
 from jaxpage.speculation import make_proposer
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.following import Following
+from jaxpage.speculation.recycling import NUM_RECYCLED
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import SpeculativeConfig
 
@@ -69,6 +70,8 @@ class Drafting:
             num_blocks = pages[0].k_pages.shape[0]
             ahead = self.drafter.options(dtype, menu, len(pages), num_blocks, options.acceptance.name)
             return options._replace(drafter=ahead)
+        if self.config is not None and self.config.method == "token_recycling":
+            return options._replace(num_recycled=min(NUM_RECYCLED, options.vocab_size))
         return options
 
     def pages(self, menu: BucketMenu, num_blocks: int, block_size: int, dtype: DTypeLike) -> KVPages:
@@ -86,7 +89,7 @@ class Drafting:
             most_levels = self.drafter.shape(menu).num_levels
             following = Following(limits, controller, block_size=block_size, most_levels=most_levels)
         return Speculation(
-            self.heads.proposer() if self.heads else make_proposer(self.config),
+            self.heads.proposer() if self.heads else make_proposer(self.config, vocab_size),
             limits,
             controller,
             vocab_size=vocab_size,

@@ -46,6 +46,8 @@ class Runner:
         if output.guesses is not None:
             count = batch.num_rows if batch.bucket.verifies else batch.num_draws
             result = replace(result, guesses=np.asarray(output.guesses)[:count])
+        if output.likeliest is not None and not batch.rests:
+            result = replace(result, likeliest=np.asarray(output.likeliest)[: batch.num_draws])
         self._under_way = False
         return result
 

@@ -125,4 +125,7 @@ class StepResult:
     guesses: npt.NDArray[np.int32] | None = (
         None  # [B, J, W] of heads, [B, J, G, Y] of a drafter, behind the last draw that counts: per row with `paths`, else per sample
     )
+    likeliest: npt.NDArray[np.int32] | None = (
+        None  # [B, W] tokens behind each draw, best first, where they are recycled
+    )
     scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored

@@ -186,3 +186,22 @@ class DrawObserver(Protocol):
             token_ids: one behind the last known token, and one behind each draft. Negative: nothing could be drawn there.
         """
         ...
+
+
+@runtime_checkable
+class LikeliestObserver(Protocol):
+    """A proposer that hears what the model takes for likely behind every token that a step draws from, drafts that were wrong included."""
+
+    @property
+    def is_young(self) -> bool:
+        """It is to hear of every step. Otherwise of those for which drafts may be wanted."""
+        ...
+
+    def heard(self, salts: TokenIds[str | None], token_ids: TokenIds[int], likeliest_BW: npt.NDArray[np.int32]) -> None:
+        """
+        Args:
+            salts: of each draw: `cache_salt` of its request.
+            token_ids: of each draw: the token behind which it stands.
+            likeliest_BW: of each draw: the W likeliest tokens, best first.
+        """
+        ...

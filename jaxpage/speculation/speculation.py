@@ -11,7 +11,7 @@ from jaxpage.scheduling.plan import Row, StepPlan, StepResult
 from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.following import Following
-from jaxpage.speculation.proposal import Draft, DrawObserver, Observer, Proposer
+from jaxpage.speculation.proposal import Draft, DrawObserver, LikeliestObserver, Observer, Proposer
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Speculation:
         # Of this step's drafts, those that a grammar does not admit whole, and how many of their tokens it does. By sequence id.
         self._refused: dict[int, tuple[Draft, int]] = {}
         self._draw_observer = proposer if isinstance(proposer, DrawObserver) else None
+        self._recycler = proposer if isinstance(proposer, LikeliestObserver) else None
 
     def propose(self, groups: Iterable[SequenceGroup]) -> Mapping[int, Draft]:
         """Drafts for the running groups' sequences that have one token left to compute, by sequence id. Beams are not drafted for:
@@ -61,7 +62,8 @@ class Speculation:
     @property
     def has_part(self) -> bool:
         """In the step for which drafts were asked last. Else nothing needs to be told of it, which saves the host some microseconds."""
-        return not self._failed and (not self._num_slept or self._following is not None)
+        hears = self._following is not None or (self._recycler is not None and self._recycler.is_young)
+        return not self._failed and (not self._num_slept or hears)
 
     def _drafts(self, groups: Iterable[SequenceGroup], awoke: bool) -> dict[int, Draft]:
         """awoke: from a nap."""
@@ -137,10 +139,12 @@ class Speculation:
         self._failed = True
 
     def levels(self, plan: StepPlan, others_wait: bool = False) -> int | None:
-        """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there.
+        """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there. For a
+        proposer that hears what is likely behind draws 1: the step tells.
+
         others_wait: there are requests that could run and do not yet."""
         if self._following is None:
-            return None
+            return None if self._recycler is None else 1
         levels = self._following.levels(plan, others_wait)
         if self._following.last_levels is not None:
             self._nap = 0
@@ -163,6 +167,10 @@ class Speculation:
                 for row, draws in _drawn(plan, result):
                     draft = Draft(row.token_ids[1:], _behind(row))
                     self._draw_observer.drawn(row.sequence_id, row.start + 1, draft, draws)
+            if self._recycler is not None and result.likeliest is not None:
+                token_ids = [plan.rows[sample.row].token_ids[sample.offset] for sample in plan.samples]
+                salts = [sample.params.cache_salt for sample in plan.samples]
+                self._recycler.heard(salts, token_ids, result.likeliest)
         except Exception:
             self._give_up()
 

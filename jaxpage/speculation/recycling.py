@@ -1,0 +1,83 @@
+"""Token recycling: what the model took for likely behind a token, the last time that it computed one of it (Luo et al. 2024,
+arXiv:2408.08696).
+
+A step knows the likeliest tokens behind each of its tokens, wrong drafts included, and uses one of them. Kept by the token that they stand
+behind they are a table, out of which the tree behind a sequence's last token is read: drafts without any weights.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as TokenIds
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.speculation.medusa import best_only, search
+from jaxpage.speculation.proposal import Draft
+from jaxpage.speculative_config import MOST_DRAFTS
+
+NUM_RECYCLED = 8  # W: tokens that are kept behind each
+MOST_TABLES = 16  # for as many salts; the one that was used longest ago gives way. Of 128,000 tokens one takes 4 MB
+MOST_LEVELS = 6  # tokens ahead that a tree goes
+YOUNG = 512  # steps, all of which it hears: a table that is almost empty would never seem worth a draft
+
+# How often the first token of a row comes next, the second, and so on, with the demo model (docs/lab-log.md): the shape of trees.
+ACCURACIES = (0.48, 0.07, 0.045, 0.025, 0.025, 0.017, 0.015, 0.01)
+
+
+class RecyclingProposer:
+    """A table for all requests with the same `cache_salt`: what one of them sees is too little."""
+
+    def __init__(self, vocab_size: int, *, tree: bool) -> None:
+        """tree: whether drafts branch."""
+        self._vocab_size = vocab_size
+        choices = search([ACCURACIES] * MOST_LEVELS, MOST_DRAFTS) if tree else best_only(MOST_DRAFTS, MOST_DRAFTS)
+        places = {path: place for place, path in enumerate(choices)} | {(): -1}
+        self._template = [
+            (places[path[:-1]], path[-1]) for path in choices
+        ]  # of drafts: the parent, and the rank behind it
+        self._tables: OrderedDict[str | None, npt.NDArray[np.int32]] = OrderedDict()  # [V, W] by salt; -1: not known
+        self._num_heard = 0
+
+    @property
+    def is_young(self) -> bool:
+        """See `LikeliestObserver`."""
+        return self._num_heard < YOUNG
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """The likeliest drafts first; where the table ends others take their place."""
+        table_VW = self._table(request.params.cache_salt)
+        behind = {-1: table_VW[sequence.token_ids[-1]].tolist()}  # by place in the template
+        places, token_ids, parents = {-1: -1}, list[int](), list[int]()
+        for index, (parent, rank) in enumerate(self._template):
+            if len(token_ids) == num_drafts:
+                break
+            if parent not in behind or (token_id := behind[parent][rank]) < 0:
+                continue
+            places[index] = len(token_ids)
+            token_ids.append(token_id)
+            parents.append(places[parent])
+            behind[index] = table_VW[token_id].tolist()
+        return Draft(tuple(token_ids), tuple(parents)) if token_ids else None
+
+    def heard(self, salts: TokenIds[str | None], token_ids: TokenIds[int], likeliest_BW: npt.NDArray[np.int32]) -> None:
+        """See `LikeliestObserver`. Of equal tokens the last counts."""
+        self._num_heard += 1
+        width = likeliest_BW.shape[1]
+        for salt in set(salts):
+            draws = [place for place, each in enumerate(salts) if each == salt]
+            self._table(salt)[np.array(token_ids)[draws], :width] = likeliest_BW[draws]
+
+    def forget(self, group: SequenceGroup) -> None:
+        """What it has seen stays."""
+
+    def _table(self, salt: str | None) -> npt.NDArray[np.int32]:
+        table_VW = self._tables.get(salt)
+        if table_VW is None:
+            table_VW = self._tables[salt] = np.full((self._vocab_size, NUM_RECYCLED), -1, np.int32)
+            if len(self._tables) > MOST_TABLES:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(salt)
+        return table_VW
