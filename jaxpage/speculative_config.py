@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
 MOST_CANDIDATES = 32  # tokens of a distribution that drafts are drawn from, where its probabilities are looked at
 
+FIXED = ("token_recycling",)  # methods without "auto": near its break-even that still loses (docs/lab-log.md)
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
 
 # Which methods a field is for. In a configuration of another method it is a contradiction.
@@ -201,6 +202,11 @@ class SpeculativeConfig(BaseModel):
             yield (
                 f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from a coupled draw behind "
                 "every draft; use coupled"
+            )
+        if self.method in FIXED and self.num_speculative_tokens == "auto":
+            yield (
+                f"num_speculative_tokens 'auto' is not supported: this version of method {self.method!r} drafts a fixed number; "
+                f"use 1 to {MOST_DRAFTS}"
             )
         if self.tree and self.method == "ngram":
             yield "tree=True is not supported: method 'ngram' drafts chains; use False"

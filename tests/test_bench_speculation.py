@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 from multiprocessing import active_children
@@ -155,3 +156,9 @@ def test_how_drafts_are_accepted_holds_for_all_methods_and_other_settings_for_th
     config = SMALL.replace(speculative_config=drafts)
     ngram, suffix = (speculation._config(config, (method, "3")).speculative_config for method in ("ngram", "suffix"))
     assert ngram.prompt_lookup_max == 8 and ngram.acceptance == suffix.acceptance == "rejection"
+
+
+def test_methods_of_a_fixed_number_are_not_run_with_auto():
+    arguments = argparse.Namespace(methods=["token_recycling+tree", "ngram"], num_speculative_tokens=[4])
+    _, *ways, _ = speculation._ways(arguments)
+    assert ways == [("token_recycling+tree", "4"), ("ngram", "4"), ("ngram", "auto")]

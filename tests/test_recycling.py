@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.device import steps
-from jaxpage.scheduling import StepLimits
-from jaxpage.scheduling.plan import Row, Sample, StepPlan, StepResult
+from jaxpage.errors import UnsupportedError
+from jaxpage.scheduling.plan import StepPlan, StepResult
 from jaxpage.speculation import Draft, recycling
-from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.medusa import search
 from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer
-from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import MOST_DRAFTS
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.fake_device import make_group
@@ -101,27 +99,9 @@ def test_models_of_fewer_tokens_than_are_kept() -> None:
     )
 
 
-def test_while_it_is_young_it_hears_the_steps_in_which_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recycling, "YOUNG", 3)
-    limits = StepLimits(max_rows=1, max_tokens=8, max_chunk_rows=1, mixed=False, verified=((1, 4),))
-    proposer = RecyclingProposer(VOCAB, tree=False)
-    speculation = Speculation(proposer, limits, Controller(limits), vocab_size=VOCAB)
-    group = make_group("one", 0, [1, 2])
-    group.sequences[0].num_computed_tokens = 1
-    params = group.request.params
-    plan = StepPlan(0, (Row(0, 1, (2,), (1,)),), (Sample(0, 0, 0, params, 0, 0, 2),))
-    nothing = np.zeros((1, 1))
-    result = StepResult(np.array([5]), nothing[0], nothing[0], nothing, nothing, likeliest=likely(1, 0))
-    speculation._nap = 100
-    heard = 0
-    for _ in range(5):
-        assert speculation.propose([group]) == {}
-        if speculation.has_part:
-            heard += speculation.levels(plan) == 1
-            speculation.observe(plan, result)
-    assert heard == 3
-    draft = proposer.propose(group.request, group.sequences[0], 1)
-    assert draft is not None and draft.token_ids == (result.likeliest[0, 0],)
+def test_auto_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="'auto' is not supported: .* use 1 to 63"):
+        EngineConfig(speculative_config={"method": "token_recycling"})  # type: ignore[arg-type]
 
 
 # --- the engine

@@ -21,7 +21,7 @@ from jaxpage.cli_flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.errors import UnsupportedError
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.speculative_config import TYPICAL
+from jaxpage.speculative_config import FIXED, TYPICAL
 from jaxpage.tables import aligned
 
 NONE = "none"
@@ -171,7 +171,9 @@ def _method_and_model(asked: str) -> tuple[str, str]:
 def _ways(arguments: argparse.Namespace) -> list[Way]:
     """Pairs of a method and a number of drafts."""
     numbers = [*map(str, arguments.num_speculative_tokens), "auto"]
-    return [ALONE, *((method, number) for method in arguments.methods for number in numbers), CONTROL]
+    ways = [(asked, number) for asked in arguments.methods for number in numbers]
+    ways = [(asked, number) for asked, number in ways if number != "auto" or _method_and_model(asked)[0] not in FIXED]
+    return [ALONE, *ways, CONTROL]
 
 
 def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:

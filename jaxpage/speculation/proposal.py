@@ -192,11 +192,6 @@ class DrawObserver(Protocol):
 class LikeliestObserver(Protocol):
     """A proposer that hears what the model takes for likely behind every token that a step draws from, drafts that were wrong included."""
 
-    @property
-    def is_young(self) -> bool:
-        """It is to hear of every step. Otherwise of those for which drafts may be wanted."""
-        ...
-
     def heard(self, salts: TokenIds[str | None], token_ids: TokenIds[int], likeliest_BW: npt.NDArray[np.int32]) -> None:
         """
         Args:

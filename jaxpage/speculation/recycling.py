@@ -21,7 +21,6 @@ from jaxpage.speculative_config import MOST_DRAFTS
 NUM_RECYCLED = 8  # W: tokens that are kept behind each
 MOST_TABLES = 16  # for as many salts; the one that was used longest ago gives way. Of 128,000 tokens one takes 4 MB
 MOST_LEVELS = 6  # tokens ahead that a tree goes
-YOUNG = 512  # steps, all of which it hears: a table that is almost empty would never seem worth a draft
 
 # How often the first token of a row comes next, the second, and so on, with the demo model (docs/lab-log.md): the shape of trees.
 ACCURACIES = (0.48, 0.07, 0.045, 0.025, 0.025, 0.017, 0.015, 0.01)
@@ -39,12 +38,6 @@ class RecyclingProposer:
             (places[path[:-1]], path[-1]) for path in choices
         ]  # of drafts: the parent, and the rank behind it
         self._tables: OrderedDict[str | None, npt.NDArray[np.int32]] = OrderedDict()  # [V, W] by salt; -1: not known
-        self._num_heard = 0
-
-    @property
-    def is_young(self) -> bool:
-        """See `LikeliestObserver`."""
-        return self._num_heard < YOUNG
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """The likeliest drafts first; where the table ends others take their place."""
@@ -64,7 +57,6 @@ class RecyclingProposer:
 
     def heard(self, salts: TokenIds[str | None], token_ids: TokenIds[int], likeliest_BW: npt.NDArray[np.int32]) -> None:
         """See `LikeliestObserver`. Of equal tokens the last counts."""
-        self._num_heard += 1
         width = likeliest_BW.shape[1]
         for salt in set(salts):
             draws = [place for place, each in enumerate(salts) if each == salt]

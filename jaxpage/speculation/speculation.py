@@ -62,8 +62,7 @@ class Speculation:
     @property
     def has_part(self) -> bool:
         """In the step for which drafts were asked last. Else nothing needs to be told of it, which saves the host some microseconds."""
-        hears = self._following is not None or (self._recycler is not None and self._recycler.is_young)
-        return not self._failed and (not self._num_slept or hears)
+        return not self._failed and (not self._num_slept or self._following is not None)
 
     def _drafts(self, groups: Iterable[SequenceGroup], awoke: bool) -> dict[int, Draft]:
         """awoke: from a nap."""
