@@ -75,6 +75,7 @@ def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(
 
 def test_salts_that_nobody_uses_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recycling, "MOST_TABLES", 2)
+    monkeypatch.setattr(recycling, "KEPT", 2)
     proposer = RecyclingProposer(VOCAB, tree=False)
 
     def drafts(salt: str) -> bool:
@@ -83,6 +84,8 @@ def test_salts_that_nobody_uses_give_way(monkeypatch: pytest.MonkeyPatch) -> Non
 
     proposer.heard(["a", "b"], [3, 3], likely(2, 0))
     assert drafts("b") and drafts("a")
+    proposer.heard(["c"], [3], likely(1, 0))
+    assert drafts("a") and not drafts("c")  # b was used a step ago
     proposer.heard(["c"], [3], likely(1, 0))
     assert drafts("a") and drafts("c") and not drafts("b")
 

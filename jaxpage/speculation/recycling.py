@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,18 @@ from jaxpage.speculation.proposal import Draft
 from jaxpage.speculative_config import MOST_DRAFTS
 
 NUM_RECYCLED = 8  # W: tokens that are kept behind each
-MOST_TABLES = 16  # for as many salts; the one that was used longest ago gives way. Of 128,000 tokens one takes 4 MB
+MOST_TABLES = 16  # for as many salts; of 128,000 tokens one takes 4 MB
+KEPT = 1024  # steps for which nobody needs to use a table until another salt may have its place
 MOST_LEVELS = 6  # tokens ahead that a tree goes
 
 # How often the first token of a row comes next, the second, and so on, with the demo model (docs/lab-log.md): the shape of trees.
 ACCURACIES = (0.48, 0.07, 0.045, 0.025, 0.025, 0.017, 0.015, 0.01)
+
+
+@dataclass
+class _Table:
+    likeliest_VW: npt.NDArray[np.int32]  # -1: not known
+    used: int = 0  # the last step in which it was
 
 
 class RecyclingProposer:
@@ -37,11 +45,14 @@ class RecyclingProposer:
         self._template = [
             (places[path[:-1]], path[-1]) for path in choices
         ]  # of drafts: the parent, and the rank behind it
-        self._tables: OrderedDict[str | None, npt.NDArray[np.int32]] = OrderedDict()  # [V, W] by salt; -1: not known
+        self._tables: OrderedDict[str | None, _Table] = OrderedDict()  # by salt; used last last
+        self._step = 0
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """The likeliest drafts first; where the table ends others take their place."""
         table_VW = self._table(request.params.cache_salt)
+        if table_VW is None:
+            return None
         behind = {-1: table_VW[sequence.token_ids[-1]].tolist()}  # by place in the template
         places, token_ids, parents = {-1: -1}, list[int](), list[int]()
         for index, (parent, rank) in enumerate(self._template):
@@ -57,19 +68,27 @@ class RecyclingProposer:
 
     def heard(self, salts: TokenIds[str | None], token_ids: TokenIds[int], likeliest_BW: npt.NDArray[np.int32]) -> None:
         """See `LikeliestObserver`. Of equal tokens the last counts."""
+        self._step += 1
         width = likeliest_BW.shape[1]
         for salt in set(salts):
-            draws = [place for place, each in enumerate(salts) if each == salt]
-            self._table(salt)[np.array(token_ids)[draws], :width] = likeliest_BW[draws]
+            table_VW = self._table(salt)
+            if table_VW is not None:
+                draws = [place for place, each in enumerate(salts) if each == salt]
+                table_VW[np.array(token_ids)[draws], :width] = likeliest_BW[draws]
 
     def forget(self, group: SequenceGroup) -> None:
         """What it has seen stays."""
 
-    def _table(self, salt: str | None) -> npt.NDArray[np.int32]:
-        table_VW = self._tables.get(salt)
-        if table_VW is None:
-            table_VW = self._tables[salt] = np.full((self._vocab_size, NUM_RECYCLED), -1, np.int32)
-            if len(self._tables) > MOST_TABLES:
-                self._tables.popitem(last=False)
+    def _table(self, salt: str | None) -> npt.NDArray[np.int32] | None:
+        """None: too many others are in use. Else with a salt for each request every step would make tables anew."""
+        table = self._tables.get(salt)
+        if table is None:
+            if len(self._tables) >= MOST_TABLES:
+                oldest, unused = next(iter(self._tables.items()))
+                if self._step - unused.used < KEPT:
+                    return None
+                del self._tables[oldest]
+            table = self._tables[salt] = _Table(np.full((self._vocab_size, NUM_RECYCLED), -1, np.int32))
+        table.used = self._step
         self._tables.move_to_end(salt)
-        return table_VW
+        return table.likeliest_VW
