@@ -287,7 +287,7 @@ def _add_bench_speculation(kinds: _Commands[_Parser]) -> None:
         nargs="+",
         default=[3],
         metavar="N",
-        help="fixed numbers of drafts, beside auto; default: 3",
+        help="fixed numbers of drafts, beside auto where the method has it; default: 3",
     )
     add("--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy")
     add("--max-output", type=int, default=128, metavar="N", help="tokens of each sequence; default: 128")

@@ -102,7 +102,7 @@ ENGINE_FLAGS = (
     Flag(
         "speculative_config",
         json_object,
-        'how what follows is drafted: {"method": "ngram"}, "suffix", "lookahead", "token_recycling", ...; default: not',
+        'how what follows is drafted: {"method": "ngram"}, "suffix", "lookahead", ... (docs/speculation.md); default: not',
         "JSON",
     ),
     Flag("tensor_parallel_size", int, "devices to split the model over (this version: 1)"),

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
 MOST_CANDIDATES = 32  # tokens of a distribution that drafts are drawn from, where its probabilities are looked at
 
-FIXED = ("token_recycling",)  # methods without "auto": near its break-even that still loses (docs/lab-log.md)
+FIXED = ("token_recycling",)  # methods for which `auto` was tried and lost at large batches (docs/lab-log.md)
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
 
 # Which methods a field is for. In a configuration of another method it is a contradiction.

@@ -78,16 +78,21 @@ def test_salts_that_nobody_uses_give_way(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(recycling, "KEPT", 2)
     proposer = RecyclingProposer(VOCAB, tree=False)
 
-    def drafts(salt: str) -> bool:
-        group = make_group("one", 0, [3], cache_salt=salt)
-        return proposer.propose(group.request, group.sequences[0], 1) is not None
+    def drafts(*salts: str | None) -> list[bool]:
+        groups = [make_group("one", 0, [3], cache_salt=salt) for salt in salts]
+        return [proposer.propose(group.request, group.sequences[0], 1) is not None for group in groups]
 
-    proposer.heard(["a", "b"], [3, 3], likely(2, 0))
-    assert drafts("b") and drafts("a")
-    proposer.heard(["c"], [3], likely(1, 0))
-    assert drafts("a") and not drafts("c")  # b was used a step ago
-    proposer.heard(["c"], [3], likely(1, 0))
-    assert drafts("a") and drafts("c") and not drafts("b")
+    proposer.heard(["b", "a", "c"], [3] * 3, likely(3, 0))
+    assert drafts("b", "a", "c", None) == [True, True, False, False]
+    proposer.heard(["a", "c", None], [3] * 3, likely(3, 0))
+    assert drafts("b", "a", "c", None) == [
+        True,
+        True,
+        False,
+        True,
+    ]  # b was used a step ago, and there is room without a salt
+    proposer.heard(["a", "c"], [3] * 2, likely(2, 0))
+    assert drafts("b", "a", "c", None) == [False, True, True, True]
 
 
 def test_models_of_fewer_tokens_than_are_kept() -> None:

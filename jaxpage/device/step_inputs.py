@@ -54,7 +54,8 @@ class Flags:
     """Places in `StepInputs.flags`: what any row of the step asks for. The rest of the step's work is not done.
 
     SCORED is a number: of the tokens of the stream, up to the last whose `scored_T` is wanted. EXTENDS: whether a drafter computes the
-    step's tokens too; LEVELS: how many tokens ahead it then drafts, or heads guess, which guess all or none.
+    step's tokens too; LEVELS: how many tokens ahead it then drafts, or heads guess, which guess all or none; above 0 also: what is
+    likely behind the draws is to be told, where tokens are recycled.
     """
 
     RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, EXTENDS, LEVELS = range(NUM_FLAGS)

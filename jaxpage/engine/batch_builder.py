@@ -37,7 +37,7 @@ class Batch:
     num_draws: int
     num_rows: int
     num_scored: int  # tokens of the stream up to the last that is scored
-    rests: bool  # nothing is asked of heads or of a drafter
+    rests: bool  # nothing is asked of what drafts on the device, nor what is likely behind the draws
 
 
 class BatchBuilder:
@@ -65,7 +65,8 @@ class BatchBuilder:
         """
         Args:
             masks: by place among the plan's samples: the tokens that a grammar admits.
-            levels: how many tokens ahead a drafter drafts behind the draws; None: it does not even compute the step's tokens.
+            levels: how many tokens ahead a drafter drafts behind the draws; None: it does not even compute the step's tokens. Where
+                tokens are recycled 1 or None: see `Speculation.levels`.
         """
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]

@@ -20,11 +20,11 @@ from jaxpage.speculation.proposal import Draft
 from jaxpage.speculative_config import MOST_DRAFTS
 
 NUM_RECYCLED = 8  # W: tokens that are kept behind each
-MOST_TABLES = 16  # for as many salts; of 128,000 tokens one takes 4 MB
-KEPT = 1024  # steps for which nobody needs to use a table until another salt may have its place
+MOST_TABLES = 16  # for as many salts, beside that of requests without; of 128,000 tokens one takes 4 MB
+KEPT = 64  # steps for which nobody needs to use a table until another salt may have its place
 MOST_LEVELS = 6  # tokens ahead that a tree goes
 
-# How often the first token of a row comes next, the second, and so on, with the demo model (docs/lab-log.md): the shape of trees.
+# The shape of trees: how often the first token of a row comes next, the second, and so on, with the demo model, smoothed (docs/lab-log.md).
 ACCURACIES = (0.48, 0.07, 0.045, 0.025, 0.025, 0.017, 0.015, 0.01)
 
 
@@ -45,14 +45,15 @@ class RecyclingProposer:
         self._template = [
             (places[path[:-1]], path[-1]) for path in choices
         ]  # of drafts: the parent, and the rank behind it
-        self._tables: OrderedDict[str | None, _Table] = OrderedDict()  # by salt; used last last
+        self._tables: OrderedDict[str | None, _Table] = OrderedDict()  # by salt; the one that was used last at the end
         self._step = 0
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """The likeliest drafts first; where the table ends others take their place."""
-        table_VW = self._table(request.params.cache_salt)
-        if table_VW is None:
+        table = self._tables.get(request.params.cache_salt)
+        if table is None:
             return None
+        table_VW = table.likeliest_VW
         behind = {-1: table_VW[sequence.token_ids[-1]].tolist()}  # by place in the template
         places, token_ids, parents = {-1: -1}, list[int](), list[int]()
         for index, (parent, rank) in enumerate(self._template):
@@ -70,7 +71,7 @@ class RecyclingProposer:
         """See `LikeliestObserver`. Of equal tokens the last counts."""
         self._step += 1
         width = likeliest_BW.shape[1]
-        for salt in set(salts):
+        for salt in dict.fromkeys(salts):
             table_VW = self._table(salt)
             if table_VW is not None:
                 draws = [place for place, each in enumerate(salts) if each == salt]
@@ -83,11 +84,11 @@ class RecyclingProposer:
         """None: too many others are in use. Else with a salt for each request every step would make tables anew."""
         table = self._tables.get(salt)
         if table is None:
-            if len(self._tables) >= MOST_TABLES:
-                oldest, unused = next(iter(self._tables.items()))
-                if self._step - unused.used < KEPT:
+            others = [each for each in self._tables if each is not None]
+            if salt is not None and len(others) >= MOST_TABLES:
+                if self._step - self._tables[others[0]].used < KEPT:
                     return None
-                del self._tables[oldest]
+                del self._tables[others[0]]
             table = self._tables[salt] = _Table(np.full((self._vocab_size, NUM_RECYCLED), -1, np.int32))
         table.used = self._step
         self._tables.move_to_end(salt)

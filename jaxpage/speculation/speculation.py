@@ -138,8 +138,8 @@ class Speculation:
         self._failed = True
 
     def levels(self, plan: StepPlan, others_wait: bool = False) -> int | None:
-        """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there. For a
-        proposer that hears what is likely behind draws 1: the step tells.
+        """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there.
+        Where tokens are recycled 1: the step is to tell what is likely behind its draws.
 
         others_wait: there are requests that could run and do not yet."""
         if self._following is None:
