@@ -42,9 +42,8 @@ class RecyclingProposer:
         self._vocab_size = vocab_size
         choices = search([ACCURACIES] * MOST_LEVELS, MOST_DRAFTS) if tree else best_only(MOST_DRAFTS, MOST_DRAFTS)
         places = {path: place for place, path in enumerate(choices)} | {(): -1}
-        self._template = [
-            (places[path[:-1]], path[-1]) for path in choices
-        ]  # of drafts: the parent, and the rank behind it
+        # Of each draft: the place of the one before it, and its rank behind that.
+        self._template = [(places[path[:-1]], path[-1]) for path in choices]
         self._tables: OrderedDict[str | None, _Table] = OrderedDict()  # by salt; the one that was used last at the end
         self._step = 0
 
@@ -72,8 +71,7 @@ class RecyclingProposer:
         self._step += 1
         width = likeliest_BW.shape[1]
         for salt in dict.fromkeys(salts):
-            table_VW = self._table(salt)
-            if table_VW is not None:
+            if (table_VW := self._table(salt)) is not None:
                 draws = [place for place, each in enumerate(salts) if each == salt]
                 table_VW[np.array(token_ids)[draws], :width] = likeliest_BW[draws]
 
