@@ -29,6 +29,7 @@ from jaxpage.speculation.controller import LEAST_NAP, SEEK_EVERY, Controller
 from jaxpage.speculation.lookahead import LookaheadProposer, Pool, Window
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculative_config import Lookahead, SpeculativeConfig
+from tests.support.drafting_engines import engines_that_draft, held, made_when_asked, right_drafts
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
@@ -348,19 +349,10 @@ def test_samples_share_n_grams_and_requests_do_not() -> None:
 
 # --- the engine
 
-# Seven drafts. Menus are small, since compiling takes longer than all else.
+# Seven drafts.
 DRAFTING = {"method": "lookahead", "num_speculative_tokens": 7, "lookahead_window": 2, "lookahead_ngram": 3}
-SMALL_POOL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80, "enable_prefix_caching": False}
-ENGINES: dict[str, dict[str, Any]] = {
-    "without": {"max_num_batched_tokens": 32},
-    "roomy": {"max_num_batched_tokens": 32, "speculative_config": DRAFTING},
-    "recomputing": {**SMALL_POOL, "block_size": 1, "num_blocks": 81, "speculative_config": DRAFTING},
-    "swapping": {
-        **SMALL_POOL,
-        **{"block_size": 4, "num_blocks": 21, "preemption_mode": "swap", "speculative_config": DRAFTING},
-    },
-}
-HELD = {name: sorted({*range(len(PROMPTS))} - ({12, 14} if "ing" in name else set())) for name in ENGINES}
+ENGINES = engines_that_draft(DRAFTING, roomy=DRAFTING)
+HELD = held(ENGINES, len(PROMPTS))
 
 
 # Texts of few tokens, in which n-grams come again.
@@ -378,17 +370,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(directory: Path) -> Iterator[Callable[[str], LLM]]:
-    """By name, made when first asked for."""
-    made: dict[str, LLM] = {}
-
-    def engine(name: str) -> LLM:
-        if name not in made:
-            made[name] = make_llm(directory, **ENGINES[name])
-        return made[name]
-
-    yield engine
-    for llm in made.values():
-        llm.shutdown()
+    with made_when_asked(directory, ENGINES) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -396,19 +379,14 @@ def want(engines: Callable[[str], LLM]) -> list[Any]:
     return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
 
 
-def right_drafts(llm: LLM) -> int:
-    accepted: int = llm.stats()["spec_decode_num_accepted_tokens_total"]
-    return accepted
-
-
 @pytest.mark.parametrize("engine", ["roomy", "recomputing", "swapping"])
 def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[Any]) -> None:
     """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who gives way."""
-    llm, held = engines(engine), HELD[engine]
+    llm, chosen = engines(engine), HELD[engine]
     before = llm.stats()
-    got = llm.generate([PROMPTS[index] for index in held], [REQUESTS[index] for index in held], use_tqdm=False)
+    got = llm.generate([PROMPTS[index] for index in chosen], [REQUESTS[index] for index in chosen], use_tqdm=False)
     after = llm.stats()
-    assert everything(got) == [want[index] for index in held]
+    assert everything(got) == [want[index] for index in chosen]
     name = "spec_decode_num_accepted_tokens_total"
     assert after[name] - before[name] > 10
     if engine != "roomy":
