@@ -6,6 +6,7 @@ They are calls, not asserts, so that they also hold under `python -O`, and every
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeVar
@@ -14,12 +15,17 @@ Item = TypeVar("Item")
 
 INT32_MAX = 2**31 - 1
 _SHOWN_CHARACTERS = 80
+_LONG_ENOUGH = reprlib.Repr()  # looks at the beginning of a value alone, however long it is
+for _kind in ("string", "other", "long"):
+    setattr(_LONG_ENOUGH, f"max{_kind}", 4 * _SHOWN_CHARACTERS)
+for _kind in ("list", "tuple", "dict", "set", "frozenset"):
+    setattr(_LONG_ENOUGH, f"max{_kind}", _SHOWN_CHARACTERS)
 
 
 def shown(value: object) -> str:
     """`repr(value)`, short enough for a message whatever the value is."""
     try:
-        text = repr(value)
+        text = _LONG_ENOUGH.repr(value)
     except (ValueError, RecursionError):  # an integer beyond the digit limit, or nesting beyond the stack
         return f"a {type(value).__name__} too large to print"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
@@ -70,10 +76,14 @@ def check_text(name: str, value: Any, max_characters: int | None = None) -> str:
     return value
 
 
-def check_items(name: str, value: Any, check: Callable[[str, Any], Item]) -> tuple[Item, ...]:
-    """A list (or another sized collection that is neither text nor a mapping), each item checked, as a tuple."""
+def check_items(
+    name: str, value: Any, check: Callable[[str, Any], Item], max_items: int | None = None
+) -> tuple[Item, ...]:
+    """A list (or another sized collection that is neither text nor a mapping) of at most `max_items`, each checked, as a tuple."""
     if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | Mapping):
         refuse(name, value, "a list")
+    if max_items is not None and len(value) > max_items:
+        refuse(name, value, f"a list of at most {max_items} items ({len(value)} are given)")
     return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(value))
 
 

@@ -86,7 +86,11 @@ ENGINE_FLAGS = (
     Flag("kv_cache_dtype", str, "of the KV pages: auto, int8 or fp8; default: auto (as --dtype)"),
     Flag("max_model_len", int, "prompt and output together, in tokens; default: the model's"),
     Flag("block_size", int, "slots of a KV block, a power of two; default: 16"),
-    Flag("num_blocks", int, "blocks of the KV pool; default: what fits in memory"),
+    Flag(
+        "num_blocks",
+        int,
+        "blocks of the KV pool; default: what fits; on CPU 512 tokens for each of --max-num-seqs, at most 4 GiB",
+    ),
     Flag("kv_cache_memory_bytes", int, "bytes of the KV pool, in place of --num-blocks"),
     Flag("gpu_memory_utilization", float, "share of the device's memory that may be used; default: 0.9"),
     Flag("swap_space_blocks", int, "blocks of host memory to swap to; default: as many as the KV pool has"),

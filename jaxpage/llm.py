@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
+from jaxpage.engine.admission import CheckedParams, PreparedRequest
 from jaxpage.engine.build import build_engine
-from jaxpage.engine.calls import Calls, Order, PinnedPrefix, RequestStream, check_streamable, checked
+from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.reporting import Reporter
 from jaxpage.interrupts import held_interrupts
 from jaxpage.memory import MemoryReport
@@ -67,15 +68,15 @@ class LLM:
         TimeoutError if the grammars of other calls are compiled for too long; JaxpageError if the process that tries grammars is killed
         again and again, or does not answer.
         """
-        orders = self._prepare(prompts, params)
+        requests = self._prepare(prompts, params)
         reporters: dict[str, Reporter] = {}
         num_tokens = 0
         with (
             held_interrupts() as interrupts,
-            tqdm(total=len(orders), desc="Generating", unit="request", disable=None if use_tqdm else True) as bar,
+            tqdm(total=len(requests), desc="Generating", unit="request", disable=None if use_tqdm else True) as bar,
         ):
             try:
-                self._calls.add(orders, reporters)
+                self._calls.add(requests, reporters)
                 unfinished = set(reporters)
                 while unfinished and not interrupts.pending:
                     news = self._calls.news(unfinished, interrupts)
@@ -97,11 +98,11 @@ class LLM:
         not at the first chunk. With `n` every chunk has an output for each sequence, from the first token on. The log probabilities of
         the prompt come with one chunk only. What is the best at the end alone, of `best_of` or of beams, is refused: UnsupportedError.
         """
-        orders = self._prepare(prompt, params)
-        if len(orders) != 1:
-            raise ValueError(f"stream takes one prompt, not {len(orders)}; use generate for several")
-        check_streamable(orders[0].params)
-        return RequestStream(self._calls, orders[0])
+        requests = self._prepare(prompt, params)
+        if len(requests) != 1:
+            raise ValueError(f"stream takes one prompt, not {len(requests)}; use generate for several")
+        check_streamable(requests[0].params)
+        return RequestStream(self._calls, requests[0])
 
     def chat(
         self,
@@ -161,14 +162,14 @@ class LLM:
             CapacityError: its blocks would be missing to a request that waits or runs.
         """
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, cache_salt=cache_salt)
-        orders = self._prepare(prefix, params)
-        if len(orders) != 1:
-            raise ValueError(f"pin_prefix takes one prefix, not {len(orders)}")
-        if (length := len(orders[0].token_ids)) + 2 > self.memory.max_model_len:
+        requests = self._prepare(prefix, params)
+        if len(requests) != 1:
+            raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
+        if (length := len(requests[0].token_ids)) + 2 > self.memory.max_model_len:
             raise ValueError(
                 f"The prefix has {length} tokens; a prompt must go on behind it, and max_model_len is {self.memory.max_model_len}"
             )
-        return self._calls.pin(orders[0])
+        return self._calls.pin(requests[0])
 
     def shutdown(self) -> None:
         """Ends what is running and frees the device. The object cannot be used any more; a second call does nothing."""
@@ -180,20 +181,23 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _prepare(self, prompts: Any, params: Any) -> list[Order]:
+    def _prepare(self, prompts: Any, params: Any) -> list[PreparedRequest]:
         """Encodes and checks everything, so that a bad argument is refused before anything runs."""
         self._calls.check_open()
         normalised = normalise(prompts)
         each = one_each(self.default_sampling_params() if params is None else params, len(normalised))
-        orders = []
+        requests = []
+        checked: dict[int, CheckedParams] = {}  # by the identity of the parameters, which prompts may share
         for index, (prompt, one) in enumerate(zip(normalised, each, strict=True)):
             if not isinstance(one, SamplingParams | BeamSearchParams):
                 raise TypeError(f"params must be SamplingParams or BeamSearchParams, not {type(one).__name__}")
             try:
-                order = checked(self._engine, prompt, one)
-                orders.append(order._replace(grammar=self._engine.compiled(one)))
+                if id(one) not in checked:
+                    checked[id(one)] = self._engine.admission.check_params(one)
+                request = prepared(self._engine, prompt, checked[id(one)])
+                requests.append(request._replace(grammar=self._engine.compiled(one)))
             except Exception as error:
                 if len(normalised) > 1:
                     error.add_note(f"This is prompt {index} of {len(normalised)}.")
                 raise
-        return orders
+        return requests

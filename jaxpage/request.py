@@ -22,6 +22,7 @@ class Request:
     max_total_tokens: int  # prompt and output together: min(prompt + max_tokens, max_model_len)
     beam: BeamSearchParams | None = None
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # `bad_words` as tokens: none of these may come out whole
+    is_prefix: bool = False  # it is computed to be pinned, and ended when its prompt is: nothing is drafted behind it
 
     @property
     def num_sequences(self) -> int:

@@ -22,11 +22,14 @@ from jaxpage.argument_checks import (
     refuse,
 )
 from jaxpage.structured_outputs import check_structured_outputs
+from jaxpage.token_ids import TokenIds
 
 MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
 MAX_LOGPROBS = 20  # candidates that may be asked for per position
 GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the likeliest token
 MAX_BAD_WORDS = 1024  # they are looked at in every step
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_BAD_WORDS_CHARACTERS = 65536  # of all together: each is tokenized twice
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_USER_CHARACTERS = 256
 
@@ -35,8 +38,8 @@ MAX_USER_CHARACTERS = 256
 class SamplingParams:
     """Parameters of one request that samples (or decodes greedily, at temperature 0).
 
-    Fields hold what was checked, in one form: lists are tuples (`stop` and `stop_token_ids` are `()` when none were given), a
-    temperature below 1e-5 is 0.0, `top_k` is 0 when off, `seed` is None or in [0, 2**64), `logit_bias` is sorted pairs.
+    Fields hold what was checked, in one form: lists are tuples (`stop` and `stop_token_ids` are `()` when none were given), token ids
+    stand once, a temperature below 1e-5 is 0.0, `top_k` is 0 when off, `seed` is None or in [0, 2**64), `logit_bias` is sorted pairs.
 
     `structured_outputs` is given as a mapping with one of "json" (a schema, or its text), "regex", "choice" (a list of texts),
     "grammar" (Lark or GBNF) and "json_object" (True).
@@ -55,11 +58,11 @@ class SamplingParams:
     frequency_penalty: float
     repetition_penalty: float  # over prompt and output; the two above over the output alone
     logit_bias: tuple[tuple[int, float], ...]  # each -100 to 100; added to the logit
-    allowed_token_ids: tuple[int, ...] | None
+    allowed_token_ids: TokenIds | None
     bad_words: tuple[str, ...]  # none of them comes out whole; what the prompt says does not count
     seed: int | None
     stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: TokenIds
     ignore_eos: bool
     max_tokens: int | None  # None: up to the model's length
     min_tokens: int
@@ -181,7 +184,7 @@ class BeamSearchParams:
     early_stopping: bool | Literal["never"]
     n: int | None
     ignore_eos: bool
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: TokenIds
 
     def __init__(
         self,
@@ -234,19 +237,29 @@ def _stop(value: Any) -> tuple[str, ...]:
     return check_items("stop", value, check_text)
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    return () if value is None else check_items(name, value, check_token_id)
+def _token_ids(name: str, value: Any) -> TokenIds:
+    if value is None:
+        return TokenIds()
+    return value if isinstance(value, TokenIds) else TokenIds(dict.fromkeys(check_items(name, value, check_token_id)))
 
 
-def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+def _allowed_token_ids(value: Any) -> TokenIds | None:
     if value is None:
         return None
     return _token_ids("allowed_token_ids", value) or refuse("allowed_token_ids", value, "a list that is not empty")
 
 
 def _bad_words(value: Any) -> tuple[str, ...]:
-    words = () if value is None else check_items("bad_words", value, check_text)
-    return words if len(words) <= MAX_BAD_WORDS else refuse("bad_words", value, f"a list of at most {MAX_BAD_WORDS}")
+    if value is None:
+        return ()
+    words = check_items("bad_words", value, _bad_word, MAX_BAD_WORDS)
+    if (total := sum(map(len, words))) > MAX_BAD_WORDS_CHARACTERS:
+        refuse("bad_words", value, f"at most {MAX_BAD_WORDS_CHARACTERS} characters together ({total} are given)")
+    return words
+
+
+def _bad_word(name: str, value: Any) -> str:
+    return check_text(name, value, MAX_BAD_WORD_CHARACTERS)
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

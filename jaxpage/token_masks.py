@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from jaxpage.token_ids import TokenIds
+
 MASK_BITS = 32  # of a word: token v is in the set if bit v % 32 of word v // 32 is set
 
 Mask = npt.NDArray[np.uint32]  # [U]
@@ -22,3 +24,13 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
     ids = np.array(tuple(token_ids), np.uint32)
     np.bitwise_or.at(words, ids // MASK_BITS, np.uint32(1) << ids % MASK_BITS)
     return words
+
+
+def mask_of_ids(token_ids: TokenIds, vocab_size: int) -> Mask:
+    """The same of a request's parameters: made once, and read-only."""
+    if vocab_size not in token_ids.masks:
+        mask = mask_of(token_ids, vocab_size)
+        mask.flags.writeable = False
+        token_ids.masks[vocab_size] = mask
+    mask_made: Mask = token_ids.masks[vocab_size]
+    return mask_made

@@ -216,7 +216,10 @@ def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np
     """Every third step the newest request gives way, with the samples that it was forked into; the prompt is found in the cache."""
     draft_with(llm._engine, Drawing(TREE))
     engine, before = llm._engine, llm.stats()
-    reporters = [engine.add(f"{index}", None, PROMPT, params) for index, params in enumerate(asked(600, 5000, n=2))]
+    reporters = [
+        engine.add(f"{index}", engine.prepare(None, PROMPT, params))
+        for index, params in enumerate(asked(600, 5000, n=2))
+    ]
     for number in itertools.count():
         if not engine.has_unfinished:
             break

@@ -454,8 +454,11 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
         engine = llm._engine
         for step in range(1, 16, stride):
             llm.reset_prefix_cache()
-            engine.add("older", None, prompts[1], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
-            reporter = engine.add("watched", None, prompts[3], PARAMS[3])
+            engine.add(
+                "older",
+                engine.prepare(None, prompts[1], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)),
+            )
+            reporter = engine.add("watched", engine.prepare(None, prompts[3], PARAMS[3]))
             run_giving_way(engine, step)
             assert reporter.whole().outputs == lone[family][3]
         assert llm.stats()["num_preemptions_total"][mode] >= 8 // stride
@@ -518,7 +521,7 @@ def test_a_search_that_cannot_begin_leaves_nothing(llm, prompts, monkeypatch):
 def test_an_abort_at_any_step_leaves_nothing(llm, prompts):
     engine = llm._engine
     for num_steps in range(8):
-        reporter = engine.add("watched", None, prompts[3], PARAMS[3])
+        reporter = engine.add("watched", engine.prepare(None, prompts[3], PARAMS[3]))
         for _ in range(num_steps):
             engine.step()
         engine.abort("watched")

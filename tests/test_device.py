@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import stat
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -16,6 +20,8 @@ from jaxpage.device.executables import use_compile_cache
 from jaxpage.device.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
 from jaxpage.device.step_inputs import StepInputs, packed_size, unpack, views
 from jaxpage.errors import CapacityError
+from tests.support.engines import LLAMA
+from tests.support.random_checkpoints import random_checkpoint
 
 
 def test_what_is_packed_on_the_host_is_unpacked_on_the_device():
@@ -74,8 +80,53 @@ def test_blocks_are_counted_from_what_is_left():
     assert choose_num_blocks(PLAN, wanted=None, pool_bytes=2_050, max_num_seqs=8).num_blocks == 20
     assert choose_num_blocks(PLAN, wanted=7, pool_bytes=None, max_num_seqs=8).num_slots == 6 * 16
     on_host = MemoryPlan(**{**PLAN.__dict__, "device": "cpu (test)"})
-    assert choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=80).num_blocks == 25
+    assert choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=80).num_blocks == 21  # 320, halved
     assert choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=2).num_blocks == 9  # no use for more
+
+
+def test_a_default_does_not_follow_what_happens_to_be_free():
+    """On CPU not at all, while half of it is enough; on an accelerator in steps of 3 %. A number of blocks is a shape to compile."""
+
+    def num_blocks(device, available, **fields):
+        plan = dataclasses.replace(PLAN, device=device, available_bytes=available, **fields)
+        return choose_num_blocks(plan, wanted=None, pool_bytes=None, max_num_seqs=64).num_blocks
+
+    assert {num_blocks("cpu (test)", available) for available in range(60_000, 10**7, 99_991)} == {64 * 4 + 1}
+    on_gpu = [num_blocks("gpu (test)", available) for available in range(10**7, 10**7 + 100_000, 100)]
+    assert len(set(on_gpu)) <= 2 and min(on_gpu) * 1.04 * PLAN.block_bytes > 10**7
+    long = {"max_model_len": 131_072, "block_bytes": 2**20}
+    assert num_blocks("cpu (test)", 2**36, **long) == 4096, "a sequence of max_model_len would take 8 GiB"
+    assert num_blocks("cpu (test)", 2**36, max_model_len=40_000, block_bytes=1000) == 40_000 // 16 + 1
+
+
+_STARTS = """
+import sys
+from collections import namedtuple
+import psutil
+psutil.virtual_memory = lambda: namedtuple("Memory", "available total")(int(sys.argv[1]), 2**36)
+"""
+_COMPILES = "from jaxpage.cli import main; main(['compile', '--model', sys.argv[2], '--max-num-seqs', '2'])"
+_SERVES = "from jaxpage import LLM; LLM(sys.argv[2], max_num_seqs=2).generate([[1, 2, 3]], use_tqdm=False)"
+
+
+@pytest.mark.slow
+def test_a_second_start_finds_every_executable(tmp_path):
+    """In another process, with other free memory: what `jaxpage compile` compiles is what an engine with the same settings takes."""
+    model = random_checkpoint(tmp_path / "model", LLAMA)
+    environment = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    environment["JAXPAGE_CACHE_DIR"] = str(tmp_path / "cache")
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", _STARTS + program, str(free), str(model)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+        for program, free in ((_COMPILES, 2**34 + 12345), (_SERVES, 2**33))
+    ]
+    assert "0 of " in said[0] and "executables were in the compile cache" in said[0]
+    assert re.search(r"all \d+ executables were in the compile cache", said[1]), said[1]
 
 
 @pytest.mark.parametrize(("wanted", "weights"), [(51, 4_000), (None, 8_900), (1, 4_000)])
@@ -89,11 +140,16 @@ def test_what_does_not_fit_says_so_in_numbers(wanted, weights):
     ("device", "wanted", "available", "want"),
     [
         ("gpu (test)", None, 10**6, 49),  # as many as the device has, the null block not counted
-        ("gpu (test)", None, 2_100, 9),  # half of 2,100 bytes is 10 blocks of 100, one of them the null block
+        (
+            "gpu (test)",
+            None,
+            2_100,
+            6,
+        ),  # 49, halved: half of 2,100 bytes is 10 blocks of 100, one of them the null block
         ("gpu (test)", None, 150, 0),
         ("gpu (test)", 20, 2_100, 20),  # what was asked for may take all
         ("gpu (test)", 70, 10**6, 70),
-        ("cpu (test)", None, 12_100, 9),  # weights, workspace and pool take 10,000 of the same memory
+        ("cpu (test)", None, 12_100, 6),  # weights, workspace and pool take 10,000 of the same memory
         ("cpu (test)", None, 5_000, 0),
         ("cpu (test)", 20, 12_100, 20),
     ],
@@ -102,7 +158,7 @@ def test_host_blocks_are_counted_from_what_is_left(device, wanted, available, wa
     plan = dataclasses.replace(PLAN, device=device, num_blocks=50)
     plan = choose_num_host_blocks(plan, wanted=wanted, available=available)
     assert plan.num_host_blocks == want
-    rows = {9: "9, 1000 B", 20: "20, 2.05 KiB", 49: "49, 4.88 KiB", 70: "70, 6.93 KiB"}
+    rows = {6: "6, 700 B", 20: "20, 2.05 KiB", 49: "49, 4.88 KiB", 70: "70, 6.93 KiB"}
     assert dict(plan.rows()).get("host blocks for swapping") == rows.get(want)
 
 

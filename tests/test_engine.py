@@ -653,7 +653,7 @@ def test_pins_leave_room_for_what_was_accepted(llm):
 
 def _too_long(llm):
     """A request that would need more than the 16 blocks that a pin has left; admission clips those that users can make."""
-    request = llm._engine.admission.admit("too long", None, [1] * 250, GREEDY)
+    request = llm._engine.admission.admit("too long", llm._engine.prepare(None, [1] * 250, GREEDY))
     object.__setattr__(request, "max_total_tokens", 17 * 16 + 2)
     return SequenceGroup(request, [Sequence(10**6, 0, 250, [1] * 250)])
 

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
 from jaxpage.engine.build import build_engine
-from jaxpage.engine.calls import checked
 from jaxpage.errors import CapacityError, JaxpageError, UnsupportedError
-from jaxpage.prompts import Prompt
 from jaxpage.serving import engine_loop
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import news_of
@@ -61,13 +59,13 @@ async def looping(built, **settings):
 
 def order(built, prompt=PROMPT, **params):
     params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params}
-    return checked(built.engine, Prompt(None, tuple(prompt)), SamplingParams(**params))
+    return built.engine.prepare(None, prompt, SamplingParams(**params))
 
 
 def alone(built, one):
     """What the engine makes of an order without any loop."""
     engine = built.engine
-    reporter = engine.add("alone", None, one.token_ids, one.params)
+    reporter = engine.add("alone", one)
     while engine.has_unfinished:
         engine.step()
     return reporter.whole()
@@ -125,7 +123,7 @@ def test_whole_and_streamed_outputs_are_those_of_the_engine(built):
 
 
 def test_a_beam_search_is_told_whole_and_cannot_be_streamed(built):
-    beams = checked(built.engine, Prompt(None, tuple(PROMPT)), BeamSearchParams(beam_width=2, max_tokens=5))
+    beams = built.engine.prepare(None, PROMPT, BeamSearchParams(beam_width=2, max_tokens=5))
     best = order(built, n=1, best_of=2, temperature=1.0, seed=1)
     expected = [alone(built, beams), alone(built, best)]
 

@@ -610,7 +610,7 @@ def test_beam_searches_are_replayed(llm: LLM, tmp_path: Path, monkeypatch: pytes
     with logged(llm, path, tokenizer=Letters()) as engine, monkeypatch.context() as patch:
         patch.setattr(BeamStrategy, "_grown", failing)
         with pytest.raises(CapacityError):
-            engine.add("refused", None, prompts[0], BeamSearchParams(5))
+            engine.add("refused", engine.prepare(None, prompts[0], BeamSearchParams(5)))
         outputs = llm.generate(prompts, params, use_tqdm=False)
         again = llm.generate(prompts, params, use_tqdm=False)
         assert not engine._groups
@@ -698,10 +698,10 @@ def test_words_and_adjustments_need_no_text(llm: LLM, tmp_path: Path) -> None:
 def test_a_refused_request_leaves_no_trace(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with logged(llm, path) as engine:
-        engine.add("a", None, [1, 2, 3], GREEDY)
+        engine.add("a", engine.prepare(None, [1, 2, 3], GREEDY))
         with pytest.raises(ValueError, match="exists already"):
-            engine.add("a", None, [4, 5, 6], GREEDY)
-        engine.add("b", None, [4, 5, 6], dataclasses.replace(GREEDY, temperature=1.0))
+            engine.add("a", engine.prepare(None, [4, 5, 6], GREEDY))
+        engine.add("b", engine.prepare(None, [4, 5, 6], dataclasses.replace(GREEDY, temperature=1.0)))
         while engine.has_unfinished:
             engine.step()
     assert_identical(replayed(llm, path), path)
@@ -940,7 +940,7 @@ def act(engine: Engine, actions: list[Any]) -> None:
         match action:
             case ("add", text, length, params):
                 with suppress(CapacityError):  # so many beams
-                    engine.add(str(next(names)), None, texts[text][:length], params)
+                    engine.add(str(next(names)), engine.prepare(None, texts[text][:length], params))
             case ("step", count):
                 for _ in range(count):
                     if not engine.has_unfinished:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from starlette.routing import Route
 
+from jaxpage.engine.admission import Admission
 from jaxpage.serving import app, generating, preparing, server
 from jaxpage.serving.wire import completions
 from tests.support.gates import Gate
@@ -545,6 +546,30 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch
             assert answer_of(one)[0] == 200
             status, _, body = answer_of(next_one)
             assert status == 503 and "the grammars of others" in error_of(body)["message"]
+
+
+def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thread(built, monkeypatch):
+    """However many prompts share them, and more lists of bad words than any cache of tokens would hold."""
+    check_params, encode = Admission.check_params, type(built.tokenizer)._encode_plus
+    checked, encoding = [], set()
+
+    def watched_check(self, params):
+        checked.append(threading.current_thread().name)
+        return check_params(self, params)
+
+    def watched_encode(*args, **kwargs):
+        encoding.add(threading.current_thread().name)
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(Admission, "check_params", watched_check)
+    monkeypatch.setattr(type(built.tokenizer), "_encode_plus", watched_encode)
+    body = {**SHORT, "prompt": ["a"] * 40, "max_tokens": 1, "stop_token_ids": [7] * 2000}
+    with serving(built) as running:
+        assert ask(running, "POST", COMPLETIONS, {**body, "bad_words": ["fox", "fox"]})[0] == 200
+        assert len(checked) == 1
+        for word in range(70):
+            assert ask(running, "POST", COMPLETIONS, {**SHORT, "bad_words": [f"fox{word}"]})[0] == 200
+    assert encoding and all("jaxpage-reading" in name for name in (*checked, *encoding))
 
 
 # Who is one too many, or too late

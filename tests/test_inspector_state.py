@@ -143,8 +143,8 @@ def test_the_last_step_is_the_one_that_ran(engine: Engine, monkeypatch: pytest.M
 
 
 def test_prompts_are_shown_only_where_they_may_be(engine: Engine) -> None:
-    engine.add("told", "a secret", [101, 102, 103, 104, 105], LONG)
-    engine.add("ids", None, [201, 202, 203, 204, 205], LONG)
+    engine.add("told", engine.prepare("a secret", [101, 102, 103, 104, 105], LONG))
+    engine.add("ids", engine.prepare(None, [201, 202, 203, 204, 205], LONG))
     engine.step()
     hidden, shown = json.dumps(Inspector().inspect(engine)), json.dumps(Inspector(show_prompts=True).inspect(engine))
     assert "secret" not in hidden and "103, 104" not in hidden and "203, 204" not in hidden
@@ -168,7 +168,7 @@ def test_looking_changes_nothing_for_who_listens(engine: Engine) -> None:
 
 def test_nobody_listens_when_nobody_looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     inspector, before = Inspector(), engine.events
-    engine.add("one", None, [1, 2, 3], LONG)
+    engine.add("one", engine.prepare(None, [1, 2, 3], LONG))
     engine.step()
     assert engine.events is before
     assert inspector.inspect(engine)["step"] is None  # nothing was noted before the first look
@@ -192,7 +192,7 @@ def test_a_broken_history_harms_no_request(
 
     Inspector().inspect(engine)
     monkeypatch.setattr(Watcher, "_note", broken)
-    reporter = engine.add("one", None, [1, 2, 3], LONG)
+    reporter = engine.add("one", engine.prepare(None, [1, 2, 3], LONG))
     with caplog.at_level(logging.ERROR):
         while engine.has_unfinished:
             engine.step()
@@ -229,7 +229,7 @@ def test_many_viewers_cost_one_snapshot(engine: Engine) -> None:
         version, _ = await feed.latest()
         feed._due = 0.0
         assert (await feed.latest())[0] == version, "nothing has changed"
-        engine.add("one", None, [1, 2, 3], LONG)
+        engine.add("one", engine.prepare(None, [1, 2, 3], LONG))
         feed._due = 0.0
         assert (await feed.latest())[0] == version + 1
 

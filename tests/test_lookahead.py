@@ -413,7 +413,10 @@ def test_a_window_outlives_that_its_sequence_gives_way(
     llm, chosen = engines(engine), [0, 2]
     before = right_drafts(llm)
     for number in (4, 7):
-        reporters = [llm._engine.add(f"{number} {index}", None, PROMPTS[index], REQUESTS[index]) for index in chosen]
+        reporters = [
+            llm._engine.add(f"{number} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]))
+            for index in chosen
+        ]
         run_giving_way(llm._engine, number)
         assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
     assert right_drafts(llm) > before

@@ -333,7 +333,9 @@ def run(
     if verified:
         engine.speculation.verified = counting  # type: ignore[method-assign, union-attr]
     try:
-        reporters = [engine.add(str(index), None, prompt, params) for index, prompt in enumerate(prompts)]
+        reporters = [
+            engine.add(str(index), engine.prepare(None, prompt, params)) for index, prompt in enumerate(prompts)
+        ]
         run_giving_way(engine, gives_way)
         outputs = [[(o.token_ids, o.logprobs) for o in reporter.whole().outputs] for reporter in reporters]
     finally:
@@ -419,7 +421,7 @@ def test_a_tree_that_was_searched_changes_no_text(plain: LLM, model: Path, heads
 def test_what_is_aborted_is_forgotten(chains: LLM) -> None:
     engine = chains._engine
     proposer: Any = engine.speculation._proposer  # type: ignore[union-attr]
-    engine.add("a", None, [1, 2], SAMPLED)
+    engine.add("a", engine.prepare(None, [1, 2], SAMPLED))
     while not proposer._guesses:
         engine.step()
     assert len(proposer._guesses) == 2, "both samples have what their first draw came with"
@@ -433,7 +435,7 @@ def test_heads_that_cannot_be_told_end_the_drafts_and_no_request(
 ) -> None:
     speculation: Any = chains._engine.speculation
     monkeypatch.setattr(speculation._proposer, "observe", lambda *_: 1 / 0)
-    reporter = chains._engine.add("a", None, PROMPTS[0], GREEDY)
+    reporter = chains._engine.add("a", chains._engine.prepare(None, PROMPTS[0], GREEDY))
     try:
         run_giving_way(chains._engine, -1)
         assert speculation._failed

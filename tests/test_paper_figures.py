@@ -270,7 +270,7 @@ def stepped(llm: LLM, prompt: list[int], max_tokens: int) -> Iterator[tuple[Step
         return build(plan, *masks)
 
     engine.builder.build = noted
-    reporter = engine.add("figure 9", None, prompt, BeamSearchParams(4, max_tokens, ignore_eos=True))
+    reporter = engine.add("figure 9", engine.prepare(None, prompt, BeamSearchParams(4, max_tokens, ignore_eos=True)))
     (group,) = engine.scheduler.waiting
     while engine.has_unfinished:
         engine.step()

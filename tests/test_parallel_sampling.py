@@ -118,8 +118,8 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
         engine = llm._engine
         for step in range(1, 12):
             llm.reset_prefix_cache()
-            engine.add("older", None, prompts[1], dataclasses.replace(PARAMS, max_tokens=60))
-            reporter = engine.add("watched", None, prompts[3], dataclasses.replace(PARAMS, n=3))
+            engine.add("older", engine.prepare(None, prompts[1], dataclasses.replace(PARAMS, max_tokens=60)))
+            reporter = engine.add("watched", engine.prepare(None, prompts[3], dataclasses.replace(PARAMS, n=3)))
             run_giving_way(engine, step)
             assert reporter.whole().outputs == lone[family][3][:3]
         assert llm.stats()["num_preemptions_total"][mode] >= 8
@@ -149,7 +149,7 @@ def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
     engine, manager = llm._engine, llm._engine.scheduler.block_manager
     prompt, copied = prompts[3], llm.stats()["copy_on_write_blocks_total"]
     llm.reset_prefix_cache()
-    reporter = engine.add("watched", None, prompt, dataclasses.replace(PARAMS, n=3))
+    reporter = engine.add("watched", engine.prepare(None, prompt, dataclasses.replace(PARAMS, n=3)))
     (group,) = engine.scheduler.waiting
     while len(group.sequences) == 1:
         engine.step()
@@ -252,7 +252,7 @@ def test_what_cannot_be_honoured_is_refused(llm, prompts):
 def test_an_abort_ends_all_samples_at_any_step(llm, prompts):
     engine = llm._engine
     for num_steps in range(5):
-        engine.add("watched", None, prompts[3], dataclasses.replace(PARAMS, n=4))
+        engine.add("watched", engine.prepare(None, prompts[3], dataclasses.replace(PARAMS, n=4)))
         for _ in range(num_steps):
             engine.step()
         engine.abort("watched")

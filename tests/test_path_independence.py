@@ -138,7 +138,7 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
         for kind, params in KINDS.items():
             short = dataclasses.replace(params, max_tokens=12) if kind == "greedy" else params
             for lost_after in range(1, 12):
-                reporter = engine.add(f"{kind} {lost_after}", None, prompts[2], short)
+                reporter = engine.add(f"{kind} {lost_after}", engine.prepare(None, prompts[2], short))
                 steps = 0
                 while engine.has_unfinished:
                     engine.step()
@@ -167,8 +167,8 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens
         for kind, params in KINDS.items():
             short = dataclasses.replace(params, max_tokens=8)
             for step in range(2, 16):
-                engine.add("older", None, prompts[0], params)
-                reporter = engine.add("watched", None, prompts[2], short)
+                engine.add("older", engine.prepare(None, prompts[0], params))
+                reporter = engine.add("watched", engine.prepare(None, prompts[2], short))
                 run_giving_way(engine, step)
                 ((token_ids, logprobs),) = tokens_of([reporter.whole()])
                 want_ids, want_logprobs = lone_tokens[family, kind][2]
@@ -200,8 +200,8 @@ def test_forked_or_run_again(mode, directories, prompts, lone_tokens):
         engine = llm._engine
         for kind, params in KINDS.items():
             for fork_at in (1, 2, 9, 24):
-                engine.add("older", None, prompts[0], dataclasses.replace(params, max_tokens=60))
-                reporter = engine.add("watched", None, prompts[2], dataclasses.replace(params, n=2))
+                engine.add("older", engine.prepare(None, prompts[0], dataclasses.replace(params, max_tokens=60)))
+                reporter = engine.add("watched", engine.prepare(None, prompts[2], dataclasses.replace(params, n=2)))
                 (group,) = (g for g in engine.scheduler.waiting if g.request.request_id == "watched")
                 (child_id,), group.child_ids = group.child_ids, ()  # the strategy forks it, not the first draw
                 strategy = Forking(group.request, fork_at, child_id)
@@ -318,10 +318,10 @@ def test_quantised_keys_and_values(kv_cache_dtype, directories, prompts, lone_to
 def _blocks_of(llm, prompt, cut):
     """The bytes of a prompt's keys and values; its first `cut` tokens are computed before a stranger joins."""
     engine = llm._engine
-    engine.add("early", None, prompt[:cut], SamplingParams(max_tokens=2))
+    engine.add("early", engine.prepare(None, prompt[:cut], SamplingParams(max_tokens=2)))
     engine.step()
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    engine.add("watched", None, prompt, params)
+    engine.add("watched", engine.prepare(None, prompt, params))
     (group,) = (g for g in (*engine.scheduler.running, *engine.scheduler.waiting) if g.request.request_id == "watched")
     while group.sequences[0].num_output_tokens < 20:
         engine.step()

@@ -113,7 +113,7 @@ def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (plan["bytes_per_token"], plan["block_bytes"]) == (128 * 2**10, 2 * 2**20)
     assert plan["available_bytes"] == int(0.9 * 24 * GIB)
     free = plan["available_bytes"] - plan["weights_bytes"] - plan["workspace_bytes"]
-    assert 0 <= free - plan["pool_bytes"] < plan["block_bytes"], "all that is left, in whole blocks"
+    assert 0 <= free - plan["pool_bytes"] < free / 32, "all that is left, in six significant bits of blocks"
     per_token = {
         (option["dtype"], option["kv_cache_dtype"], option["tensor_parallel_size"]): option.get("bytes_per_token")
         for option in plan["alternatives"]

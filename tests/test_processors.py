@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage import SamplingParams
+from jaxpage import SamplingParams, token_masks
 from jaxpage.device.adjustments import adjust
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.sampler import draw
@@ -24,9 +24,10 @@ from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.errors import UnsupportedError
 from jaxpage.request import Request, Sequence
-from jaxpage.scheduling.open_plan import sample_of, suppressed_token_ids
+from jaxpage.scheduling.open_plan import sample_of, suppression
 from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.shapes import NOTHING_ALLOWED
+from jaxpage.token_masks import mask_of
 from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import adjusted, drawn, ends_with
@@ -210,7 +211,7 @@ def test_ends_of_bad_words(known, split, seed):
     split = min(split, len(known))
     want = {word[-1] for word in words if ends_with(known[split:], word[:-1])}
     request = make_request(SamplingParams(), known[:split], words)
-    assert suppressed_token_ids(request, known) == tuple(sorted(want))
+    assert suppression(request, known) == (False, tuple(sorted(want)))
 
 
 def test_masks_of_a_grammar_are_met_by_the_rest():
@@ -369,6 +370,26 @@ def test_every_pair_draws_what_float64_draws(lone, pairs):
             assert {int(i) for i in np.argsort(-logprobs)[:2]} <= set(output.logprobs[index])
 
 
+def test_what_is_made_of_long_lists_is_made_once(llm, monkeypatch):
+    """Neither for each step nor for each prompt: a list may be as long as the vocabulary."""
+    made = []
+
+    def counted(token_ids, vocab_size):
+        made.append(len(token_ids))
+        return mask_of(token_ids, vocab_size)
+
+    monkeypatch.setattr(token_masks, "mask_of", counted)
+    params = SamplingParams(
+        allowed_token_ids=range(100, 200), stop_token_ids=range(150), min_tokens=6, max_tokens=9, ignore_eos=True
+    )
+    outputs = llm.generate([PROMPT, PROMPT[:5]], params, use_tqdm=False)
+    assert sorted(made) == [100, 150]
+    for one in outputs:
+        output = one.outputs[0].token_ids
+        assert all(150 <= token_id < 200 for token_id in output[:6]) and len(output) > 6
+        assert all(150 <= token_id < 200 for token_id in output[6:-1]) and 100 <= output[-1] < 200
+
+
 def test_every_pair_among_the_others_as_alone(llm, lone, pairs):
     """All in one call, each between a greedy and a sampled stranger; tokens and the bits of log probabilities."""
     strangers = [SamplingParams(temperature=0.0, max_tokens=3), SamplingParams(seed=5, max_tokens=5)]
@@ -452,8 +473,8 @@ def test_gives_way_at_every_step(mode, directory, rich, rich_alone):
         for (prompt, params), want in zip(rich, rich_alone, strict=True):
             for step in range(1, NUM_TOKENS, 3):
                 llm.reset_prefix_cache()
-                engine.add("older", None, [9, 9, 9], SamplingParams(max_tokens=60, ignore_eos=True))
-                reporter = engine.add("watched", None, prompt, params)
+                engine.add("older", engine.prepare(None, [9, 9, 9], SamplingParams(max_tokens=60, ignore_eos=True)))
+                reporter = engine.add("watched", engine.prepare(None, prompt, params))
                 run_giving_way(engine, step)
                 assert reporter.whole().outputs == want
         assert llm.stats()["num_preemptions_total"][mode] >= 10

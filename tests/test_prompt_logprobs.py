@@ -254,8 +254,8 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone, monke
         engine = llm._engine
         for n, step in itertools.product((1, 2), range(1, 9)):
             llm.reset_prefix_cache()
-            engine.add("older", None, prompts[1], dataclasses.replace(GREEDY, max_tokens=30))
-            reporter = engine.add("watched", None, prompts[5], dataclasses.replace(PARAMS, n=n))
+            engine.add("older", engine.prepare(None, prompts[1], dataclasses.replace(GREEDY, max_tokens=30)))
+            reporter = engine.add("watched", engine.prepare(None, prompts[5], dataclasses.replace(PARAMS, n=n)))
             with monkeypatch.context() as patch:
                 asked = Asked(llm, patch)
                 run_giving_way(engine, step)
@@ -274,8 +274,8 @@ def test_a_chunk_that_begins_before_what_is_missing(directories, prompts, lone, 
     with make_llm(directories["llama"], **SMALL_POOL, enable_prefix_caching=False) as llm:
         engine = llm._engine
         asked = Asked(llm, monkeypatch)
-        engine.add("older", None, prompts[3], GREEDY)  # takes 17 of the 32 tokens of the first step
-        reporter = engine.add("watched", None, prompts[5], PARAMS)
+        engine.add("older", engine.prepare(None, prompts[3], GREEDY))  # takes 17 of the 32 tokens of the first step
+        reporter = engine.add("watched", engine.prepare(None, prompts[5], PARAMS))
         engine.step()
         assert asked.num_tokens == 15
         give_way(engine.scheduler)
@@ -330,7 +330,7 @@ def test_lost_pages_and_failed_steps(llm, prompts, lone, monkeypatch):
     prompt, engine = [*prompts[5], *prompts[4], *prompts[3]], llm._engine
     want = content(generate(llm, prompt, PARAMS))
     for num_steps in range(4):
-        reporter = engine.add("watched", None, prompt, PARAMS)
+        reporter = engine.add("watched", engine.prepare(None, prompt, PARAMS))
         for _ in range(num_steps):
             engine.step()
         engine.rebuild_pages()
@@ -353,7 +353,7 @@ def test_lost_pages_and_failed_steps(llm, prompts, lone, monkeypatch):
 
 
 def test_an_abort_in_the_prompt(llm, prompts):
-    reporter = llm._engine.add("watched", None, prompts[5] * 2, PARAMS)
+    reporter = llm._engine.add("watched", llm._engine.prepare(None, prompts[5] * 2, PARAMS))
     llm._engine.step()
     llm._engine.abort("watched")
     assert reporter.whole().prompt_logprobs is None and reporter.delta().prompt_logprobs is None

@@ -164,10 +164,24 @@ def test_nothing_changes_for_who_gives_way_in_the_middle(
 ) -> None:
     llm, chosen = engines(engine), [0, 2]
     before = right_drafts(llm)
-    reporters = [llm._engine.add(str(index), None, PROMPTS[index], REQUESTS[index]) for index in chosen]
+    reporters = [
+        llm._engine.add(str(index), llm._engine.prepare(None, PROMPTS[index], REQUESTS[index])) for index in chosen
+    ]
     run_giving_way(llm._engine, 4)
     assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
     assert right_drafts(llm) > before
+    invariants(llm)
+
+
+def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(engines: Callable[[str], LLM]) -> None:
+    """The last chunk of the prefix is one token, behind which the next ones are known from before."""
+    llm = engines("swapping")
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[0]], greedy, use_tqdm=False)
+    prefix = [*output.prompt_token_ids, *output.outputs[0].token_ids][:33]
+    llm.generate([prefix], greedy, use_tqdm=False)
+    with llm.pin_prefix(prefix) as pinned:
+        assert pinned.num_tokens == 33 and not pinned.released
     invariants(llm)
 
 

@@ -34,7 +34,7 @@ REFUSED: list[tuple[str, object]] = [
         for value in ({-1: 1.0}, {1: NAN}, {1: 101}, {1: "1"}, {"1": 1.0}, {1: True}, 5, "ab", [1])
     ],
     *[("allowed_token_ids", value) for value in ([], [-1], [True], "12", 3)],
-    *[("bad_words", value) for value in ("word", [""], [1], 0, ["word"] * 1025)],
+    *[("bad_words", value) for value in ("word", [""], [1], 0, ["word"] * 1025, ["a" * 257], ["a" * 256] * 257)],
     *[("seed", value) for value in (-(2**63) - 1, 2**64, 1.5, "a", True)],
     *[("stop", value) for value in ("", [""], [1], 5, b"x", ["a", None], "\ud800", {"a": 1})],
     *[("stop_token_ids", value) for value in ([-1], [2**31], [1.0], [True], "1", 7)],
@@ -123,6 +123,20 @@ def test_values_are_kept_in_one_form() -> None:
     assert (params.allowed_token_ids, params.bad_words) == ((0, 1, 2), ("a",))
     assert params.structured_outputs == ("json", '{"type": "object"}')
     assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
+    assert SamplingParams(stop_token_ids=[7, 3, 7] * 1000, allowed_token_ids=[1] * 9).stop_token_ids == (7, 3)
+
+
+def test_a_value_is_shown_shortly_however_long_it_is() -> None:
+    class Counted(int):
+        shown = 0
+
+        def __repr__(self) -> str:
+            Counted.shown += 1
+            return "1"
+
+    with pytest.raises(ValueError, match="stop_token_ids") as caught:
+        SamplingParams(stop_token_ids={"a": [Counted()] * 100_000})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200 and Counted.shown < 100
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, -0.0, 5e-324, 1e-7, 9.9e-6])

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from jaxpage.decoding import Append, Drop, Edit, Finish, Fork
+from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
@@ -413,7 +414,9 @@ class NeverAlternates(Scheduler):
 class ForgetsMinTokens(Scheduler):
     def plan(self):
         plan = super().plan()
-        return plan and replace(plan, samples=tuple(s._replace(suppressed_token_ids=()) for s in plan.samples))
+        return plan and replace(
+            plan, samples=tuple(s._replace(is_early=False, suppressed_token_ids=()) for s in plan.samples)
+        )
 
 
 @pytest.mark.parametrize(
@@ -753,8 +756,7 @@ def test_abort_gives_the_blocks_back_at_once_even_while_a_step_is_under_way() ->
 
 def test_min_tokens_suppresses_every_token_that_would_end_the_sequence() -> None:
     driver = make_driver()
-    group = make_group("a", 0, range(5), max_tokens=4, min_tokens=2)
-    object.__setattr__(group.request.params, "stop_token_ids", (3, 1))
+    group = make_group("a", 0, range(5), max_tokens=4, min_tokens=2, stop_token_ids=(3, 1))
     driver.scheduler.add(group)
 
     def go_on(_: SequenceGroup, sequence: Sequence, token_id: int) -> list[Edit]:
@@ -762,7 +764,14 @@ def test_min_tokens_suppresses_every_token_that_would_end_the_sequence() -> None
 
     for _ in range(3):
         driver.step(go_on)
-    assert [plan.samples[0].suppressed_token_ids for plan in driver.plans] == [(1, 3, EOS), (1, 3, EOS), ()]
+    samples = [plan.samples[0] for plan in driver.plans]
+    assert [(s.is_early, s.suppressed_token_ids) for s in samples] == [(True, (EOS,)), (True, (EOS,)), (False, ())]
+    masked = adjustments_of(tuple(samples), {}, 3, vocab_size=NUM_TOKEN_IDS, context=16).mask_RU
+    assert [[i for i in range(NUM_TOKEN_IDS) if not mask[i // 32] >> i % 32 & 1] for mask in masked] == [
+        [1, 3, EOS],
+        [1, 3, EOS],
+        [],
+    ]
 
 
 def test_edits_change_sequences() -> None:

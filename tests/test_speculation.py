@@ -284,7 +284,8 @@ def test_who_gives_way_in_the_middle_goes_on_as_if_nothing_had_happened(engine, 
     for step, kind in itertools.product((2, 4, 5, 7), ("any tree", "right branch last")):
         with Watched(llm, outputs, kind, step) as watched:
             reporters = [
-                llm._engine.add(f"{step} {kind} {index}", None, PROMPTS[index], REQUESTS[index]) for index in chosen
+                llm._engine.add(f"{step} {kind} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]))
+                for index in chosen
             ]
             run_giving_way(llm._engine, step)
         got = everything([reporter.whole() for reporter in reporters])
@@ -328,7 +329,7 @@ def test_keys_and_values_are_those_without_drafts(kind, engines, lone):
         with Watched(engines(name), lone("without")[1], kind) as watched:
             if name == "without":
                 engine.propose = lambda groups: {}
-            engine.add("forked", None, PROMPTS[index], REQUESTS[index])
+            engine.add("forked", engine.prepare(None, PROMPTS[index], REQUESTS[index]))
             (group,) = engine.scheduler.waiting
             before = {}
             while engine.has_unfinished:
@@ -359,7 +360,10 @@ def test_who_does_not_know_who_goes_on_does_not_draft(engines, lone):
     llm = engines("trees")
     with Watched(llm, lone("without")[1], "any tree") as watched:
         engine = llm._engine
-        reporters = [engine.add(str(i), None, *each) for i, each in enumerate(zip(prompts, requests, strict=True))]
+        reporters = [
+            engine.add(str(i), engine.prepare(None, *each))
+            for i, each in enumerate(zip(prompts, requests, strict=True))
+        ]
         forked = set()
         groups = {group.request.request_id: group for group in engine.scheduler.waiting}
         while engine.has_unfinished:
@@ -379,8 +383,8 @@ def test_a_request_that_is_aborted_while_its_drafts_are_verified_is_gone(engines
     llm = engines("trees")
     engine, run = llm._engine, llm._engine.runner.run
     with Watched(llm, outputs, "any tree") as watched:
-        kept = engine.add("kept", None, PROMPTS[0], REQUESTS[0])
-        gone = engine.add("gone", None, PROMPTS[2], REQUESTS[2])
+        kept = engine.add("kept", engine.prepare(None, PROMPTS[0], REQUESTS[0]))
+        gone = engine.add("gone", engine.prepare(None, PROMPTS[2], REQUESTS[2]))
 
         def abort_then_run(batch):
             if watched.plans[-1].verifies and len(watched.plans[-1].rows) == 2:

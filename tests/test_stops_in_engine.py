@@ -144,7 +144,9 @@ def run(llm, scripts, params, gives_way_at):
     with scripted(engine, scripts):
         for seed, samples in enumerate(scripts):
             asked = dataclasses.replace(params, seed=seed, n=len(samples))
-            reporters[str(seed)] = engine.add(str(seed), PROMPT, engine.tokenizer(PROMPT)["input_ids"], asked)
+            reporters[str(seed)] = engine.add(
+                str(seed), engine.prepare(PROMPT, engine.tokenizer(PROMPT)["input_ids"], asked)
+            )
         for number in itertools.count():
             if not engine.has_unfinished:
                 break

@@ -297,8 +297,10 @@ def test_gives_way_at_every_step(mode, directory, requests, lone):
         engine = llm._engine
         for step in range(1, 7):
             llm.reset_prefix_cache()
-            engine.add("older", None, prompts[1], dataclasses.replace(each[1], max_tokens=40, ignore_eos=True))
-            reporter = engine.add("watched", None, prompts[0], each[0])
+            engine.add(
+                "older", engine.prepare(None, prompts[1], dataclasses.replace(each[1], max_tokens=40, ignore_eos=True))
+            )
+            reporter = engine.add("watched", engine.prepare(None, prompts[0], each[0]))
             run_giving_way(engine, step)
             assert reporter.whole().outputs == lone[0]
         assert llm.stats()["num_preemptions_total"][mode] >= 5

@@ -34,7 +34,7 @@ REFUSED = [
     (b'{"a": -Infinity}', "-Infinity is not a valid JSON number"),
     (b'{"a": 1e400}', "not a valid JSON number"),
     (b'{"a": -1e400}', "not a valid JSON number"),
-    (b'{"a": ' + b"9" * 5000 + b"}", "not a valid JSON number"),
+    (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
     (b'{"a": 1, "a": 2}', "the key 'a' twice"),
     (b'{"a": {"b": 1, "b": 1}}', "the key 'b' twice"),
     (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", f"nested more than {MAX_BODY_DEPTH} deep"),

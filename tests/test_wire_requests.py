@@ -80,6 +80,8 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least 1"),
     ({"bad_words": [""]}, "bad_words[0]", "must have at least 1"),
     ({"bad_words": ["x"] * 1025}, "bad_words", "must have at most 1024"),
+    ({"bad_words": ["x" * 257]}, "bad_words[0]", "must have at most 256"),
+    ({"bad_words": ["x" * 256] * 257}, "bad_words", "must be at most 65536 characters together (65792 are given)"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "must be"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "is not supported with stream"),
     ({"stream": "yes"}, "stream", "must be"),
@@ -129,7 +131,18 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"regex": "x" * 10**6}}, "structured_outputs", "at most 65536"),
 ]
+# Refused before their items are looked at: there are a million of them, and the last ones are wrong.
+TOO_LONG = [
+    *[
+        ({name: [7] * 2048 + [[]]}, name, "has 2049 entries; the model has 2048 token ids")
+        for name in ("stop_token_ids", "allowed_token_ids")
+    ],
+    ({"prompt": [7] * 512 + [[]]}, "prompt", "has 513 tokens, and max_model_len is 512"),
+    ({"prompt": [[7], [7] * 512 + [[]]]}, "prompt", "has 513 tokens, and max_model_len is 512"),
+]
+
 COMPLETION_REFUSED = [
+    *TOO_LONG,
     ({"prompt": None}, "prompt", "must be a string"),
     *[
         ({"prompt": value}, "prompt", "must be a string, a list of strings")

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from jaxpage.grammars import DEAD_END, error_of, matcher_of
 from jaxpage.request import Request
-from jaxpage.token_masks import MASK_BITS, Mask, mask_of
+from jaxpage.token_masks import MASK_BITS, Mask, mask_of, mask_of_ids
 
 _NOT_ALLOWED = "no token of allowed_token_ids goes on in the grammar"
 
@@ -28,7 +28,7 @@ class Grammar:
 
     def __init__(self, tokenizer: LLTokenizer, end_id: int, vocab_size: int, source: str) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         width = len(self.mask_of(())) * MASK_BITS
         self._no_text = self.mask_of(beyond for beyond in (*range(vocab_size, width), end_id) if beyond < width)
         self._source = source
@@ -62,7 +62,7 @@ class Grammar:
         return mask & ~self._no_text
 
     def mask_of(self, token_ids: Iterable[int]) -> Mask:
-        return mask_of(token_ids, self._vocab_size)
+        return mask_of(token_ids, self.vocab_size)
 
     def _compiled(self) -> LLMatcher:
         return matcher_of(self._tokenizer, self._source)
@@ -77,14 +77,12 @@ class Constraint:
 
     def __init__(self, grammar: Grammar, request: Request) -> None:
         params = request.params
-        ends = request.eos_token_ids.union(params.stop_token_ids)
         self._grammar = grammar
         self._allowed_V = ~grammar.mask_of(())
         if params.allowed_token_ids is not None:
-            self._allowed_V = grammar.mask_of(params.allowed_token_ids)
-            ends = ends.intersection(params.allowed_token_ids)
+            self._allowed_V = mask_of_ids(params.allowed_token_ids, grammar.vocab_size)
         self._eos_V = grammar.mask_of(request.eos_token_ids)
-        self._ends_V = grammar.mask_of(ends)
+        self._ends_V = (self._eos_V | mask_of_ids(params.stop_token_ids, grammar.vocab_size)) & self._allowed_V
         self._min_tokens = params.min_tokens
         self._token_ids: list[int] = []
         self._matcher, first = grammar.at_start()

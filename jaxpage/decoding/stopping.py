@@ -52,7 +52,7 @@ class Stopping:
         params = request.params
         self._detokenizer = detokenizer
         self._eos_token_ids = request.eos_token_ids
-        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._stop_token_ids = params.stop_token_ids.as_set
         self._strings = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._num_tokens = 0
         self._min_tokens = params.min_tokens

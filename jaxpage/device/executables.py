@@ -78,7 +78,7 @@ class Executables:
         self.options = options
         self._compilations = _watch_compilations()
         self._num_before = self._compilations.count
-        num_found_before = self._compilations.num_found
+        self._num_found_before = self._compilations.num_found
         started = time.monotonic()
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
@@ -96,12 +96,16 @@ class Executables:
             jobs["scatter"] = functools.partial(_compile_scatter, pages, menu.num_swapped, options.attention_backend)
         self._table = _run_all(jobs, progress)
         self.compile_seconds = time.monotonic() - started
-        self.num_found = self._compilations.num_found - num_found_before  # of them, in the persistent cache
 
     @property
     def compile_total(self) -> int:
         """What JAX compiled in this process since these executables began to be: it must not grow in service."""
         return self._compilations.count - self._num_before
+
+    @property
+    def num_found(self) -> int:
+        """Of those, what was in the persistent cache."""
+        return self._compilations.num_found - self._num_found_before
 
     def step(self, bucket: Bucket, *, rests: bool = False) -> CompiledStep:
         """rests: nothing is asked of heads or of a drafter."""

@@ -1,4 +1,9 @@
-"""How many KV blocks fit, in numbers, before anything is loaded; and the table that says so at start-up."""
+"""How many KV blocks fit, in numbers, before anything is loaded; and the table that says so at start-up.
+
+The number of blocks is part of the shape of every executable. So a default does not follow what happens to be free: it is fixed by the
+model and the settings on CPU, and halved where it does not fit; on an accelerator it is rounded. Then the next start finds what this
+one compiled.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,11 @@ import psutil
 from jaxpage.errors import CapacityError
 
 HOST_SHARE = 0.5  # of the free host memory that a pool may take there, where other programs live too
+TOKENS_ON_HOST = (
+    512  # of each of `max_num_seqs` sequences, that a pool on CPU holds by default: ShareGPT's have 500 on average
+)
+MOST_BYTES_ON_HOST = 4 * 2**30  # of a pool on CPU by default
+_SIGNIFICANT_BITS = 6  # of the number of blocks on an accelerator: at most 3 % are lost
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -86,17 +96,17 @@ def available_host_bytes() -> int:
 
 
 def choose_num_blocks(plan: MemoryPlan, *, wanted: int | None, pool_bytes: int | None, max_num_seqs: int) -> MemoryPlan:
-    """The plan with `num_blocks` filled in: the caller's number or bytes, else what fits. Raises CapacityError with the numbers."""
+    """The plan with `num_blocks` filled in: the caller's number or bytes, else a default. Raises CapacityError with the numbers."""
     free = plan.available_bytes - plan.weights_bytes - plan.workspace_bytes
     if free < 2 * plan.block_bytes:
         raise CapacityError(_does_not_fit(plan, "Weights and workspace leave no room for KV blocks"))
     if wanted is None:
-        useful = 1 + max_num_seqs * plan.blocks_for(plan.max_model_len)
-        on_host = plan.device.startswith("cpu")
-        budget = pool_bytes or (int(free * HOST_SHARE) if on_host else free)
-        wanted = budget // plan.block_bytes
-        if on_host and pool_bytes is None:
-            wanted = min(wanted, useful)
+        if pool_bytes is not None:
+            wanted = pool_bytes // plan.block_bytes
+        elif plan.device.startswith("cpu"):
+            wanted = 1 + _halved(_useful_on_host(plan, max_num_seqs), (free * HOST_SHARE) // plan.block_bytes - 1)
+        else:
+            wanted = 1 + _rounded(free // plan.block_bytes - 1)
     plan = replace(plan, num_blocks=wanted)
     if plan.pool_bytes > free:
         raise CapacityError(_does_not_fit(plan, f"{plan.num_blocks} KV blocks take {gib(plan.pool_bytes)}"))
@@ -107,8 +117,27 @@ def choose_num_blocks(plan: MemoryPlan, *, wanted: int | None, pool_bytes: int |
     return plan
 
 
+def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
+    """Blocks for `max_num_seqs` sequences of usual length, and at least for one of `max_model_len`, if 4 GiB hold them."""
+    usual = max_num_seqs * plan.blocks_for(min(plan.max_model_len, TOKENS_ON_HOST))
+    return max(1, min(max(usual, plan.blocks_for(plan.max_model_len)), MOST_BYTES_ON_HOST // plan.block_bytes - 1))
+
+
+def _halved(number: int, most: float) -> int:
+    """The number, or half of it as often as needed to come to `most`."""
+    while number > most:
+        number //= 2
+    return number
+
+
+def _rounded(number: int) -> int:
+    """Down to a few significant bits."""
+    return number >> (shift := max(0, number.bit_length() - _SIGNIFICANT_BITS)) << shift
+
+
 def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: int) -> MemoryPlan:
-    """The plan with `num_host_blocks` filled in: the caller's number, else as many as the device has, in half of what is free.
+    """The plan with `num_host_blocks` filled in: the caller's number, else as many as the device has, halved until half of what is free
+    holds them.
 
     available: bytes of the host that nobody uses; on CPU the weights, the workspace and the KV pool will take their part of them.
 
@@ -117,8 +146,8 @@ def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: i
     taken = plan.weights_bytes + plan.workspace_bytes + plan.pool_bytes if plan.device.startswith("cpu") else 0
     free = max(0, available - taken)
     if wanted is None:
-        fitting = int(free * HOST_SHARE) // plan.block_bytes - 1
-        return replace(plan, num_host_blocks=max(0, min(plan.num_blocks - 1, fitting)))
+        fitting = max(0.0, (free * HOST_SHARE) // plan.block_bytes - 1)
+        return replace(plan, num_host_blocks=_halved(plan.num_blocks - 1, fitting))
     plan = replace(plan, num_host_blocks=wanted)
     if plan.host_pool_bytes > free:
         raise CapacityError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from jaxpage.device.step_inputs import Adjustments, adjustment_shapes
 from jaxpage.scheduling.plan import Sample
-from jaxpage.token_masks import Mask, mask_of
+from jaxpage.token_masks import Mask, mask_of, mask_of_ids
 
 NOTHING = Adjustments(None, None, None, None)
 _ALL = np.uint32(0xFFFFFFFF)
@@ -31,7 +30,10 @@ def adjustments_of(
     masked = [
         (index, sample)
         for index, sample in asking
-        if index in masks or sample.suppressed_token_ids or sample.params.allowed_token_ids is not None
+        if index in masks
+        or sample.suppressed_token_ids
+        or sample.params.allowed_token_ids is not None
+        or (sample.is_early and sample.params.stop_token_ids)
     ]
     biased = [(index, sample.params.logit_bias) for index, sample in asking if sample.params.logit_bias]
     penalised = [(index, sample) for index, sample in asking if sample.params.penalises]
@@ -63,15 +65,10 @@ def adjustments_of(
 
 def _mask(words: Mask, sample: Sample, mask: Mask | None, vocab_size: int) -> None:
     if (allowed := sample.params.allowed_token_ids) is not None:
-        words &= _mask_of_allowed(allowed, vocab_size)
+        words &= mask_of_ids(allowed, vocab_size)
     if mask is not None:
         words &= mask
+    if sample.is_early:
+        words &= ~mask_of_ids(sample.params.stop_token_ids, vocab_size)
     if sample.suppressed_token_ids:
         words &= ~mask_of(sample.suppressed_token_ids, vocab_size)
-
-
-@functools.lru_cache(maxsize=64)  # the same at every step of a request
-def _mask_of_allowed(token_ids: tuple[int, ...], vocab_size: int) -> Mask:
-    words = mask_of(token_ids, vocab_size)
-    words.flags.writeable = False
-    return words

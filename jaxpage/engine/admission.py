@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from jaxpage.decoding import Grammar
 from jaxpage.device.sampler import NUM_CANDIDATES
 from jaxpage.device.step_inputs import MAX_BIASES
 from jaxpage.errors import UnsupportedError
@@ -18,8 +20,37 @@ Words = tuple[tuple[int, ...], ...]  # each as its tokens
 REPETITION_PENALTIES = (1e-9, 1e9)  # a logit times or divided by any of them is a float32
 
 
+class CheckedParams(NamedTuple):
+    """Parameters that fit the model. They are checked once, however many prompts share them."""
+
+    asked: SamplingParams | BeamSearchParams
+    sampling: SamplingParams  # of a beam search: neutral but for its lengths and its ends
+    bad_word_token_ids: Words
+
+    @property
+    def beam(self) -> BeamSearchParams | None:
+        return self.asked if isinstance(self.asked, BeamSearchParams) else None
+
+
+class PreparedRequest(NamedTuple):
+    """A request that can be added to the engine: nothing of it is left to check, to tokenize or to compile."""
+
+    prompt: str | None
+    token_ids: tuple[int, ...]
+    checked: CheckedParams
+    grammar: Grammar | None = None
+    is_prefix: bool = False  # it is computed to be pinned
+
+    @property
+    def params(self) -> SamplingParams | BeamSearchParams:
+        return self.checked.asked
+
+
 class Admission:
-    """The limits of one engine's model, and the seeds of requests that bring none."""
+    """The limits of one engine's model, and the seeds of requests that bring none.
+
+    `check_params` and `prepare` take time that grows with the request, and may be called from any thread; `admit` is quick.
+    """
 
     def __init__(
         self,
@@ -40,27 +71,15 @@ class Admission:
         self._seed = seed
         self._num_admitted = 0
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams) -> None:
-        """Raises ValueError or UnsupportedError; returns if the request can be admitted."""
+    def check_params(self, asked: SamplingParams | BeamSearchParams) -> CheckedParams:
+        """Everything that does not depend on the prompt. Raises ValueError or UnsupportedError."""
+        params = asked
         if isinstance(params, BeamSearchParams):
-            self._check_beams(len(prompt_token_ids), params)
+            self._check_width(params)
             params = _neutral(params)
         if params.priority and not self._has_priorities:
             raise UnsupportedError(f"priority={params.priority} needs scheduling_policy='priority'")
-        if not prompt_token_ids:
-            raise ValueError("The prompt has no tokens; at least one is needed")
-        self._check_token_ids("prompt_token_ids", prompt_token_ids)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        if len(prompt_token_ids) >= self._max_model_len:
-            raise ValueError(
-                f"The prompt has {len(prompt_token_ids)} tokens, which leaves no room to generate: max_model_len is "
-                f"{self._max_model_len}, prompt and output together"
-            )
-        room = self._max_model_len - len(prompt_token_ids)
-        if params.min_tokens > room:
-            raise ValueError(
-                f"min_tokens={params.min_tokens} does not fit: after the prompt there is room for {room} tokens"
-            )
         if params.stop and self._spell is None:
             raise ValueError(
                 f"stop={list(params.stop)!r} needs text, but the model has no tokenizer; use stop_token_ids"
@@ -69,49 +88,54 @@ class Admission:
             kind, _ = params.structured_outputs
             raise ValueError(f"structured_outputs of {kind!r} needs text, but the model has no tokenizer")
         self._check_adjustments(params)
-        self._check_choice(params, self._words(params))
+        words = self._words(params)
+        self._check_choice(params, words)
+        return CheckedParams(asked, params, words)
 
-    def _check_beams(self, num_prompt_tokens: int, beam: BeamSearchParams) -> None:
+    def prepare(self, prompt: str | None, token_ids: Sequence[int], checked: CheckedParams) -> PreparedRequest:
+        """Raises ValueError: the prompt is empty, is too long, or has ids that the model has not."""
+        if not token_ids:
+            raise ValueError("The prompt has no tokens; at least one is needed")
+        if len(token_ids) >= self._max_model_len:
+            raise ValueError(
+                f"The prompt has {len(token_ids)} tokens, which leaves no room to generate: max_model_len is "
+                f"{self._max_model_len}, prompt and output together"
+            )
+        self._check_token_ids("prompt_token_ids", token_ids)
+        room = self._max_model_len - len(token_ids)
+        if checked.sampling.min_tokens > room:
+            raise ValueError(
+                f"min_tokens={checked.sampling.min_tokens} does not fit: after the prompt there is room for {room} tokens"
+            )
+        if checked.beam:
+            _check_length_penalty(checked.beam, min(checked.beam.max_tokens or room, room))
+        return PreparedRequest(prompt, tuple(token_ids), checked)
+
+    def _check_width(self, beam: BeamSearchParams) -> None:
         num_ends = len(self._eos(beam).union(beam.stop_token_ids))
         if min(beam.beam_width + num_ends, self._vocab_size) > NUM_CANDIDATES:
             raise UnsupportedError(
                 f"beam_width={beam.beam_width} with {num_ends} end-of-sequence and stop ids takes {beam.beam_width + num_ends}"
                 f" candidates of each draw; {NUM_CANDIDATES} leave the device"
             )
-        longest = min(beam.max_tokens or self._max_model_len, self._max_model_len - num_prompt_tokens)
-        try:
-            math.pow(max(longest, 1), abs(beam.length_penalty))
-        except OverflowError:
-            raise ValueError(
-                f"length_penalty={beam.length_penalty}: a length of {longest} to this power is no number"
-            ) from None
 
-    def admit(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: Sequence[int],
-        asked: SamplingParams | BeamSearchParams,
-        bad_word_token_ids: Words = (),
-    ) -> Request:
-        """bad_word_token_ids: beside those of `bad_words`."""
-        self.check(prompt_token_ids, asked)
-        self._check_words(bad_word_token_ids)
-        params, beam = (_neutral(asked), asked) if isinstance(asked, BeamSearchParams) else (asked, None)
+    def admit(self, request_id: str, prepared: PreparedRequest) -> Request:
+        checked, params = prepared.checked, prepared.checked.sampling
         self._num_admitted += 1
         longest = self._max_model_len
         if params.max_tokens is not None:
-            longest = min(longest, len(prompt_token_ids) + params.max_tokens)
+            longest = min(longest, len(prepared.token_ids) + params.max_tokens)
         return Request(
             request_id=request_id,
-            prompt=prompt,
-            prompt_token_ids=tuple(prompt_token_ids),
+            prompt=prepared.prompt,
+            prompt_token_ids=prepared.token_ids,
             params=params,
             seed=self._drawn_seed() if params.seed is None else params.seed,
             eos_token_ids=self._eos(params),
             max_total_tokens=longest,
-            bad_word_token_ids=(*self._words(params), *bad_word_token_ids),
-            beam=beam,
+            bad_word_token_ids=checked.bad_word_token_ids,
+            beam=checked.beam,
+            is_prefix=prepared.is_prefix,
         )
 
     def _check_adjustments(self, params: SamplingParams) -> None:
@@ -133,15 +157,15 @@ class Admission:
             raise ValueError(
                 f"bad_words={list(params.bad_words)!r} needs text, but the model has no tokenizer; use allowed_token_ids or logit_bias"
             )
-        words = self._spell(params.bad_words)
-        self._check_words(words)
-        return words
+        return self.checked_words(self._spell(params.bad_words))
 
-    def _check_words(self, words: Words) -> None:
+    def checked_words(self, words: Words) -> Words:
+        """Raises ValueError for a word without tokens, or with ids that the model has not."""
         for word in words:
             self._check_token_ids("bad_words", word)
             if not word:
                 raise ValueError("bad_words has a word of no tokens")
+        return words
 
     def _check_choice(self, params: SamplingParams, words: Words) -> None:
         """Raises ValueError if nothing can be drawn at the very beginning, whatever the logits are."""
@@ -149,7 +173,7 @@ class Admission:
         why = ["every token of the vocabulary" if params.allowed_token_ids is None else "all of allowed_token_ids"]
         why += ["is a bad word"] if forbidden else []
         if params.min_tokens:
-            forbidden |= self._eos(params).union(params.stop_token_ids)
+            forbidden |= self._eos(params) | params.stop_token_ids.as_set
             why.append(f"ends the text before min_tokens={params.min_tokens}")
         allowed: Collection[int] = range(self._vocab_size)
         if params.allowed_token_ids is not None:
@@ -170,6 +194,15 @@ class Admission:
                 raise TypeError(f"{name} must hold integers, but has {token_id!r}")
             if not 0 <= token_id < self._vocab_size:
                 raise ValueError(f"{name} has {token_id}, but the model's token ids are 0 to {self._vocab_size - 1}")
+
+
+def _check_length_penalty(beam: BeamSearchParams, longest: int) -> None:
+    try:
+        math.pow(longest, abs(beam.length_penalty))
+    except OverflowError:
+        raise ValueError(
+            f"length_penalty={beam.length_penalty}: a length of {longest} to this power is no number"
+        ) from None
 
 
 def _neutral(beam: BeamSearchParams) -> SamplingParams:

@@ -242,8 +242,12 @@ def _scheduler(
 
 
 def _print_compiled(memory: MemoryPlan, executables: Executables) -> None:
-    found = f"{executables.num_found} of {executables.compile_total} executables were in the compile cache"
-    print(f"  {found}; workspace of the steps: {gib(memory.workspace_bytes)}", file=sys.stderr)
+    total, found = executables.compile_total, executables.num_found
+    found_text = f"all {total}" if found == total else f"{found} of {total}"
+    print(
+        f"  {found_text} executables were in the compile cache; workspace of the steps: {gib(memory.workspace_bytes)}",
+        file=sys.stderr,
+    )
 
 
 def _print_table(memory: MemoryPlan, dtype: str, kv_cache_dtype: str) -> None:

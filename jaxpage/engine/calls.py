@@ -6,9 +6,9 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from jaxpage.decoding import Grammar
+from jaxpage.engine.admission import CheckedParams, PreparedRequest
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import UnsupportedError
@@ -19,29 +19,16 @@ from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 
-class Order(NamedTuple):
-    """A request that was checked and can be added."""
-
-    prompt: Prompt
-    token_ids: tuple[int, ...]
-    params: SamplingParams | BeamSearchParams
-    grammar: Grammar | None = None  # compiled, where the parameters ask for one
-
-
-def checked(
-    engine: Engine, prompt: Prompt, params: SamplingParams | BeamSearchParams, *, add_special_tokens: bool = True
-) -> Order:
-    """The prompt encoded and everything checked, but for a grammar, which `Engine.compiled` has to try. On any thread.
-
-    Raises TypeError, ValueError or UnsupportedError, naming the parameter and its value.
-    """
+def prepared(
+    engine: Engine, prompt: Prompt, checked: CheckedParams, *, add_special_tokens: bool = True
+) -> PreparedRequest:
+    """The prompt encoded and checked; a grammar is left to `Engine.compiled`. On any thread. Raises TypeError or ValueError."""
     token_ids = prompt.token_ids
     if token_ids is None:
         if engine.tokenizer is None:
             raise ValueError("The model has no tokenizer; give prompts as token ids")
         token_ids = tuple(engine.tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"])
-    engine.check(token_ids, params)
-    return Order(prompt, token_ids, params)
+    return engine.prepare(prompt.text, token_ids, checked)
 
 
 def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
@@ -70,16 +57,18 @@ class Calls:
         if self._closed:
             raise RuntimeError("This LLM was shut down")
 
-    def add(self, orders: Iterable[Order], reporters: dict[str, Reporter], *, kind: str = "request") -> None:
+    def add(
+        self, requests: Iterable[PreparedRequest], reporters: dict[str, Reporter], *, kind: str = "request"
+    ) -> None:
         """Adds all requests; `reporters` has those that are in, also when one of them is refused. The caller ends them.
 
         kind: what messages call them.
         """
         with self._lock:
             self.check_open()
-            for prompt, token_ids, params, grammar in orders:
+            for request in requests:
                 request_id = f"{kind}-{next(self._numbers)}"
-                reporters[request_id] = self._engine.add(request_id, prompt.text, token_ids, params, grammar=grammar)
+                reporters[request_id] = self._engine.add(request_id, request)
 
     def news(self, request_ids: set[str], interrupts: Interrupts) -> set[str]:
         """Steps the engine, for everybody, until there is news of one of these requests, or an interrupt.
@@ -105,12 +94,12 @@ class Calls:
                 self._engine.abort(request_id)
                 self._changed.discard(request_id)
 
-    def pin(self, order: Order) -> PinnedPrefix:
+    def pin(self, prefix: PreparedRequest) -> PinnedPrefix:
         """Computes a prompt and keeps it in place. Steps the engine, for everybody, until that is done."""
         with self._lock, held_interrupts() as interrupts:
             reporters: dict[str, Reporter] = {}
             try:
-                self.add([order], reporters, kind="prefix")
+                self.add([prefix._replace(is_prefix=True)], reporters, kind="prefix")
                 [(request_id, reporter)] = reporters.items()
                 while not reporter.num_output_tokens and not reporter.finished and not interrupts.pending:
                     self.news({request_id}, interrupts)
@@ -118,7 +107,7 @@ class Calls:
                     raise RuntimeError(f"the prefix could not be computed: {reporter.whole().outputs[0].stop_reason}")
                 if interrupts.pending:
                     raise KeyboardInterrupt
-                return PinnedPrefix(self, self._engine.pin(request_id), len(order.token_ids))
+                return PinnedPrefix(self, self._engine.pin(request_id), len(prefix.token_ids))
             finally:
                 self.end(reporters)
 
@@ -184,11 +173,11 @@ class PinnedPrefix:
 class RequestStream(Iterator[RequestOutput]):
     """What is new of one request, chunk by chunk. Closing it, or losing the last reference to it, ends the request."""
 
-    def __init__(self, calls: Calls, order: Order):
+    def __init__(self, calls: Calls, request: PreparedRequest):
         self._calls = calls
         self._reporters: dict[str, Reporter] = {}
         with held_interrupts():
-            calls.add([order], self._reporters)
+            calls.add([request], self._reporters)
 
     def __next__(self) -> RequestOutput:
         if not self._reporters:

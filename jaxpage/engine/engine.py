@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
 
 from jaxpage.decoding import BeamStrategy, Edit, Finish, Fork, Grammar, SamplingStrategy, Strategy, advance, masks_of
-from jaxpage.engine.admission import Admission, Words
+from jaxpage.engine.admission import Admission, CheckedParams, PreparedRequest
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.events import Events
 from jaxpage.engine.grammar_compiler import GrammarCompiler
@@ -58,7 +58,7 @@ class Engine:
             vocab_size=builder.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
-            spell=None if tokenizer is None else _speller(tokenizer),
+            spell=None if tokenizer is None else functools.partial(words_as_token_ids, tokenizer),
             has_priorities=scheduler.has_priorities,
             seed=seed,
         )
@@ -76,9 +76,20 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    def check(self, prompt_token_ids: TokenIds[int], params: SamplingParams | BeamSearchParams) -> None:
-        """Raises what `add` would raise for this request, and changes nothing."""
-        self.admission.check(prompt_token_ids, params)
+    def prepare(
+        self,
+        prompt: str | None,
+        token_ids: TokenIds[int],
+        params: SamplingParams | BeamSearchParams | CheckedParams,
+    ) -> PreparedRequest:
+        """A request for `add`, but for its grammar: see `compiled`. Changes nothing, and may be called from any thread.
+
+        params: of several prompts `admission.check_params`, so that they are checked once.
+
+        Raises ValueError or UnsupportedError, naming the parameter and its value.
+        """
+        checked = params if isinstance(params, CheckedParams) else self.admission.check_params(params)
+        return self.admission.prepare(prompt, token_ids, checked)
 
     def compiled(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
         """The grammar of a request that was checked, if it asks for one. It may take seconds, and may be asked by any thread.
@@ -89,24 +100,13 @@ class Engine:
         asked = getattr(params, "structured_outputs", None)
         return None if asked is None else self.grammars.compiled(asked)
 
-    def add(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: TokenIds[int],
-        params: SamplingParams | BeamSearchParams,
-        *,
-        grammar: Grammar | None = None,
-        bad_word_token_ids: Words = (),
-    ) -> Reporter:
-        """Admits a request. Raises ValueError, UnsupportedError, or CapacityError if it can never fit in the pool.
+    def add(self, request_id: str, prepared: PreparedRequest) -> Reporter:
+        """Admits a request. Raises CapacityError if it can never fit in the pool.
 
-        Args:
-            grammar: what `compiled` gave for it; without one it is compiled here.
-            bad_word_token_ids: beside those of `params.bad_words`.
+        A grammar that it asks for and does not bring is compiled here.
         """
-        request = self.admission.admit(request_id, prompt, prompt_token_ids, params, bad_word_token_ids)
-        grammar = grammar or self.compiled(params)
+        request = self.admission.admit(request_id, prepared)
+        grammar = prepared.grammar or self.compiled(prepared.params)
         first_id, *other_ids = range(self._num_sequences, self._num_sequences + request.num_sequence_ids)
         sequence = Sequence(
             sequence_id=first_id,
@@ -267,8 +267,3 @@ class Engine:
 def _nothing(groups: Iterable[SequenceGroup]) -> Mapping[int, Draft]:
     """The drafts of an engine that does not speculate."""
     return NO_DRAFTS
-
-
-def _speller(tokenizer: Any) -> Callable[[tuple[str, ...]], Words]:
-    """Tokens of words. A list is spelled when it is checked, and is at hand when its request is added, with the engine held."""
-    return functools.lru_cache(maxsize=64)(functools.partial(words_as_token_ids, tokenizer))

@@ -149,8 +149,9 @@ class Replay:
     def _add(self, record: Record) -> None:
         try:
             words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
-            prompt = record["prompt_token_ids"]
-            self._engine.add(record["request_id"], None, prompt, _params(record), bad_word_token_ids=words)
+            checked = self._engine.admission.check_params(_params(record))
+            checked = checked._replace(bad_word_token_ids=self._engine.admission.checked_words(words))
+            self._engine.add(record["request_id"], self._engine.prepare(None, record["prompt_token_ids"], checked))
         except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
             self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
 

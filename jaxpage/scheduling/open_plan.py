@@ -110,35 +110,40 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
 
 def drafted_samples(sample: Sample, draft: Draft, sequence: Sequence, request: Request) -> list[Sample]:
     """The draws behind each draft, as if the drafts before it were known. `sample`: the draw from the last known token."""
-    row, _, sequence_id, params, seed, sample_index, position, _, num_logprobs, history, num_prompt_tokens, _ = sample
+    row, _, sequence_id, params, seed, sample_index, position, _, _, num_logprobs, history, num_prompt_tokens, _ = (
+        sample
+    )
     suppresses = bool(request.params.min_tokens or request.bad_word_token_ids)
     samples = []
     for index, depth in enumerate(draft.depths):  # several draws for every token that comes out: each is made in one go
         path = draft.path(index) if request.adjusts else ()
-        suppressed = suppressed_token_ids(request, [*sequence.token_ids, *path]) if suppresses else ()
+        suppressed = suppression(request, [*sequence.token_ids, *path]) if suppresses else (False, ())
         who = (row, 1 + index, sequence_id, params, seed, sample_index, position + depth)
-        samples.append(Sample(*who, suppressed, num_logprobs, history, num_prompt_tokens, path))
+        samples.append(Sample(*who, *suppressed, num_logprobs, history, num_prompt_tokens, path))
     return samples
 
 
 def _adjusted(sample: Sample, request: Request, known: list[int]) -> Sample:
+    is_early, suppressed = suppression(request, known)
     return sample._replace(
-        suppressed_token_ids=suppressed_token_ids(request, known),
+        is_early=is_early,
+        suppressed_token_ids=suppressed,
         history=tuple(known) if request.params.penalises else (),
         num_prompt_tokens=len(request.prompt_token_ids),
     )
 
 
-def suppressed_token_ids(request: Request, known: list[int]) -> tuple[int, ...]:
-    """What may not be drawn now: below min_tokens what would end the sequence, and the last tokens of bad words.
+def suppression(request: Request, known: list[int]) -> tuple[bool, tuple[int, ...]]:
+    """Whether the next draw is below min_tokens, and what may not be drawn in it beside stop ids: see `Sample`.
 
     As in vLLM a bad word counts only where all of it is output: the prompt begins none.
     """
     num_output = len(known) - len(request.prompt_token_ids)
+    is_early = num_output < request.params.min_tokens
     suppressed = set(request.bad_token_ids)
-    if num_output < request.params.min_tokens:
-        suppressed |= request.ending_token_ids
+    if is_early:
+        suppressed |= request.eos_token_ids
     for word in request.bad_words_behind.get(known[-1], ()):
         if len(word) <= num_output + 1 and word[:-1] == tuple(known[1 - len(word) :]):
             suppressed.add(word[-1])
-    return tuple(sorted(suppressed))
+    return is_early, tuple(sorted(suppressed))

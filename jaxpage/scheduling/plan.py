@@ -63,7 +63,10 @@ class Sample(NamedTuple):
     seed: int
     sample_index: int
     position: int
-    suppressed_token_ids: tuple[int, ...] = ()  # may not be drawn: what ends it below min_tokens, the ends of bad words
+    is_early: bool = False  # below min_tokens: neither may the stop ids of `params` be drawn
+    suppressed_token_ids: tuple[
+        int, ...
+    ] = ()  # may not be drawn: end-of-sequence ids below min_tokens, the ends of bad words
     num_logprobs: int | None = None  # likeliest candidates wanted beside the drawn token; None: not even its own
     history: tuple[int, ...] = ()  # the known tokens, prompt first, where a penalty counts them
     num_prompt_tokens: int = 0  # of the history

@@ -88,14 +88,15 @@ class Scheduler(Roster):
     def _plan_drafts(self, step: OpenPlan, drafts: Mapping[int, Draft]) -> None:
         """Adds drafts to a step of single draws, the lowest rank first. Nobody gives way for them, and nobody waits: they come last.
 
-        Which beam goes on behind a token is not known before all have drawn, so beams have no drafts.
+        Which beam goes on behind a token is not known before all have drawn, so beams have no drafts. Neither has a prefix that is computed
+        to be pinned: right drafts would take it to its end.
         """
         if any(sequence.num_pending_tokens > 1 or group.children_due for group, sequence, _ in step.work):
             return
         num_left, manager = self.limits.draft_budget(len(step.work)), self.block_manager
         for group, sequence, _ in step.work:
             draft = drafts.get(sequence.sequence_id)
-            if draft is None or group.request.beam:
+            if draft is None or group.request.beam or group.request.is_prefix:
                 continue
             if not self.limits.trees:
                 draft = draft.first_branch()

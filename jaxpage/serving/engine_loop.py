@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from jaxpage.engine.admission import PreparedRequest
 from jaxpage.engine.build import Built
-from jaxpage.engine.calls import Calls, Order, check_streamable
+from jaxpage.engine.calls import Calls, check_streamable
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import CapacityError, JaxpageError
@@ -104,7 +105,7 @@ class EngineLoop:
         return await self.snapshot(Engine.stats)
 
     async def submit(
-        self, orders: Sequence[Order], *, stream: bool, name: str = "request", arrived: float | None = None
+        self, requests: Sequence[PreparedRequest], *, stream: bool, name: str = "request", arrived: float | None = None
     ) -> list[Submitted]:
         """Gives requests to the engine, all or none.
 
@@ -120,10 +121,10 @@ class EngineLoop:
             What `Engine.add` raises: CapacityError, if one could never run.
         """
         if stream:
-            for order in orders:
-                check_streamable(order.params)
+            for request in requests:
+                check_streamable(request.params)
         deadline = (time.monotonic() if arrived is None else arrived) + self._timeout
-        submitted = [Submitted(self, order, stream=stream, deadline=deadline) for order in orders]
+        submitted = [Submitted(self, request, stream=stream, deadline=deadline) for request in requests]
         self._take_places(len(submitted))
         try:
             await self.snapshot(lambda engine: self._add(submitted, name))
@@ -277,7 +278,7 @@ class EngineLoop:
     def _add(self, submitted: list[Submitted], name: str) -> None:
         reporters: dict[str, Reporter] = {}
         try:
-            self._calls.add([one.order for one in submitted], reporters, kind=name)
+            self._calls.add([one.request for one in submitted], reporters, kind=name)
         except BaseException:
             self._calls.end(reporters)
             raise

@@ -1,4 +1,4 @@
-"""One exchange from its orders to its last byte: submits, streams or waits, and ends everything when the client leaves."""
+"""One exchange from its prepared requests to its last byte: submits, streams or waits, and ends everything when the client leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.engine.calls import Order
+from jaxpage.engine.admission import PreparedRequest
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import encoded, event, ignored_header, json_answer, refusal_of, told
@@ -74,9 +74,9 @@ class Generating:
 
     async def _submitted(self, exchange: Exchange, arrived: float) -> list[Submitted]:
         try:
-            orders = await self._preparing.orders(exchange.jobs)
-            _check_prompt_logprobs(orders)
-            return await self._loop.submit(orders, stream=exchange.stream, name=exchange.id, arrived=arrived)
+            requests = await self._preparing.requests(exchange.jobs)
+            _check_prompt_logprobs(requests)
+            return await self._loop.submit(requests, stream=exchange.stream, name=exchange.id, arrived=arrived)
         except Exception as error:
             refusal = refusal_of(error) or exchange.refusal(error)
             raise (told(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
@@ -142,12 +142,12 @@ async def _send_part(send: Send, body: bytes) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _check_prompt_logprobs(orders: Sequence[Order]) -> None:
+def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:
     """Raises ValueError where the answer would be too long to be kept and written."""
     number = sum(
-        len(order.token_ids) * (1 + wanted) * getattr(order.params, "n", 1)
-        for order in orders
-        if (wanted := getattr(order.params, "prompt_logprobs", None)) is not None
+        len(request.token_ids) * (1 + wanted) * getattr(request.params, "n", 1)
+        for request in requests
+        if (wanted := getattr(request.params, "prompt_logprobs", None)) is not None
     )
     if number > MAX_PROMPT_LOGPROBS:
         raise ValueError(

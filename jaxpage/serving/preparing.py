@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jaxpage.decoding import Grammar
-from jaxpage.engine.calls import Order, checked
+from jaxpage.engine.admission import CheckedParams, PreparedRequest
+from jaxpage.engine.calls import prepared
 from jaxpage.engine.engine import Engine
 from jaxpage.prompts import Prompt
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.serving.submitted import QueueFull
 from jaxpage.serving.wire.exchange import Job
 
@@ -52,7 +54,7 @@ class Workers:
 
 
 class Preparing:
-    """Makes orders for an engine that runs elsewhere meanwhile."""
+    """Prepares requests for an engine that runs elsewhere meanwhile."""
 
     def __init__(self, engine: Engine, max_waiting: int) -> None:
         self._engine = engine
@@ -68,30 +70,36 @@ class Preparing:
         """The same for what is not on its way to the engine: what is does not wait behind it."""
         return await self._aside.run(function)
 
-    async def orders(self, jobs: Sequence[Job]) -> list[Order]:
-        """Raises QueueFull, and what is wrong with one of the jobs: see `checked` and `Engine.compiled`."""
-        orders = [await self._reading.run(partial(self._checked, job)) for job in jobs]  # others come in between
-        for index, order in enumerate(orders):
-            if (asked := getattr(order.params, "structured_outputs", None)) is not None:
-                grammar = self._engine.grammars.found(asked)  # what is known does not queue
-                if grammar is None:
-                    grammar = await self._grammars.run(partial(self._compiled, order, time.monotonic()))
-                orders[index] = order._replace(grammar=grammar)
-        return orders
+    async def requests(self, jobs: Sequence[Job]) -> list[PreparedRequest]:
+        """Of one exchange: its jobs share their parameters.
 
-    def _compiled(self, order: Order, asked_at: float) -> Grammar | None:
+        Raises QueueFull, and what is wrong with one of the jobs: see `Admission` and `Engine.compiled`.
+        """
+        params = jobs[0].params
+        checked = await self._reading.run(partial(self._engine.admission.check_params, params))
+        requests = [
+            await self._reading.run(partial(self._prepared, job, checked)) for job in jobs
+        ]  # others come in between
+        if (asked := getattr(params, "structured_outputs", None)) is None:
+            return requests
+        grammar = self._engine.grammars.found(asked)  # what is known does not queue
+        if grammar is None:
+            grammar = await self._grammars.run(partial(self._compiled, params, time.monotonic()))
+        return [request._replace(grammar=grammar) for request in requests]
+
+    def _compiled(self, params: SamplingParams | BeamSearchParams, asked_at: float) -> Grammar | None:
         """Raises TimeoutError if the turn of who asked then comes too late."""
         if time.monotonic() - asked_at > GRAMMAR_QUEUE_SECONDS:
             raise TimeoutError(
                 f"structured_outputs: the grammars of others were compiled for {GRAMMAR_QUEUE_SECONDS:g} s"
             )
-        return self._engine.compiled(order.params)
+        return self._engine.compiled(params)
 
     def close(self) -> None:
         self._reading.close()
         self._aside.close()
         self._grammars.close()
 
-    def _checked(self, job: Job) -> Order:
+    def _prepared(self, job: Job, checked: CheckedParams) -> PreparedRequest:
         text, token_ids = (job.prompt, None) if isinstance(job.prompt, str) else (None, job.prompt)
-        return checked(self._engine, Prompt(text, token_ids), job.params, add_special_tokens=job.add_special_tokens)
+        return prepared(self._engine, Prompt(text, token_ids), checked, add_special_tokens=job.add_special_tokens)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-from jaxpage.engine.calls import Order
+from jaxpage.engine.admission import PreparedRequest
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import JaxpageError
 from jaxpage.outputs import RequestOutput
@@ -53,9 +53,9 @@ class Submitted:
     A slow reader costs nothing but the place of its request.
     """
 
-    def __init__(self, loop: Keeper, order: Order, *, stream: bool, deadline: float) -> None:
+    def __init__(self, loop: Keeper, request: PreparedRequest, *, stream: bool, deadline: float) -> None:
         self.request_id = ""  # once the engine has it
-        self.order = order
+        self.request = request
         self.stream = stream
         self.deadline = deadline
         self.home = asyncio.get_running_loop()

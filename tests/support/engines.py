@@ -82,7 +82,7 @@ def run_giving_way(engine: Engine, step: int) -> None:
 def lone_sample(llm: LLM, prompt: list[int], params: SamplingParams, sample_index: int) -> CompletionOutput:
     """What a request of its own draws with the noise of this sample."""
     engine = llm._engine
-    reporter = engine.add("lone", None, prompt, dataclasses.replace(params, n=1, best_of=None))
+    reporter = engine.add("lone", engine.prepare(None, prompt, dataclasses.replace(params, n=1, best_of=None)))
     (group,) = engine.scheduler.waiting
     group.sequences[0].sample_index = sample_index
     while engine.has_unfinished:

@@ -216,7 +216,8 @@ class FakeDevice:
             assert sample.position == num_known + len(path)
             context = [*self.read(row.block_table, num_known), *path[::-1]]
             context = context[-self.window :] if self.window else context
-            token_id = draw(context, sample.seed, sample.sample_index, sample.suppressed_token_ids)
+            stops = sample.params.stop_token_ids if sample.is_early else ()
+            token_id = draw(context, sample.seed, sample.sample_index, {*sample.suppressed_token_ids, *stops})
             drawn.setdefault(sample.row, []).append((sample, token_id))
         counted = []
         for index, draws in drawn.items():

@@ -22,7 +22,7 @@ class Exchange(Protocol):
 
     id: str
     stream: bool
-    jobs: list[Job]
+    jobs: list[Job]  # one or more; they share one object of parameters, which is checked once
     ignored_fields: tuple[str, ...]  # unknown ones, as paths; safe in a header
 
     def refusal(self, error: Exception) -> ApiError:

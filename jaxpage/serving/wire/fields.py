@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
 from jaxpage.argument_checks import INT32_MAX
-from jaxpage.sampling_params import MAX_BAD_WORDS, MAX_CACHE_SALT_CHARACTERS, MAX_LOGPROBS, MAX_USER_CHARACTERS
+from jaxpage.sampling_params import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARACTERS,
+    MAX_LOGPROBS,
+    MAX_USER_CHARACTERS,
+)
 
 MAX_N = 128  # sequences of one prompt: n, best_of, the width of a beam search
 MAX_STOPS = 16
@@ -24,6 +30,7 @@ Items = Annotated[
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
@@ -106,7 +113,7 @@ class GenerationRequest(Fields):
         | None
     ) = None
     allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1)] | None = None
-    bad_words: Annotated[Items[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[Items[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: (
         Annotated[

@@ -67,6 +67,7 @@ def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> t
         ApiError: 400 with the field as `param`; 404 if the model is another one.
     """
     _check_supported(body, model)
+    _check_lengths(body, context)
     try:
         request = model.model_validate(body)
     except ValidationError as error:
@@ -90,6 +91,19 @@ def _check_supported(body: Mapping[str, Any], model: type[BaseModel]) -> None:
         for name in sorted(_OF_GENERATION - model.model_fields.keys()):
             if not (body.get(name) is None or body[name] is False):  # 0 is neither
                 raise ApiError(400, f"{name} is not supported by this endpoint", param=name)
+
+
+def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:
+    """Lists that are too long whatever is in them: before a million items are looked at, one by one."""
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if isinstance(given := body.get(name), list) and len(given) > context.vocab_size:
+            message = f"{name} has {len(given)} entries; the model has {context.vocab_size} token ids"
+            raise ApiError(400, message, param=name)
+    prompts = body.get("prompt")
+    for prompt in (prompts, *prompts[: context.limits.max_prompts]) if isinstance(prompts, list) else ():
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) and len(prompt) > context.max_model_len:
+            message = f"The prompt has {len(prompt)} tokens, and max_model_len is {context.max_model_len}"
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
 
 def _check_model(name: str | None, context: ModelContext) -> None:
