@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from jaxpage.argument_checks import shown
-from jaxpage.settings import Problem, Settings
+from jaxpage.settings import ByteSize, Problem, Settings
 from jaxpage.speculative_config import AcceptanceRule, SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
@@ -19,6 +19,12 @@ _Name = Annotated[
     Field(min_length=1),
     BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value),
 ]
+
+
+def _power_of_two(size: int) -> int:
+    if size > _MAX_BLOCK_SIZE or size.bit_count() != 1:
+        raise ValueError(f"must be a power of two from 1 to {_MAX_BLOCK_SIZE}")
+    return size
 
 
 class EngineConfig(Settings):
@@ -34,11 +40,11 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of KV pages; "auto": that of weights
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None  # prompt and output together; None: the model's
-    block_size: _Count = 16  # slots of a KV block
+    block_size: Annotated[_Count, AfterValidator(_power_of_two)] = 16  # slots of a KV block
     num_blocks: Annotated[int, Field(ge=2, lt=2**31)] | None = (
         None  # of the KV pool, null block included; None: what fits
     )
-    kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = None  # of the KV pool, in place of num_blocks
+    kv_cache_memory_bytes: ByteSize | None = None  # of the KV pool, in place of num_blocks
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the device's memory that may be used
     swap_space_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = (
         None  # of host memory; None: as many as the KV pool
@@ -73,8 +79,6 @@ class EngineConfig(Settings):
 
 
 def _contradictions(config: EngineConfig) -> Iterable[Problem]:
-    if config.block_size > _MAX_BLOCK_SIZE or config.block_size.bit_count() != 1:
-        yield "block_size", f"must be a power of two from 1 to {_MAX_BLOCK_SIZE}, got {config.block_size}"
     if config.num_blocks is not None and config.kv_cache_memory_bytes is not None:
         yield (
             "num_blocks",

@@ -78,25 +78,33 @@ def resolve_settings(
     overrides_origin: str,
 ) -> Resolved[Kind]:
     """One configuration from a file's settings, the environment and `overrides`. Raises as `resolve_config`."""
+    from_environment, wrong = _from_environment(kind, os.environ if environment is None else environment)
     merged = {
         **{name: (item.value, item.place) for name, item in file.items()},
-        **_from_environment(kind, os.environ if environment is None else environment),
+        **from_environment,
         **{name: (value, overrides_origin) for name, value in (overrides or {}).items()},
     }
     origins = {name: origin for name, (_, origin) in merged.items()}
     try:
         config = kind(**{name: value for name, (value, _) in merged.items()})
     except InvalidSettings as error:
-        raise ConfigError(_located(error.problems, origins)) from None
+        raise ConfigError("\n".join([*wrong, *_located(error.problems, origins)])) from None
     except UnsupportedSettings as error:
-        raise UnsupportedError(_located(error.problems, origins)) from None
+        refusal = ConfigError if wrong else UnsupportedError
+        raise refusal("\n".join([*wrong, *_located(error.problems, origins)])) from None
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     return Resolved(config, {name: origins.get(name, BUILT_IN) for name in kind.model_fields})
 
 
-def _from_environment(kind: type[Settings], environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Settings among the variables. Others that begin like ours are left alone unless one is nearly a setting's name:
-    Kubernetes makes variables such as `JAXPAGE_SERVICE_HOST`, and `JAXPAGE_PORT=tcp://...`, for a service called jaxpage."""
+def _from_environment(
+    kind: type[Settings], environment: Mapping[str, str]
+) -> tuple[dict[str, tuple[Any, str]], list[str]]:
+    """Settings among the variables, each with its origin, and what is wrong with variables. Others that begin like ours are left
+    alone unless one is nearly a setting's name: Kubernetes makes variables such as `JAXPAGE_SERVICE_HOST`, and
+    `JAXPAGE_PORT=tcp://...`, for a service called jaxpage."""
     found: dict[str, tuple[Any, str]] = {}
+    wrong = []
     for variable in sorted(environment):
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
             continue
@@ -104,22 +112,18 @@ def _from_environment(kind: type[Settings], environment: Mapping[str, str]) -> d
         if _OF_A_SERVICE.match(text):
             continue
         if name in kind.model_fields:
-            found[name] = (text if name in kind.plain_text else _parsed(variable, text), variable)
+            try:
+                found[name] = (text if name in kind.plain_text else parse_scalar(text), variable)
+            except ConfigError as error:
+                wrong.append(f"{variable}: {error}")
         elif nearest_name(name, kind.model_fields, cutoff=0.8):
-            raise ConfigError(f"{variable}: {kind.unknown(name)[1]}")
-    return found
+            wrong.append(f"{variable}: {kind.unknown(name)[1]}")
+    return found, wrong
 
 
-def _parsed(variable: str, text: str) -> Any:
-    try:
-        return parse_scalar(text)
-    except ConfigError as error:
-        raise ConfigError(f"{variable}: {error}") from None
-
-
-def _located(problems: Iterable[Problem], origins: Mapping[str, str]) -> str:
+def _located(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
     """Settings of settings come from where the whole does."""
-    return "\n".join(f"{origins.get(name.partition('.')[0], BUILT_IN)}: {name}: {text}" for name, text in problems)
+    return [f"{origins.get(name.partition('.')[0], BUILT_IN)}: {name}: {text}" for name, text in problems]
 
 
 def _as_yaml(value: Any) -> str:

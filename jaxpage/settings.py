@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from jaxpage.argument_checks import shown
+from jaxpage.byte_sizes import LEAST, parse_bytes
 from jaxpage.errors import ConfigError, UnsupportedError
 
 Problem = tuple[str, str]  # (setting, what is wrong with it)
+
+
+def _as_bytes(value: Any) -> Any:
+    """An amount with a unit as its number of bytes; a small number is one whose unit was left out."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            if not value.strip().isdigit():
+                return parse_bytes(value)
+        raise ValueError("must be a number of bytes or an amount such as 24GiB")
+    if isinstance(value, int) and not isinstance(value, bool) and value < LEAST:
+        raise ValueError(f"must be at least {LEAST} bytes, or an amount with a unit such as 24GiB")
+    return value
+
+
+ByteSize = Annotated[int, BeforeValidator(_as_bytes)]
 
 
 class InvalidSettings(ConfigError):
@@ -49,10 +67,11 @@ class Settings(BaseModel):
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                raise InvalidSettings(self._explained(error)) from None
+                raise InvalidSettings(self._all_problems(settings, list(self._explained(error)))) from None
+            refused = list(self.refused())
             if contradictions := list(self.contradictions()):
-                raise InvalidSettings(contradictions)
-            if refused := list(self.refused()):
+                raise InvalidSettings(contradictions + refused)
+            if refused:
                 raise UnsupportedSettings(refused)
 
     def contradictions(self) -> Iterable[Problem]:
@@ -65,7 +84,11 @@ class Settings(BaseModel):
 
     def replace(self, **settings: Any) -> Self:
         """The same settings but for those given, checked again as a whole."""
-        return type(self)(**{**self.model_dump(), **settings})
+        return type(self)(**{**self.given(), **settings})
+
+    def given(self) -> dict[str, Any]:
+        """Those that somebody has set, whatever to; the others have their defaults."""
+        return self.model_dump(exclude_unset=True)
 
     @classmethod
     def unknown(cls, name: str) -> Problem:
@@ -78,11 +101,24 @@ class Settings(BaseModel):
         return name, f"unknown setting; {hint}"
 
     @classmethod
+    def _all_problems(cls, settings: Mapping[str, Any], problems: list[Problem]) -> list[Problem]:
+        """With those that the other settings have among themselves, so that nobody mends one after the other."""
+        wrong = {name.partition(".")[0] for name, _ in problems}
+        try:
+            cls(**{name: value for name, value in settings.items() if name not in wrong})
+        except (InvalidSettings, UnsupportedSettings) as error:
+            # Of a wrong one the default stands there: what comes of that is nobody's mistake.
+            mentioned = re.compile(rf"\b({'|'.join(map(re.escape, wrong))})\b")
+            return problems + [problem for problem in error.problems if not mentioned.search(problem[1])]
+        return problems
+
+    @classmethod
     def _explained(cls, error: ValidationError) -> Iterable[Problem]:
         found: dict[str, list[str]] = {}  # where one of several kinds of values would do: all of them
         for item in error.errors(include_url=False, include_context=False):
             name = ".".join(str(part) for part in item["loc"][:2])  # what follows says which kind was tried
             message = item["msg"].replace("Input should", "must").replace("String should", "must")
+            message = message.removeprefix("Value error, ")
             if item["type"] == "extra_forbidden":
                 found[name] = [cls.unknown(name)[1]]
             elif item["type"] == "missing":

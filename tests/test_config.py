@@ -101,6 +101,58 @@ def test_all_problems_are_reported_at_once() -> None:
     assert [line.split(":")[0] for line in str(error.value).splitlines()] == ["dtype", "block_size", "zebra"]
 
 
+def test_contradictions_are_told_beside_other_mistakes() -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(  # type: ignore[call-arg]
+            block_size=13,
+            zebra=1,
+            swap_space_blocks=3,
+            preemption_mode="recompute",
+            tensor_parallel_size=2,
+            max_num_seqs="many",  # type: ignore[arg-type]
+            max_num_batched_tokens=40,
+        )
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        *("block_size", "max_num_seqs", "zebra", "swap_space_blocks", "tensor_parallel_size"),
+    ], "and nothing that comes of a default in the place of a mistake: 40 are fewer than 64 max_num_seqs"
+    assert lines[0] == "block_size: must be a power of two from 1 to 128, got 13"
+
+
+def test_settings_that_were_given_are_known() -> None:
+    config = EngineConfig(max_num_seqs=64).replace(seed=1)
+    assert config.given() == {"max_num_seqs": 64, "seed": 1}
+    assert EngineConfig(**config.given()) == config
+    nested = EngineConfig(speculative_config={"method": "ngram"})  # type: ignore[arg-type]
+    assert nested.replace(seed=0) == nested
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        *((1000, 1000), (2**30, 2**30), ("24GiB", 24 * 2**30), ("1.5 MB", 1_500_000)),
+        *((24, "must be at least 1000 bytes, or an amount with a unit such as 24GiB, got 24"),),
+        *((0, "must be at least 1000 bytes"), (-(2**30), "must be at least 1000 bytes")),
+        *(
+            ("24", "must be a number of bytes or an amount such as 24GiB, got '24'"),
+            ("much", "must be a number of bytes"),
+        ),
+        *((True, "must be a valid integer, got True"), (1e9, "must be a valid integer")),
+    ],
+)
+def test_amounts_of_memory(value: object, want: int | str) -> None:
+    if isinstance(want, int):
+        assert EngineConfig(kv_cache_memory_bytes=value).kv_cache_memory_bytes == want  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError, match=f"^kv_cache_memory_bytes: {want}"):
+        EngineConfig(kv_cache_memory_bytes=value)  # type: ignore[arg-type]
+
+
+def test_an_amount_of_memory_in_a_file_and_in_a_variable(tmp_path: Path) -> None:
+    assert resolve(write(tmp_path, "kv_cache_memory_bytes: 4GiB\n")).kv_cache_memory_bytes == 2**32
+    assert resolve(environment={"JAXPAGE_KV_CACHE_MEMORY_BYTES": "4GiB"}).kv_cache_memory_bytes == 2**32
+
+
 def test_two_sizes_of_one_pool_contradict_each_other() -> None:
     with pytest.raises(ConfigError, match="num_blocks: cannot be 10 while kv_cache_memory_bytes is 1000"):
         EngineConfig(num_blocks=10, kv_cache_memory_bytes=1000)
@@ -381,7 +433,7 @@ def test_the_configs_of_the_repository_are_valid(path: Path) -> None:
 
 def test_engine_flags_cover_every_setting() -> None:
     """The command line lists its flags without importing pydantic, so that --help is instant; here both are compared."""
-    from jaxpage.cli_flags import ENGINE_FLAGS
+    from jaxpage.cli.flags import ENGINE_FLAGS
 
     assert {flag.setting for flag in ENGINE_FLAGS} == set(EngineConfig.model_fields)
     assert inspect.getdoc(EngineConfig)

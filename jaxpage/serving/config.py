@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, Field
 
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import Resolved, read_file, resolve_settings
-from jaxpage.errors import ConfigError
-from jaxpage.settings import Problem, Settings
+from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
+from jaxpage.settings import ByteSize, Problem, Settings
 
 API_KEY_VARIABLE = "JAXPAGE_API_KEY"
 MAX_KEY_FILE_BYTES = 1 << 16
@@ -44,7 +44,7 @@ class ServerConfig(Settings):
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256  # beyond those that run; more are answered 429
     request_timeout_seconds: _Seconds | None = 600.0  # from arrival to the last token; None: as long as it takes
     shutdown_timeout_seconds: Annotated[float, Field(ge=0, le=86_400)] = 30.0  # for what runs to finish; 0: end it now
-    max_body_bytes: Annotated[int, Field(ge=1024, le=2**30)] = 4 * 2**20
+    max_body_bytes: Annotated[ByteSize, Field(ge=1024, le=2**30)] = 4 * 2**20
     body_timeout_seconds: _Seconds = 30.0  # from a request's headers to the end of its body
     slow_reader_seconds: _Seconds = 30.0  # that a client may leave a stream unread
     max_connections: Annotated[int, Field(ge=1, le=65_536)] = 1024
@@ -65,6 +65,8 @@ class ServerConfig(Settings):
             yield "served_model_name", f"a name is given twice: {', '.join(self.served_model_name)}"
         if self.ui_show_prompts and not self.ui:
             yield "ui_show_prompts", "cannot be true while ui is false: there is no page to show them"
+        if self.log_requests and self.log_level in ("warning", "error"):
+            yield "log_requests", f"cannot be true while log_level is {self.log_level!r}: requests are told at info"
 
     @property
     def is_local(self) -> bool:
@@ -86,17 +88,24 @@ def resolve_both(
     """Both configurations from one file, the environment, and what was given by hand for each. Raises as `resolve_config` does."""
     file = read_file(path)
     below = file.pop("server").value if "server" in file else {}
+    problems: list[str] = []
     for settings, own, other, there in (
         (file, EngineConfig, ServerConfig, "the server's: write it below 'server:'"),
         (below, ServerConfig, EngineConfig, "the engine's: write it at the top level"),
     ):
-        for name in settings:
-            if name in other.model_fields and name not in own.model_fields:
-                raise ConfigError(f"{settings[name].place}: {name}: this setting is {there}")
-    return (
-        resolve_settings(EngineConfig, file, engine, environment, overrides_origin),
-        resolve_settings(ServerConfig, below, server, environment, overrides_origin),
-    )
+        for name in [name for name in settings if name in other.model_fields and name not in own.model_fields]:
+            problems.append(f"{settings.pop(name).place}: {name}: this setting is {there}")
+    errors: list[JaxpageError] = [ConfigError("\n".join(problems))] if problems else []
+    resolved: list[Any] = []
+    for kind, given, by_hand in ((EngineConfig, file, engine), (ServerConfig, below, server)):
+        try:
+            resolved.append(resolve_settings(kind, given, by_hand, environment, overrides_origin))
+        except (ConfigError, UnsupportedError) as error:
+            errors.append(error)
+    if errors:  # all of them at once
+        refusal = UnsupportedError if all(isinstance(error, UnsupportedError) for error in errors) else ConfigError
+        raise refusal("\n".join(map(str, errors)))
+    return resolved[0], resolved[1]
 
 
 def read_api_keys(config: ServerConfig, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -1,0 +1,27 @@
+"""Amounts of memory as people write them: 24GiB (of 1024), 40GB (of 1000), or a number of bytes."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+LEAST = 1000  # bytes; who asks for less has left out the unit
+_UNITS = {
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes. Raises ValueError for what is no amount, for nothing, and for a small number without a unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    unit = _UNITS.get(match[2] or "b") if match else None
+    if match is None or unit is None:
+        raise ValueError(f"not an amount of memory such as 24GiB, 40GB or bytes: {text[:80]!r}")
+    num_bytes = int(Decimal(match[1]) * unit)
+    if num_bytes < 1:
+        raise ValueError(f"not more than nothing: {text[:80]!r}")
+    if num_bytes < LEAST and not match[2]:
+        raise ValueError(f"{match[1]} without a unit is {num_bytes} bytes; write {match[1]}GiB or {match[1]}MiB")
+    return num_bytes
