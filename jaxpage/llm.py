@@ -31,7 +31,8 @@ class LLM:
     Building one loads the weights and compiles every shape; after that nothing compiles. Calls from several threads take turns step
     by step. Use it as a context manager, or call `shutdown()`, to give the device memory back.
 
-    Args: the fields of `EngineConfig`, by name. model: "demo", a local directory, or a hub id.
+    Args: the fields of `EngineConfig`, by name. model: "demo", a local directory, or a hub id. On standard error come, with `use_tqdm`,
+    progress bars, and with `verbose` (by default as `use_tqdm`) where the memory goes and what was in the compile cache.
 
     Raises:
         ConfigError, UnsupportedError: a setting is wrong, or this version cannot honour it.
@@ -39,20 +40,29 @@ class LLM:
         CapacityError: it does not fit in memory; with the numbers and the remedies.
     """
 
-    def __init__(self, model: str | os.PathLike[str] = "demo", *, use_tqdm: bool = True, **settings: Any):
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "demo",
+        *,
+        use_tqdm: bool = True,
+        verbose: bool | None = None,
+        **settings: Any,
+    ):
         self.config = EngineConfig(model=os.fspath(model), **settings)
-        built = build_engine(self.config, progress=use_tqdm)
+        built = build_engine(self.config, progress=use_tqdm, verbose=verbose)
         self._engine = built.engine
         self.tokenizer = built.tokenizer
         self.memory = built.memory
-        self._sampling_defaults = built.sampling_defaults
+        self.sampling_defaults = built.sampling_defaults  # what the model's generation_config.json says of sampling
         self._calls = Calls(built.engine)
 
     @classmethod
-    def from_config(cls, path: str | os.PathLike[str], *, use_tqdm: bool = True, **overrides: Any) -> Self:
+    def from_config(
+        cls, path: str | os.PathLike[str], *, use_tqdm: bool = True, verbose: bool | None = None, **overrides: Any
+    ) -> Self:
         """The same settings from a YAML file; `overrides` win over it. Raises ConfigError naming the line."""
         config = resolve_config(path, overrides).config
-        return cls(**config.model_dump(), use_tqdm=use_tqdm)
+        return cls(**config.given(), use_tqdm=use_tqdm, verbose=verbose)
 
     def generate(
         self, prompts: Any, params: Params | Sequence[Params] | None = None, use_tqdm: bool = True
@@ -129,7 +139,7 @@ class LLM:
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """What the model's generation_config.json asks for (temperature, top_p, top_k, min_p, repetition_penalty), and
         `overrides` over it."""
-        return SamplingParams(**{**self._sampling_defaults, **overrides})
+        return SamplingParams(**{**self.sampling_defaults, **overrides})
 
     def stats(self) -> dict[str, Any]:
         """A snapshot of the engine's counters and gauges, under the names of the metrics."""

@@ -129,11 +129,58 @@ def test_a_second_start_finds_every_executable(tmp_path):
     assert re.search(r"all \d+ executables were in the compile cache", said[1]), said[1]
 
 
-@pytest.mark.parametrize(("wanted", "weights"), [(51, 4_000), (None, 8_900), (1, 4_000)])
-def test_what_does_not_fit_says_so_in_numbers(wanted, weights):
-    plan = MemoryPlan(**{**PLAN.__dict__, "weights_bytes": weights})
-    with pytest.raises(CapacityError, match=r"9\.77 KiB available on gpu .*weights take .* Lower num_blocks"):
-        choose_num_blocks(plan, wanted=wanted, pool_bytes=None, max_num_seqs=8)
+@pytest.mark.parametrize(
+    ("change", "asked", "advice"),
+    [
+        ({}, {"wanted": 51}, r"51 KV blocks take 4\.98 KiB: .* Lower num_blocks to 50 or less, or leave it out"),
+        (
+            {},
+            {"pool_bytes": 5_100},
+            r"51 KV blocks take .* Lower kv_cache_memory_bytes to 5000 or less, or leave it out",
+        ),
+        ({}, {"wanted": 1}, r"A pool of 1 blocks .* Set num_blocks to 2 or more; 4\.88 KiB are free for the pool\.$"),
+        (
+            {},
+            {"pool_bytes": 199},
+            r"A pool of 1 blocks .* Set kv_cache_memory_bytes to 200 or more; 4\.88 KiB are free",
+        ),
+        ({"block_size": 1}, {"wanted": 2}, r"A pool of 2 blocks .* Set num_blocks to 3 or more"),
+        # What is missing: 100 bytes.
+        (
+            {"weights_bytes": 8_900},
+            {},
+            r"100 B are missing: lower max_num_batched_tokens .* 900 B or less; or free memory",
+        ),
+        (
+            {"weights_bytes": 8_900},
+            {"narrower_dtype": "bfloat16"},
+            r": use dtype bfloat16, .* take 4\.35 KiB; or lower",
+        ),
+        (
+            {"weights_bytes": 8_900},
+            {"utilization": 0.9},
+            r"; or raise gpu_memory_utilization to 0\.91 or more; or free",
+        ),
+        ({"weights_bytes": 8_900, "device": "cpu (test)"}, {}, r"900 B or less; or free memory\.$"),
+        # So much that nothing of that would help.
+        (
+            {"weights_bytes": 30_000},
+            {"narrower_dtype": "bfloat16", "utilization": 0.9, "pool_bytes": 1_000},
+            r"20\.70 KiB are missing: free memory of the device, or use a larger one\.$",
+        ),
+        (
+            {"weights_bytes": 17_600},
+            {"narrower_dtype": "bfloat16"},
+            r"8\.59 KiB are missing: use dtype bfloat16, .*8\.59",
+        ),
+    ],
+)
+def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, asked, advice):
+    """Whoever does what is advised has a pool."""
+    plan = dataclasses.replace(PLAN, **change)
+    with pytest.raises(CapacityError, match=advice) as error:
+        choose_num_blocks(plan, **{"wanted": None, "pool_bytes": None, "max_num_seqs": 8, **asked})
+    assert "of 9.77 KiB available on" in str(error.value) and "a block of" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +213,8 @@ def test_host_blocks_are_counted_from_what_is_left(device, wanted, available, wa
 def test_host_blocks_that_do_not_fit_say_so_in_numbers(device, available):
     plan = dataclasses.replace(PLAN, device=device, num_blocks=50)
     with pytest.raises(
-        CapacityError, match=r"20 host blocks .* take 2\.05 KiB, but .* 2\.05 KiB are free; .* takes 100 B"
+        CapacityError,
+        match=r"20 host .* 2\.05 KiB, but .* 2\.05 KiB are free; .* Lower swap_space_blocks to 19 or less",
     ):
         choose_num_host_blocks(plan, wanted=20, available=available)
 

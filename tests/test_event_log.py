@@ -1066,6 +1066,7 @@ def test_the_command_with_another_engine(
 
         def rebuilt(config: Any, *, progress: bool) -> Built:
             assert config.model == str(other) and config.num_blocks == 17
+            assert "gpu_memory_utilization" not in config.given(), "nobody had set it"
             return Built(new_engine(strange), None, {}, strange.memory)
 
         monkeypatch.setattr(replay_module, "build_engine", rebuilt)

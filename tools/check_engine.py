@@ -29,7 +29,12 @@ PROMPTS = (
     "In a great forest there lived a woodcutter with his wife and his two children, who were called",
     "There was once a miller who was poor, but he had a",
 )
-SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "enable_prefix_caching": False}
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 128,
+    "enable_prefix_caching": False,
+}
 NUM_TOKENS = 32
 
 

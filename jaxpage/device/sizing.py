@@ -7,6 +7,7 @@ one compiled.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +43,11 @@ class MemoryPlan:
     @property
     def pool_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What weights and workspace leave; less than nothing where they do not fit."""
+        return self.available_bytes - self.weights_bytes - self.workspace_bytes
 
     @property
     def host_pool_bytes(self) -> int:
@@ -95,11 +101,29 @@ def available_host_bytes() -> int:
     return min(psutil.virtual_memory().available, _cgroup_bytes())
 
 
-def choose_num_blocks(plan: MemoryPlan, *, wanted: int | None, pool_bytes: int | None, max_num_seqs: int) -> MemoryPlan:
-    """The plan with `num_blocks` filled in: the caller's number or bytes, else a default. Raises CapacityError with the numbers."""
-    free = plan.available_bytes - plan.weights_bytes - plan.workspace_bytes
-    if free < 2 * plan.block_bytes:
-        raise CapacityError(_does_not_fit(plan, "Weights and workspace leave no room for KV blocks"))
+def choose_num_blocks(
+    plan: MemoryPlan,
+    *,
+    wanted: int | None,
+    pool_bytes: int | None,
+    max_num_seqs: int,
+    narrower_dtype: str | None = None,
+    utilization: float = 1.0,
+) -> MemoryPlan:
+    """The plan with `num_blocks` filled in: the caller's number or bytes, else a default.
+
+    Args:
+        narrower_dtype: of half the width that the weights have, if there is one; for the advice.
+        utilization: share of the device that `available_bytes` is; for the advice.
+
+    Raises CapacityError with the numbers and what would help.
+    """
+    least = 1 + -(-2 // plan.block_size)  # the null block, and two slots
+    free = plan.free_bytes
+    if free < least * plan.block_bytes:
+        advice = _how_to_make_room(plan, least * plan.block_bytes - free, narrower_dtype, utilization)
+        raise CapacityError(_does_not_fit(plan, "Weights and workspace leave no room for KV blocks", advice))
+    setting = "num_blocks" if wanted is not None else "kv_cache_memory_bytes"
     if wanted is None:
         if pool_bytes is not None:
             wanted = pool_bytes // plan.block_bytes
@@ -109,11 +133,14 @@ def choose_num_blocks(plan: MemoryPlan, *, wanted: int | None, pool_bytes: int |
             wanted = 1 + _rounded(free // plan.block_bytes - 1)
     plan = replace(plan, num_blocks=wanted)
     if plan.pool_bytes > free:
-        raise CapacityError(_does_not_fit(plan, f"{plan.num_blocks} KV blocks take {gib(plan.pool_bytes)}"))
-    if plan.num_slots < 2:
-        raise CapacityError(
-            _does_not_fit(plan, f"A pool of {plan.num_blocks} blocks (one is the null block) holds no sequence")
-        )
+        most = free // plan.block_bytes if setting == "num_blocks" else free
+        advice = f"Lower {setting} to {most} or less, or leave it out to take what fits."
+        raise CapacityError(_does_not_fit(plan, f"{wanted} KV blocks take {gib(plan.pool_bytes)}", advice))
+    if wanted < least:
+        enough = least if setting == "num_blocks" else least * plan.block_bytes
+        advice = f"Set {setting} to {enough} or more; {gib(free)} are free for the pool."
+        reason = f"A pool of {wanted} blocks (one is the null block) holds no sequence"
+        raise CapacityError(_does_not_fit(plan, reason, advice))
     return plan
 
 
@@ -152,18 +179,33 @@ def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: i
     if plan.host_pool_bytes > free:
         raise CapacityError(
             f"{wanted} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
-            f"{gib(free)} are free; a block of {plan.block_size} slots takes {gib(plan.block_bytes)}. Lower swap_space_blocks, "
-            "leave it out to take what fits, or free memory."
+            f"{gib(free)} are free; a block of {plan.block_size} slots takes {gib(plan.block_bytes)}. Lower swap_space_blocks to "
+            f"{max(0, free // plan.block_bytes - 1)} or less, leave it out to take what fits, or free memory."
         )
     return plan
 
 
-def _does_not_fit(plan: MemoryPlan, reason: str) -> str:
+def _does_not_fit(plan: MemoryPlan, reason: str, advice: str) -> str:
     return (
         f"{reason}: of {gib(plan.available_bytes)} available on {plan.device}, weights take {gib(plan.weights_bytes)} and the "
-        f"workspace {gib(plan.workspace_bytes)}; a block of {plan.block_size} slots takes {gib(plan.block_bytes)}. "
-        "Lower num_blocks or kv_cache_memory_bytes, lower max_num_batched_tokens, use a smaller dtype, or free memory."
+        f"workspace {gib(plan.workspace_bytes)}; a block of {plan.block_size} slots takes {gib(plan.block_bytes)}. {advice}"
     )
+
+
+def _how_to_make_room(plan: MemoryPlan, missing: int, narrower_dtype: str | None, utilization: float) -> str:
+    """What helps where `missing` bytes are missing, and nothing that would not."""
+    ways = []
+    if narrower_dtype and plan.weights_bytes // 2 >= missing:
+        ways.append(f"use dtype {narrower_dtype}, in which the weights take {gib(plan.weights_bytes // 2)}")
+    if plan.workspace_bytes > missing:
+        most = gib(plan.workspace_bytes - missing)
+        ways.append(f"lower max_num_batched_tokens or max_num_seqs until the workspace takes {most} or less")
+    whole = plan.available_bytes / utilization
+    if plan.available_bytes + missing <= whole:
+        least = math.ceil(100 * (plan.available_bytes + missing) / whole) / 100
+        ways.append(f"raise gpu_memory_utilization to {least:g} or more")
+    ways.append("free memory" if plan.device.startswith("cpu") else "free memory of the device, or use a larger one")
+    return f"{gib(missing)} are missing: {'; or '.join(ways)}."
 
 
 def _cgroup_bytes() -> int:

@@ -31,6 +31,7 @@ from jaxpage.engine.capacity import (
     choose_dtype,
     draft_lengths,
     mixes,
+    notices,
     place_of,
     plan_memory,
     plan_swapping,
@@ -66,11 +67,19 @@ class Built:
     memory: MemoryPlan
 
 
-def build_engine(config: EngineConfig, *, progress: bool, phase: Callable[[str], None] = lambda name: None) -> Built:
+def build_engine(
+    config: EngineConfig,
+    *,
+    progress: bool,
+    verbose: bool | None = None,
+    phase: Callable[[str], None] = lambda name: None,
+) -> Built:
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
 
-    progress: a table and bars on standard error. phase: is told what begins, one of PHASES.
+    progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: is told
+    what begins, one of PHASES.
     """
+    verbose = progress if verbose is None else verbose
     phase(PHASES[0])
     files = _opened(config)
     tokenizer = _tokenizer(config, files)
@@ -85,8 +94,10 @@ def build_engine(config: EngineConfig, *, progress: bool, phase: Callable[[str],
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", backend.name)
+    for notice in notices(config, place, files.spec, memory):
+        logger.warning(notice)
     menu = step_menu(config, place, memory)
-    if progress:
+    if verbose:
         _print_table(memory, dtype, config.kv_cache_dtype)
     phase(PHASES[2])
     put = functools.partial(jax.device_put, device=device)
@@ -104,14 +115,7 @@ def build_engine(config: EngineConfig, *, progress: bool, phase: Callable[[str],
     speculation = drafting.speculation(scheduler.limits, menu, files.spec.vocab_size, config.block_size)
     engine = Engine(
         scheduler=scheduler,
-        builder=BatchBuilder(
-            menu,
-            table_width=table_width,
-            block_size=config.block_size,
-            num_blocks=memory.num_blocks,
-            vocab_size=files.spec.vocab_size,
-            num_host_blocks=memory.num_host_blocks,
-        ),
+        builder=_builder(menu, memory, table_width, files.spec.vocab_size),
         runner=Runner(
             parameters,
             functools.partial(kv_pages.allocate, pages),
@@ -130,9 +134,20 @@ def build_engine(config: EngineConfig, *, progress: bool, phase: Callable[[str],
     memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if config.event_log is not None:
         engine.events = EventLog(config.event_log, header(config, engine, memory))
-    if progress:
+    if verbose:
         _print_compiled(memory, executables)
     return Built(engine, tokenizer, sampling_defaults, memory)
+
+
+def _builder(menu: BucketMenu, memory: MemoryPlan, table_width: int, vocab_size: int) -> BatchBuilder:
+    return BatchBuilder(
+        menu,
+        table_width=table_width,
+        block_size=memory.block_size,
+        num_blocks=memory.num_blocks,
+        vocab_size=vocab_size,
+        num_host_blocks=memory.num_host_blocks,
+    )
 
 
 def _step_options(

@@ -165,17 +165,49 @@ def plan_memory(
         most = most_blocks(window, max_num_batched_tokens(config, place), config.block_size)
         plan = replace(plan, most_sequence_blocks=most)
     plan = choose_num_blocks(
-        plan, wanted=config.num_blocks, pool_bytes=config.kv_cache_memory_bytes, max_num_seqs=config.max_num_seqs
+        plan,
+        wanted=config.num_blocks,
+        pool_bytes=config.kv_cache_memory_bytes,
+        max_num_seqs=config.max_num_seqs,
+        narrower_dtype="bfloat16" if form.dtype == "float32" else None,
+        utilization=1.0 if place.is_cpu else config.gpu_memory_utilization,
     )
     if plan.blocks_for(plan.max_model_len) < plan.num_blocks:
         return plan
     if config.max_model_len is not None:
         raise CapacityError(
             f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the KV pool of {plan.num_slots} slots "
-            f"({plan.num_blocks - 1} blocks of {plan.block_size}). Lower max_model_len to {plan.num_slots} or less, or raise "
-            "num_blocks or kv_cache_memory_bytes."
+            f"({plan.num_blocks - 1} blocks of {plan.block_size}). {_how_to_fit_one(config, plan)}"
         )
     return replace(plan, max_model_len=plan.num_slots, most_sequence_blocks=None)
+
+
+def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
+    """What lets a sequence of `max_model_len` tokens into the pool: a shorter one, or a larger pool if there is room for it."""
+    shorter = f"Lower max_model_len to {plan.num_slots} or less"
+    num_blocks = 1 + plan.blocks_for(plan.max_model_len)
+    num_bytes = num_blocks * plan.block_bytes
+    if num_bytes > plan.free_bytes:
+        return f"{shorter}: {num_blocks} blocks would take {gib(num_bytes)}, and {gib(plan.free_bytes)} are free for the pool."
+    by_bytes = config.kv_cache_memory_bytes is not None
+    setting = f"kv_cache_memory_bytes to {num_bytes}" if by_bytes else f"num_blocks to {num_blocks}"
+    return f"{shorter}, or raise {setting} or more."
+
+
+def notices(config: EngineConfig, place: Place, spec: ModelSpec, plan: MemoryPlan) -> list[str]:
+    """What is not as somebody may think who looks at the settings alone."""
+    found = []
+    if place.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
+        found.append(
+            f"gpu_memory_utilization = {config.gpu_memory_utilization:g} means nothing on a CPU: num_blocks or kv_cache_memory_bytes "
+            "size the pool here"
+        )
+    if config.max_model_len is None and plan.max_model_len < spec.max_position_embeddings:
+        found.append(
+            f"max_model_len is {plan.max_model_len}, as many tokens as the KV pool holds; the model could take "
+            f"{spec.max_position_embeddings}: num_blocks or kv_cache_memory_bytes give it more memory"
+        )
+    return found
 
 
 def plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:

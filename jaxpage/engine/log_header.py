@@ -75,7 +75,9 @@ def logged_config(log: LogReader, logged: Record, model: str | None, *, keeps_to
     resolved = {
         name: logged["engine"].get(name) for name in ("dtype", "max_model_len", "num_blocks", "swap_space_blocks")
     }
-    settings = {**logged["config"], **resolved, "kv_cache_memory_bytes": None, "event_log": None}
+    defaults = EngineConfig().model_dump()  # what has its default was not asked for
+    asked = {name: value for name, value in logged["config"].items() if value != defaults.get(name, ...)}
+    settings = {**asked, **resolved, "kv_cache_memory_bytes": None, "event_log": None}
     if not keeps_tokenizer:
         settings["tokenizer"] = None
     if model is not None:
