@@ -139,7 +139,7 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
         "jaxpage/memory/c.py": "import numpy\nfrom jaxpage.errors import CapacityError",
         "jaxpage/device/b.py": "import jax\nimport pallas_kernels",
         "jaxpage/errors.py": "import os",
-        "jaxpage/cli.py": "def main():\n    import jaxpage.llm",
+        "jaxpage/cli/commands.py": "def generate():\n    import jaxpage.llm",
         "pallas_kernels/a.py": "import jax, numpy, jaxtyping, math",
         "tools/bench.py": "import torch\nfrom jaxpage import LLM\nimport pallas_kernels\nmodel.eval()\nre.compile('x')",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -183,6 +184,21 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
 def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "throughput", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["throughput", "latency"])
+def test_what_would_fail_at_the_end_is_refused_at_the_beginning(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any model is looked for."""
+    words = ["bench", kind, "./no-such-model"]
+    for path in (tmp_path / "no" / "such", tmp_path):
+        assert cli.main([*words, "--output-json", str(path)]) == 2
+        assert f"--output-json {path}: there is no such directory, or it is one" in capsys.readouterr().err
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
+    assert cli.main([*words, "--baseline", "transformers"]) == 2
+    assert "--baseline transformers needs torch, which is not installed" in capsys.readouterr().err
 
 
 def test_swapping_is_timed_beside_recomputation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

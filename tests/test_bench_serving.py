@@ -242,6 +242,8 @@ def test_failures_are_counted_and_the_status_is_1(server: FakeServer, capsys: py
         (("--request-rate", "0"), "--request-rate must be more than 0, got 0.0"),
         (("--request-rate", "nan"), "--request-rate must be more than 0, got nan"),
         (("--burstiness", "-1"), "--burstiness must be more than 0"),
+        (("--burstiness", "0.5"), "--burstiness needs --request-rate: without it all requests come at once"),
+        (("--output-json", "no/such/file"), "--output-json no/such/file: there is no such directory"),
         (("--max-concurrency", "0"), "--max-concurrency must be at least 1, got 0"),
         (("--baseline", "orca"), "--baseline must be static, got 'orca'"),
         (("--dataset", "mine"), "--dataset must be one of sharegpt, alpaca, random"),

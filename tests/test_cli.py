@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import io
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from jaxpage import __version__, cli
 from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.sampling_params import SamplingParams
+from tests.support.fake_llm import FakeLLM
 
 
 def run(*words: str) -> int:
@@ -28,54 +30,10 @@ def run(*words: str) -> int:
         return int(error.code or 0)
 
 
-class FakeLLM:
-    """Answers with fixed chunks, and remembers what it was asked."""
-
-    calls: ClassVar[list[tuple[Any, SamplingParams]]] = []
-    settings: ClassVar[dict[str, Any]] = {}
-    fails: ClassVar[Exception | None] = None
-    closed: ClassVar[bool] = False
-
-    def __init__(self, **settings: Any) -> None:
-        if FakeLLM.fails is not None:
-            raise FakeLLM.fails
-        FakeLLM.settings = settings
-
-    def __enter__(self) -> FakeLLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        FakeLLM.closed = True
-
-    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        return SamplingParams(**{"top_k": 40, **overrides})
-
-    def chat_prompt(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        return {"prompt": " | ".join(message["content"] for message in messages)}
-
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
-        if prompt == "":
-            raise ValueError("The prompt has no tokens; at least one is needed")
-        FakeLLM.calls.append((prompt, params))
-        return self._chunks()
-
-    def _chunks(self) -> Iterator[RequestOutput]:
-        for index, text in enumerate(("Hello", " wörld")):
-            completion = CompletionOutput(
-                index=0, text=text, token_ids=[index], finish_reason="stop" if index else None
-            )
-            yield RequestOutput(
-                request_id="0", prompt=None, prompt_token_ids=[1], outputs=[completion], finished=bool(index)
-            )
-
-    def stats(self) -> dict[str, Any]:
-        return {"compile_total": 7, "compile_seconds_total": 1.5}
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     monkeypatch.setattr(jaxpage.llm, "LLM", FakeLLM)
-    FakeLLM.calls, FakeLLM.settings, FakeLLM.fails, FakeLLM.closed = [], {}, None, False
+    FakeLLM.forget()
     return FakeLLM
 
 
@@ -105,6 +63,9 @@ def test_the_prompt_may_be_printed_before_the_text(
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe "))
     assert run("generate", "-", "--echo") == 0
     assert capsys.readouterr().out == "Once: Hello wörld\nfrom a pipe Hello wörld\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # where a person reads on, unless they do not want it
+    assert run("generate", "Once: ") == run("generate", "Once: ", "--no-echo") == 0
+    assert capsys.readouterr().out == "Once: Hello wörld\nHello wörld\n"
 
 
 def test_a_prompt_from_standard_input(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +76,7 @@ def test_a_prompt_from_standard_input(fake: type[FakeLLM], monkeypatch: pytest.M
 
 def test_seed_of_generate_is_that_of_the_noise(fake: type[FakeLLM]) -> None:
     assert run("generate", "x", "--seed", "7") == 0
-    assert fake.calls[0][1].seed == 7 and fake.settings["seed"] == 0
+    assert fake.calls[0][1].seed == 7 and "seed" not in fake.settings
 
 
 def test_one_request_at_a_time_compiles_for_one(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,17 +89,81 @@ def test_one_request_at_a_time_compiles_for_one(fake: type[FakeLLM], monkeypatch
     assert fake.settings["max_num_seqs"] == 64
 
 
-def test_chat_keeps_the_conversation(
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "./here", "Once"),
+        ("generate", "--model", "./here", "Once"),
+        ("generate", "--max-tokens", "3", "./here", "Once", "--seed", "1"),
+        ("chat", "./here"),
+        ("compile", "./here"),
+        ("bench", "throughput", "./here"),
+        ("bench", "latency", "--model", "./here"),
+        ("bench", "kv-dtype", "./here"),
+        ("bench", "speculation", "./here"),
+        ("serve", "./here", "--port", "0"),
+        ("serve", "--model", "./here", "--port", "0"),
+        ("plan", "--model", "./here"),
+    ],
+    ids=" ".join,
+)
+def test_the_model_by_position_or_as_a_flag(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each looks for it there, before anything else."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jaxpage.serving.logs.configure", lambda config: None)
+    assert run(*words) == 1
+    assert "model = './here': there is no such directory" in capsys.readouterr().err
+
+
+def test_one_word_is_a_prompt_and_two_are_model_and_prompt(fake: type[FakeLLM]) -> None:
+    assert run("generate", "demo") == run("generate", "demo", "Once") == run("generate", "--model", "demo", "Two") == 0
+    assert [prompt for prompt, _ in fake.calls] == ["demo", "Once", "Two"]
+    assert fake.settings["model"] == "demo"
+
+
+def test_quiet_and_verbose(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    for words, want in (((), (True, False)), (("-v",), (True, True)), (("--quiet",), (False, False))):
+        assert run("generate", "x", *words) == 0
+        out, err = capsys.readouterr()
+        assert out == "Hello wörld\n" and (fake.settings["use_tqdm"], fake.settings["verbose"]) == want
+        assert ("2 tokens" in err and "top_k=40" in err) == (words != ("--quiet",))
+    assert err == ""
+    assert run("compile") == 0 and fake.settings["verbose"]
+    assert run("compile", "-q") == 0 and not fake.settings["verbose"] and not fake.settings["use_tqdm"]
+    assert capsys.readouterr().err.count("Compiled") == 1
+
+
+def test_a_failed_text_is_told_even_quietly(
     fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAnd?\n/reset\nNew\n"))
-    assert run("chat", "--system", "Be brief") == 0
-    assert [prompt["prompt"] for prompt, _ in fake.calls] == [
-        "Be brief | Hi",
-        "Be brief | Hi | Hello wörld | And?",
-        "Be brief | New",
-    ]
-    assert capsys.readouterr().out == "Hello wörld\n" * 3
+    def failing(self: FakeLLM) -> Iterator[RequestOutput]:
+        output = CompletionOutput(index=0, text="a", token_ids=[0], finish_reason="error", stop_reason="no token left")
+        yield RequestOutput(request_id="0", prompt=None, prompt_token_ids=[1], outputs=[output], finished=True)
+
+    monkeypatch.setattr(FakeLLM, "_chunks", failing)
+    assert run("generate", "x", "-q") == 1
+    assert "finish reason: error, no token left" in capsys.readouterr().err
+
+
+def test_a_model_without_text_is_told_before_it_is_loaded(
+    fake: type[FakeLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packaged, mute = Path(jaxpage.__file__).parent / "demo", tmp_path / "mute"
+    mute.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(packaged / name, mute)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    for command in (("generate", str(mute), "Once"), ("chat", str(mute))):
+        assert run(*command) == 2 and not fake.settings
+        assert "has no tokenizer, so it reads no text: name one with --tokenizer" in capsys.readouterr().err
+    assert run("generate", str(mute), "Once", "--tokenizer", str(packaged)) == 0
+    shutil.copy(packaged / "tokenizer.json", mute)
+    fake.forget()
+    assert run("chat", str(mute)) == 2 and not fake.settings
+    assert "has no chat template; use jaxpage generate" in capsys.readouterr().err
+    assert run("chat", str(tmp_path)) == 1, "of what is no model more is missing than a tokenizer"
 
 
 def test_compile_reports_what_was_compiled(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +226,14 @@ WRONG_USE = [
     (("generate", "x", "--config", "missing.yaml"), "there is no configuration file missing.yaml"),
     (("config", "validate", "a.yaml", "--config", "b.yaml"), "two configuration files"),
     (("compile", "--speculative-config", "ngram"), "not a JSON object"),
-    (("frobnicate",), "invalid choice: 'frobnicate'"),
+    (("frobnicate",), "invalid choice: 'frobnicate'; there are generate, chat, serve"),
+    (("genrate", "x"), "invalid choice: 'genrate'; did you mean 'generate'?"),
+    (("bench", "throughputs"), "invalid choice: 'throughputs'; did you mean 'throughput'?"),
+    (("config", "validat"), "invalid choice: 'validat'; did you mean 'validate'?"),
+    (("generate", "Once", "upon", "a", "time"), "unexpected argument 'a'; a text of several words needs quotes"),
+    (("chat", "a", "--model", "b"), "the model is given twice: 'a' and 'b'"),
+    (("generate", "-q", "-v", "x"), "not allowed with argument"),
+    (("compile", "--kv-cache-memory-bytes", "24"), "24 without a unit is 24 bytes; write 24GiB or 24MiB"),
     (("serve",), "serve which model? jaxpage serve demo"),
     (("serve", "demo", "--port", "eighty"), "invalid int value: 'eighty'"),
     (("serve", "demo", "--port", "65536"), "command line: port: must be less than 65536, got 65536"),
@@ -289,7 +321,14 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["generate", "--help"], ["serve", "--help"], ["plan", "--help"], ["bench", "throughput", "--help"]],
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["chat", "--help"],
+        ["serve", "--help"],
+        ["plan", "--help"],
+        ["bench", "throughput", "--help"],
+    ],
     ids=" ".join,
 )
 def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
@@ -314,6 +353,7 @@ def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
         "psutil",
         "safetensors",
         "pydantic",
+        "prompt_toolkit",
         "starlette",
         "uvicorn",
         "prometheus_client",
@@ -334,9 +374,25 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
 
 
 def test_the_first_command_of_the_readme() -> None:
-    """The packaged model, end to end, in a process of its own; the same seed gives the same text."""
-    words = ("generate", "Once upon a time", "--max-tokens", "16", "--seed", "1")
-    first, second = process(*words), process(*words)
-    assert first.returncode == 0, first.stderr
-    assert len(first.stdout.strip()) > 10 and first.stdout == second.stdout
-    assert "Traceback" not in first.stderr
+    """The packaged model, end to end, in a process of its own: what the README quotes is what everybody reads."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    quoted = " ".join(line.removeprefix(">").strip() for line in readme.splitlines() if line.startswith(">"))
+    result = process("generate", "Once upon a time", "--echo")
+    assert result.returncode == 0, result.stderr
+    assert len(quoted) > 100 and " ".join(result.stdout.split()).startswith(quoted)
+    assert "200 tokens" in result.stderr and "generation_config.json" in result.stderr
+    assert len(result.stderr.splitlines()) == 2, f"no table, no warnings: {result.stderr}"
+
+
+def test_nobody_is_told_that_torch_is_missing() -> None:
+    """By transformers, at its import, where there is none."""
+    code = (
+        "import importlib.util as util; find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name.partition('.')[0] == 'torch' else find(name, *rest)\n"
+        "from jaxpage.engine.text import load_tokenizer\n"
+        "from transformers.utils import is_torch_available\n"
+        "print(is_torch_available())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert (result.stdout, result.stderr) == ("False\n", "")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxpage import cli
-from jaxpage.cli_flags import ENGINE_FLAGS, PLAN_SETTINGS, PLANNED_SETTINGS, byte_size
+from jaxpage.cli.flags import ENGINE_FLAGS, PLAN_SETTINGS, PLANNED_SETTINGS, byte_size
 from jaxpage.config import EngineConfig
 from jaxpage.engine.capacity import Form
 from jaxpage.errors import CapacityError
@@ -262,8 +262,53 @@ def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
     assert "One sequence of max_model_len = 8192 tokens does not fit in the KV pool" in capsys.readouterr().err
 
 
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(*words) == 1
+    return capsys.readouterr().err.strip()
+
+
+def test_advice_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is advised is done, and then it fits."""
+    model = write(tmp_path, LLAMA_3_8B)
+    small = (model, "--memory", "24GiB", "--max-model-len", "8192")
+    error = error_of(capsys, *small, "--num-blocks", "20")
+    assert error.endswith("Lower max_model_len to 304 or less, or raise num_blocks to 513 or more.")
+    assert planned(capsys, *small, "--num-blocks", "513")["users"] == 8
+    assert planned(capsys, *small[:-1], "304", "--num-blocks", "20")["users_by_length"][-1]["users"] == 1
+    error = error_of(capsys, *small, "--kv-cache-memory-bytes", "8MiB")
+    assert error.endswith("or raise kv_cache_memory_bytes to 1075838976 or more.")
+    assert planned(capsys, *small, "--kv-cache-memory-bytes", "1075838976")["num_blocks"] == 513
+    error = error_of(capsys, model, "--memory", "17.9GiB", "--max-model-len", "8192")
+    assert error.endswith("or less: 513 blocks would take 1.00 GiB, and 123.47 MiB are free for the pool."), error
+    error = error_of(capsys, model, "--memory", "24GiB", "--dtype", "float32")
+    assert "are missing: use dtype bfloat16, in which the weights take 14.96 GiB; or free memory of" in error
+    error = error_of(capsys, model, "--memory", "17GiB")
+    assert "or raise gpu_memory_utilization to 0.95 or more; or" in error
+    assert planned(capsys, model, "--memory", "17GiB", "--gpu-memory-utilization", "0.95")["num_blocks"] > 2
+    large = write(tmp_path / "large", {**LLAMA_3_8B, "num_hidden_layers": 140})
+    error = error_of(capsys, large, "--memory", "24GiB")  # 61 GiB of weights
+    assert error.endswith("GiB are missing: free memory of the device, or use a larger one."), error
+
+
+def test_what_a_cpu_ignores_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write(tmp_path, {**LLAMA_3_8B, "num_hidden_layers": 1, "vocab_size": 1000})
+    assert run(model, "--num-blocks", "20", "--gpu-memory-utilization", "0.9") == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "gpu_memory_utilization = 0.9 means nothing on a CPU: num_blocks or kv_cache_memory_bytes size the pool here",
+        "max_model_len is 304, as many tokens as the KV pool holds; the model could take 8192: "
+        "num_blocks or kv_cache_memory_bytes give it more memory",
+    ]
+    caplog.clear()
+    assert run(model, "--num-blocks", "513") == 0
+    assert run(model, "--memory", "24GiB", "--gpu-memory-utilization", "0.5") == 0
+    assert run(model, "--num-blocks", "20", "--max-model-len", "200") == 0
+    assert not caplog.records
+
+
 WRONG_USE = [
     (("--memory", "0"), "not more than nothing: '0'"),
+    (("--memory", "24"), "argument --memory: 24 without a unit is 24 bytes; write 24GiB or 24MiB"),
+    (("--kv-cache-memory-bytes", "4"), "argument --kv-cache-memory-bytes: 4 without a unit is 4 bytes; write 4GiB"),
     (("--memory", "24GX"), "not an amount of memory such as 24GiB, 40GB or bytes: '24GX'"),
     (("--memory", "-1"), "argument --memory"),
     (("--kv-cache-dtype", "int3"), "kv_cache_dtype: must be 'auto', 'int8' or 'fp8', got 'int3'"),
@@ -338,12 +383,18 @@ def test_a_config_without_a_dtype_means_float32(tmp_path: Path, capsys: pytest.C
         ("1.5 tib", 3 * 2**39),
         ("80 kB", 80_000),
         ("0.1MiB", 104_857),
-        ("123", 123),
+        ("1000", 1000),
         ("7B", 7),
     ],
 )
 def test_amounts_of_memory(text: str, num_bytes: int) -> None:
     assert byte_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["24", "512", "999", " 7.5 "])
+def test_a_small_number_asks_for_its_unit(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text.strip()} without a unit is .* bytes; write .*GiB or"):
+        byte_size(text)
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "24G", "24 gigabytes", "-1GB", "1e9", "1_000", "nan", "٣GB", "1.GB"])

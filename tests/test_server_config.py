@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from jaxpage import cli
-from jaxpage.cli_flags import ENGINE_FLAGS, SERVER_FLAGS
+from jaxpage.cli.flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.serving import startup
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
-from jaxpage.serving.startup import address_of, bound_socket, how_to_ask, model_names
+from jaxpage.serving.listening import address_of, bound_socket
+from jaxpage.serving.startup import how_to_ask, model_names
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.settings import nearest_name
 
@@ -67,6 +68,8 @@ def test_it_is_closed_unless_somebody_opens_it() -> None:
         ("tool_parser", "xml", "tool_parser: must be 'hermes' or 'llama3_json', got 'xml'"),
         ("log_level", "loud", "log_level: must be 'debug', 'info', 'warning' or 'error', got 'loud'"),
         ("log_json", "yes", "log_json: must be a valid boolean, got 'yes'"),
+        ("max_body_bytes", 4, "max_body_bytes: must be at least 1000 bytes, or an amount with a unit"),
+        ("max_body_bytes", "512B", "max_body_bytes: must be greater than or equal to 1024, got '512B'"),
         ("ui_show_prompts", True, "ui_show_prompts: cannot be true while ui is false"),
         ("prot", 80, "prot: unknown setting; did you mean 'port'?"),
     ],
@@ -86,6 +89,13 @@ def test_a_bad_value_is_refused_with_name_and_value(name: str, value: object, me
 )
 def test_which_addresses_are_this_machine_s_own(host: str, local: bool) -> None:
     assert ServerConfig(host=host).is_local is local
+
+
+@pytest.mark.parametrize("level", ["warning", "error"])
+def test_what_no_log_would_show_is_not_asked_for(level: Any) -> None:
+    with pytest.raises(ConfigError, match=f"log_requests: cannot be true while log_level is '{level}'"):
+        ServerConfig(log_requests=True, log_level=level)
+    assert ServerConfig(log_requests=True, log_level="debug").log_requests
 
 
 # ---- sources
@@ -179,6 +189,26 @@ def test_config_show_is_a_file_that_loads_to_the_same(
     )
 
 
+def test_config_validate_tells_everything_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the file, of variables and of flags; of the engine and of the server."""
+    lines = ["dtype: int3", "block_size: 13", "tensor_parallel_size: 2", "port: 80", "server:", "  prot: 80"]
+    lines += ["  ui_show_prompts: true", "  model: demo"]
+    path = write(tmp_path, "\n".join(lines) + "\n")
+    monkeypatch.setenv("JAXPAGE_LOG_LEVL", "info")
+    monkeypatch.setenv("JAXPAGE_SEED", "[")
+    assert cli.main(["config", "validate", str(path), "--max-num-seqs", "0"]) == 2
+    told = capsys.readouterr().err.removeprefix("jaxpage: error: ").splitlines()
+    assert sorted(line.partition(": ")[2].split(":")[0] for line in told) == [
+        *("block_size", "cannot be read as a value", "dtype", "max_num_seqs", "model", "port"),
+        *("prot", "tensor_parallel_size", "ui_show_prompts", "unknown setting; did you mean 'log_level'?"),
+    ]
+    assert {line.split(": ")[0] for line in told if line.startswith(str(path))} == {
+        f"{path}:{number}" for number in (1, 2, 3, 4, 6, 7, 8)
+    }
+
+
 def test_config_validate_looks_at_the_server_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "validate", str(write(tmp_path, "server:\n  port: x\n"))]) == 2
     assert "server.yaml:2: port: must be a valid integer" in capsys.readouterr().err
@@ -242,9 +272,12 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
         ):
             pass
         listener.listen()
-        command = [sys.executable, "-m", "jaxpage", "serve", "demo", "--port", str(port)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2
+        program = (
+            f"import sys; from jaxpage.cli import main; status = main(['serve', 'demo', '--port', '{port}'])\n"
+            "print(sorted({'jax', 'numpy', 'transformers', 'starlette'} & set(sys.modules))); sys.exit(status)"
+        )
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2 and result.stdout == "[]\n", "at once: before what takes seconds to import"
     assert result.stderr == f"jaxpage: error: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
     with (
         pytest.raises(ConfigError, match="cannot listen on 192.0.2.1 port 0: "),
@@ -292,8 +325,8 @@ def test_a_door_that_is_open_to_everybody_is_told(
     monkeypatch.setattr(startup.logger, "warning", lambda text, *arguments: said.append(text % arguments))
     if key is not None:
         monkeypatch.setenv("JAXPAGE_API_KEY", key)
-    with pytest.raises(CapacityError):
-        startup.start(EngineConfig(), ServerConfig(host=host, port=0))
+    with socket.socket() as listener, pytest.raises(CapacityError):
+        startup.start(EngineConfig(), ServerConfig(host=host, port=0), listener)
     assert [text.split(":")[0] for text in said] == (["whoever reaches 0.0.0.0 may ask"] if warned else [])
 
 

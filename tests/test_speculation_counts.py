@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.cli_commands import _drafted
+from jaxpage.cli.generating import _drafted
 from jaxpage.decoding import Append, Finish
 from jaxpage.outputs import RequestMetrics
 from jaxpage.request import Request, SequenceGroup

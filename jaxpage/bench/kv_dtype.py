@@ -17,7 +17,7 @@ from jaxpage.bench.report import environment
 from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.cli_flags import UsageError
+from jaxpage.cli.flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import choose_backend

@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.report import environment
-from jaxpage.bench.throughput import baseline, changes_of, check_baseline, started
+from jaxpage.bench.throughput import baseline, changes_of, check_baseline, check_writable, started
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
-from jaxpage.cli_flags import UsageError
+from jaxpage.cli.flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.llm import LLM
 from jaxpage.tables import aligned
@@ -96,6 +96,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.seed < 0:
         raise UsageError(f"--seed must not be negative, got {arguments.seed}")
     check_baseline(arguments)
+    check_writable("--output-json", arguments.output_json)
 
 
 def _check_length(arguments: argparse.Namespace, llm: LLM) -> None:

@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from jaxpage.bench.http_client import Answer, Client
 from jaxpage.bench.report import environment
-from jaxpage.bench.throughput import capped, check_workload
+from jaxpage.bench.throughput import capped, check_workload, check_writable
 from jaxpage.bench.workloads import WorkItem, make_workload
-from jaxpage.cli_flags import UsageError
+from jaxpage.cli.flags import UsageError
 from jaxpage.tables import aligned
 
 _PERCENTILES = (50, 90, 99)
@@ -77,6 +77,9 @@ def _check(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if arguments.baseline not in (None, "static"):
         raise UsageError(f"--baseline must be static, got {arguments.baseline!r}")
+    if math.isinf(arguments.request_rate) and arguments.burstiness != 1:
+        raise UsageError("--burstiness needs --request-rate: without it all requests come at once")
+    check_writable("--output-json", arguments.output_json)
 
 
 async def _measured(arguments: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:

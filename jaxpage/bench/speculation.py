@@ -17,7 +17,7 @@ from jaxpage.bench.engine_process import EngineInTurns, Prompts, Run, engine_pro
 from jaxpage.bench.report import environment
 from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import read_config, resolve_model
-from jaxpage.cli_flags import UsageError
+from jaxpage.cli.flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.errors import UnsupportedError
 from jaxpage.sampling_params import SamplingParams

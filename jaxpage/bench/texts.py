@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxpage.checkpoints import resolve_model
-from jaxpage.cli_flags import UsageError
+from jaxpage.cli.flags import UsageError
 from jaxpage.config import EngineConfig
-from jaxpage.engine.text import load_tokenizer
+from jaxpage.engine.text import tokenizer_of
 
 
 def read_token_ids(path: str, config: EngineConfig) -> list[int]:
     """Raises UsageError if the model has no tokenizer, or there is no such text."""
-    tokenizer = load_tokenizer(resolve_model(config.tokenizer or config.model, config.revision))
+    tokenizer = tokenizer_of(config)
     if tokenizer is None:
         raise UsageError(f"--text {path}: the model {config.model!r} has no tokenizer")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import re
 import sys
 import time
@@ -15,7 +16,7 @@ from jaxpage.bench.measure import run_workload
 from jaxpage.bench.report import Measurement, json_line, num_identical, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from jaxpage.checkpoints import read_config, resolve_model
-from jaxpage.cli_flags import UsageError
+from jaxpage.cli.flags import UsageError
 from jaxpage.config import EngineConfig
 from jaxpage.llm import LLM
 from jaxpage.yaml_loader import parse_scalar
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
 def started(config: EngineConfig) -> Iterator[tuple[LLM, float]]:
     """An engine, and the seconds that it took to start."""
     start = time.perf_counter()
-    with LLM(**config.model_dump()) as llm:
+    with LLM(**config.given()) as llm:
         yield llm, time.perf_counter() - start
 
 
@@ -92,11 +93,22 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.baseline_batch_size < 1:
         raise UsageError(f"--baseline-batch-size must be at least 1, got {arguments.baseline_batch_size}")
     check_baseline(arguments)
+    check_writable("--output-json", arguments.output_json)
 
 
 def check_baseline(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for a baseline that cannot be run, before there is anything to be compared with it."""
     if arguments.baseline not in (None, *BASELINES):
         raise UsageError(f"--baseline must be one of {', '.join(BASELINES)}, got {arguments.baseline!r}")
+    # Looked for and not imported: the first engine runs without it.
+    if arguments.baseline and importlib.util.find_spec("torch") is None:
+        raise UsageError("--baseline transformers needs torch, which is not installed: pip install torch")
+
+
+def check_writable(flag: str, path: str | None) -> None:
+    """What would fail when all is done is refused before anything runs."""
+    if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise UsageError(f"{flag} {path}: there is no such directory, or it is one")
 
 
 def check_workload(arguments: argparse.Namespace) -> None:
@@ -123,24 +135,21 @@ def capped(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]
 
 
 def _plotter(path: str) -> Callable[..., Any]:
-    """What draws the picture. What would fail when all is done is refused before anything runs."""
+    """What draws the picture."""
     try:
         from jaxpage.bench.memory_plot import FORMATS, draw  # matplotlib is optional
     except ImportError as error:
         raise UsageError(f"--plot needs matplotlib (pip install 'jaxpage[plot]'): {error}") from None
     if Path(path).suffix not in FORMATS:
         raise UsageError(f"--plot writes {', '.join(FORMATS)}, got {path!r}")
-    if not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no such directory")
+    check_writable("--plot", path)
     return draw
 
 
 def baseline(
     arguments: argparse.Namespace, config: EngineConfig, directory: Path, workload: list[WorkItem]
 ) -> Measurement:
-    """The same work by static batches of transformers. Raises UsageError where there is no torch."""
-    try:
-        from jaxpage.bench.baseline_transformers import run_baseline  # torch is optional
-    except ImportError as error:
-        raise UsageError(f"--baseline transformers needs torch: {error}") from None
+    """The same work by static batches of transformers."""
+    from jaxpage.bench.baseline_transformers import run_baseline  # torch is optional: see check_baseline
+
     return run_baseline(directory, workload, batch_size=arguments.baseline_batch_size, dtype=config.dtype)

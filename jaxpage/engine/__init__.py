@@ -1,1 +1,6 @@
 """The hall: the only place where the host wing (memory, scheduling, decoding) and the device wing meet."""
+
+import logging
+
+# transformers says at its import that models need PyTorch; here it reads tokenizers, which do not.
+logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in str(record.msg))

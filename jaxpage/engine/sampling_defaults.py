@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ _OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # what no greedy request
 # What changes the text in transformers and is no default here, and the values that change nothing.
 _LEFT_OUT = ("num_beams", "no_repeat_ngram_size", "typical_p", "bad_words_ids", "suppress_tokens", "sequence_bias")
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
+
+# Of a chat, where generation_config.json is silent. Text drawn from the whole vocabulary at temperature 1 is poor reading.
+CHAT = {"temperature": 0.7, "top_p": 0.9}
+
+
+def chat_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat takes where the model says nothing. stated: as `read_sampling_defaults` gives it."""
+    return {} if stated.get("temperature") == 0 else {name: CHAT[name] for name in CHAT if name not in stated}
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer
 
+from jaxpage.checkpoints import resolve_model
+from jaxpage.config import EngineConfig
 from jaxpage.errors import CheckpointError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -26,6 +28,12 @@ def load_tokenizer(directory: Path) -> Any | None:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{directory}: the tokenizer has no tokenizer.json and cannot be converted to one")
     return tokenizer
+
+
+def tokenizer_of(config: EngineConfig) -> Any | None:
+    """The tokenizer of a configuration's model, or None if it has none. Raises ModelNotFoundError or CheckpointError."""
+    model = resolve_model(config.model, config.revision)
+    return load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else model)
 
 
 def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -21,10 +20,10 @@ import jax
 from jaxpage import __version__
 from jaxpage.config import EngineConfig
 from jaxpage.engine.build import PHASES, Built, build_engine
-from jaxpage.errors import ConfigError
 from jaxpage.serving import logs
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
+from jaxpage.serving.listening import address_of
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
 from jaxpage.serving.wire.context import ModelContext
@@ -65,53 +64,12 @@ class StartUp:
         self._phase = None
 
 
-@contextlib.contextmanager
-def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
-    """The server's address is ours, and nobody can connect yet: whether it can be had is known before a model is loaded.
-
-    Raises ConfigError if it cannot.
-    """
-    place = f"{config.host} port {config.port}"
-    try:
-        listener = _bound(config, reuse=False)  # two that start would both have it otherwise, until one of them listens
-    except UnicodeError:  # of a name that DNS does not know how to write
-        raise ConfigError(f"cannot listen on {place}: this is no name of a machine") from None
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
-        try:
-            listener = _bound(config, reuse=True)  # connections that a server left behind do not count
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
-    with listener:
-        yield listener
-
-
-def _bound(config: ServerConfig, *, reuse: bool) -> socket.socket:
-    family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-        listener.bind(address)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
 def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
     """What clients call the model: as they were told, or as the engine was; of a directory the last part, since the rest is ours."""
     if server.served_model_name:
         return server.served_model_name
     path = Path(engine.model)
     return (path.resolve().name if path.is_dir() else engine.model,)
-
-
-def address_of(listener: socket.socket) -> str:
-    """The URL of a bound socket, from this machine."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
@@ -166,28 +124,30 @@ def interrupts_end_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def start(engine: EngineConfig, server: ServerConfig) -> int:
+def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
     """Builds the engine, serves until a signal comes, and returns the exit status.
 
-    Raises JaxpageError, before a model is loaded if it can be told by then: no address, no keys, no model, no memory.
+    Args:
+        listener: the server's address, not listening yet: nobody can connect before there is an answer.
+
+    Raises JaxpageError, before a model is loaded if it can be told by then: no keys, no model, no memory.
     """
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
-    with bound_socket(server) as listener:
-        if not api_keys and not server.is_local:
-            logger.warning("whoever reaches %s may ask: set --api-key-file or %s", server.host, API_KEY_VARIABLE)
-        with interrupts_end_at_once():
-            built = build_engine(engine, progress=not server.log_json, phase=start_up.phase)
-        context, address = model_context(built, engine, server), address_of(listener)
-        text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
-        return run_server(
-            built,
-            server,
-            context,
-            listener,
-            metrics=ServerMetrics(context.model_names[0]),
-            capabilities=capabilities(built, engine, server, context.limits),
-            api_keys=api_keys,
-            announce=lambda: start_up.ready(text, address),
-        )
+    if not api_keys and not server.is_local:
+        logger.warning("whoever reaches %s may ask: set --api-key-file or %s", server.host, API_KEY_VARIABLE)
+    with interrupts_end_at_once():
+        built = build_engine(engine, progress=not server.log_json, phase=start_up.phase)
+    context, address = model_context(built, engine, server), address_of(listener)
+    text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
+    return run_server(
+        built,
+        server,
+        context,
+        listener,
+        metrics=ServerMetrics(context.model_names[0]),
+        capabilities=capabilities(built, engine, server, context.limits),
+        api_keys=api_keys,
+        announce=lambda: start_up.ready(text, address),
+    )

@@ -19,10 +19,11 @@ FRONT = {
     "__init__",
     "__main__",
     "llm",
+    "cli",
     "serving",
     "bench",
     "simulation",
-}  # and every module whose name begins with "cli"
+}
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
 KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels"}
@@ -47,9 +48,10 @@ MAX_FUNCTION_LINES = 70
 LAZY_IMPORTS: dict[tuple[str, str], str] = {
     ("jaxpage/checkpoints/orbax_files.py", "orbax.checkpoint"): "costs seconds, and most runs load safetensors",
     ("jaxpage/checkpoints/resolve.py", "huggingface_hub"): "a local model needs no HTTP client",
-    ("jaxpage/cli.py", "*"): "--help and wrong flags answer before pydantic, jax and transformers are imported",
-    ("jaxpage/cli_commands.py", "*"): "each command imports what it needs: checking a configuration needs no jax",
-    ("jaxpage/cli_doctor.py", "*"): "doctor reports what cannot be imported",
+    ("jaxpage/cli/chat.py", "*"): "a pipe needs no line editor, and a wrong flag no jax",
+    ("jaxpage/cli/commands.py", "*"): "each command imports what it needs: checking a configuration needs no jax",
+    ("jaxpage/cli/doctor.py", "*"): "doctor reports what cannot be imported",
+    ("jaxpage/cli/resolving.py", "*"): "an engine is imported when the configuration is known to be right",
     (
         "jaxpage/bench/throughput.py",
         "jaxpage.bench.baseline_transformers",
@@ -59,6 +61,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
 # Files that import modules by name.
 DYNAMIC_IMPORTS: dict[str, str] = {
     "jaxpage/__init__.py": "import jaxpage touches no device: its names are imported when first used",
+    "jaxpage/cli/parsing.py": "--help and wrong flags answer before pydantic, jax and transformers are imported",
     "jaxpage/checkpoints/orbax_files.py": "Orbax takes seconds to import, and a safetensors directory does without it",
     "jaxpage/checkpoints/resolve.py": "a local model needs no HTTP client",
     "jaxpage/models/registry.py": "a family's file is imported when a checkpoint names it",
@@ -98,7 +101,7 @@ def place(module_name: str) -> tuple[int, str]:
     if top == "pallas_kernels":
         return 0, "kernels"
     room = rest.partition(".")[0] or "__init__"
-    if room in FRONT or room.startswith("cli"):
+    if room in FRONT:
         return 3, "front"
     for floor, wing, rooms in ((2, "hall", HALL), (1, "west", WEST), (1, "east", EAST)):
         if room in rooms:

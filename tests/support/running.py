@@ -26,9 +26,10 @@ from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.listening import address_of, bound_socket
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import Serving
-from jaxpage.serving.startup import address_of, bound_socket, model_context
+from jaxpage.serving.startup import model_context
 
 SMALL: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129}
 WAIT_SECONDS = 60.0  # for what is bound to happen: far beyond what it takes

@@ -90,7 +90,7 @@ def _compile_cache() -> Iterator[str]:
 
 
 def _demo_model() -> Iterator[str]:
-    directory = Path(__file__).parent / "demo"
+    directory = Path(__file__).parents[1] / "demo"
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     present = (directory / "config.json").is_file()
     yield f"{directory}, {size / 2**20:.1f} MiB" if present else "not in this installation"

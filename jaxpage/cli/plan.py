@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from jaxpage.engine.capacity import (
     choose_dtype,
     draft_lengths,
     kv_heads_per_device,
+    notices,
     place_of,
     plan_memory,
     refused_settings,
@@ -29,6 +31,8 @@ from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, num_parameters
 from jaxpage.speculative_config import WITH_WEIGHTS
 from jaxpage.tables import aligned
+
+logger = logging.getLogger(__name__)
 
 SHORTEST = 256  # of the lengths that users are counted at; each is twice the one before
 REFERENCE_LENGTH = 1024  # that the alternatives are compared at
@@ -94,6 +98,8 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
     chosen = subject.option(replace(form, **given))
     if isinstance(chosen.error, ConfigError):
         raise chosen.error
+    for notice in notices(config, place, model.spec, chosen.plan) if chosen.plan else ():
+        logger.warning(notice)
     options = [subject.option(form) for form in _forms(chosen.form)]
     length = min(REFERENCE_LENGTH, config.max_model_len or model.spec.max_position_embeddings)
     if not arguments.json:

@@ -1,18 +1,33 @@
-"""The flags of the command line, with vLLM's names. Nothing is imported here but argparse, so that `--help` is instant."""
+"""The flags of the command line, with vLLM's names. Nothing heavy is imported here, so that `--help` is instant."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
+
+from jaxpage.byte_sizes import parse_bytes
 
 
 class UsageError(Exception):
     """The command line asks for something that cannot be; exit status 2."""
+
+
+class OneModel(argparse.Action):
+    """The model's name, by position or as a flag, and not twice."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if "model" in namespace:
+            raise argparse.ArgumentError(None, f"the model is given twice: {namespace.model!r} and {values!r}")
+        namespace.model = values
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,7 @@ class Flag:
     metavar: str | None = None
     alias: str | None = None  # another name, where vLLM has one
     several: bool = False  # takes one or more values, and may be repeated
+    action: type[argparse.Action] | None = None  # what argparse does with it, where it is nothing usual
 
     @property
     def option(self) -> str:
@@ -39,6 +55,8 @@ class Flag:
             metavar = self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")  # type: ignore[call-overload]
             if self.several:
                 rest |= {"nargs": "+", "action": "extend"}
+            if self.action:
+                rest["action"] = self.action
             parser.add_argument(*options, type=self.kind, metavar=metavar, **rest)
 
 
@@ -53,22 +71,12 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-_UNITS = {
-    "b": 1,
-    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
-    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
-}
-
-
 def byte_size(text: str) -> int:
-    """The value of a flag that takes an amount of memory: 24GiB (of 1024), 40GB (of 1000), or bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
-    unit = _UNITS.get(match[2] or "b") if match else None
-    if match is None or unit is None:
-        raise argparse.ArgumentTypeError(f"not an amount of memory such as 24GiB, 40GB or bytes: {text[:80]!r}")
-    if (num_bytes := int(Decimal(match[1]) * unit)) < 1:
-        raise argparse.ArgumentTypeError(f"not more than nothing: {text[:80]!r}")
-    return num_bytes
+    """The value of a flag that takes an amount of memory."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def seconds_or_none(text: str) -> float | None:
@@ -78,7 +86,7 @@ def seconds_or_none(text: str) -> float | None:
 
 # One per field of EngineConfig; a test compares the two.
 ENGINE_FLAGS = (
-    Flag("model", str, '"demo" (packaged), a directory, or a hub id; default: demo'),
+    Flag("model", str, '"demo" (packaged), a directory, or a hub id; default: demo', action=OneModel),
     Flag("tokenizer", str, "directory of the tokenizer's files; default: the model's"),
     Flag("revision", str, "branch, tag or commit of the hub repository"),
     Flag("load_format", str, "auto, safetensors or orbax; default: auto"),
@@ -91,8 +99,8 @@ ENGINE_FLAGS = (
         int,
         "blocks of the KV pool; default: what fits; on CPU 512 tokens for each of --max-num-seqs, at most 4 GiB",
     ),
-    Flag("kv_cache_memory_bytes", int, "bytes of the KV pool, in place of --num-blocks"),
-    Flag("gpu_memory_utilization", float, "share of the device's memory that may be used; default: 0.9"),
+    Flag("kv_cache_memory_bytes", byte_size, "memory of the KV pool, in place of --num-blocks: 4GiB, or bytes", "SIZE"),
+    Flag("gpu_memory_utilization", float, "share of a GPU's memory that may be used; default: 0.9"),
     Flag("swap_space_blocks", int, "blocks of host memory to swap to; default: as many as the KV pool has"),
     Flag("max_num_seqs", int, "sequences in a step; default: 64 (1 for generate and chat)"),
     Flag("max_num_batched_tokens", int, "query tokens in a step; default: by device"),
@@ -152,8 +160,8 @@ PLANNED_SETTINGS = (
 SAMPLING_FLAGS = (
     Flag("max_tokens", int, "longest output, in tokens; default: 200"),
     Flag("min_tokens", int, "no stop before this many tokens; default: 0"),
-    Flag("temperature", float, "0 takes the likeliest token; default: generation_config.json, else 1"),
-    Flag("top_p", float, "draw from the likeliest tokens that have this probability together"),
+    Flag("temperature", float, "0 takes the likeliest token; default: generation_config.json, else 1 (chat: 0.7)"),
+    Flag("top_p", float, "draw from the likeliest tokens that have this probability together; chat's default: 0.9"),
     Flag("top_k", int, "draw from this many of the likeliest tokens; 0: from all"),
     Flag("min_p", float, "drop tokens below this share of the likeliest one's probability"),
     Flag("seed", int, "seed of the noise; the same seed gives the same text"),

@@ -1,0 +1,45 @@
+"""The command `jaxpage`: `main` parses the command line and turns every failure into one line and an exit status.
+
+Generated text and reports go to standard output, everything else to standard error. Status 0: done, 1: failed, 2: wrong use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from jaxpage.cli.flags import UsageError
+from jaxpage.cli.parsers import make_parser
+from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are for those who program with it
+    try:
+        arguments = make_parser().parse_args(words)
+        status: int = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return _fail("interrupted", 1)
+    except (ConfigError, UnsupportedError, UsageError) as error:  # asked for what cannot be had: wrong use
+        return _fail(str(error), 2)
+    except JaxpageError as error:
+        return _fail(str(error), 1)
+    except Exception as error:
+        hint = "" if os.environ.get("JAXPAGE_DEBUG") else " (JAXPAGE_DEBUG=1 shows where)"
+        return _fail(f"{type(error).__name__}: {error}{hint}", 1)
+
+
+def _fail(message: str, status: int) -> int:
+    if os.environ.get("JAXPAGE_DEBUG"):
+        traceback.print_exc()
+    print(f"jaxpage: error: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,124 @@
+"""`jaxpage chat`: a conversation at a terminal, or over a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Protocol
+
+from jaxpage.cli.conversation import Conversation, Message, is_open, unquoted
+from jaxpage.cli.generating import print_stream
+from jaxpage.cli.resolving import Say, engine_for_one, given_sampling, say, teller
+from jaxpage.errors import JaxpageError
+
+if TYPE_CHECKING:
+    from jaxpage.llm import LLM
+
+_WELCOME = "Ctrl-D or /exit ends the conversation, Ctrl-C stops an answer, /help lists what else there is."
+
+
+class Reader(Protocol):
+    """Where questions and commands come from."""
+
+    is_terminal: bool  # where Ctrl-C is for the answer, not for the program
+
+    def read(self) -> str | None:
+        """The next text, which may have several lines; None at the end."""
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    """`jaxpage chat [MODEL]`: until /exit or the end of the input. Status 1: a question of a pipe was not answered."""
+    given, tell = given_sampling(arguments), teller(arguments)
+    with engine_for_one(arguments, chats=True) as llm:
+        conversation = Conversation(given, defaults=_defaults(llm, given, tell), system=arguments.system)
+        if not _has_terminal():
+            return 1 if converse(llm, conversation, Lines(), tell) else 0
+        from jaxpage.cli.line_editor import LineEditor
+
+        with LineEditor() as editor:
+            tell(_WELCOME)
+            converse(llm, conversation, editor, tell)
+        return 0
+
+
+def _defaults(llm: LLM, given: dict[str, object], tell: Say) -> dict[str, object]:
+    """What the model asks for, and what a chat takes where it is silent; tells which come into effect."""
+    from jaxpage.engine.sampling_defaults import chat_defaults  # after the engine: this imports jax
+
+    origins = {"generation_config.json": llm.sampling_defaults, "chat's default": chat_defaults(llm.sampling_defaults)}
+    found = [(name, value, origin) for origin, values in origins.items() for name, value in values.items()]
+    if taken := [f"{name}={value} ({origin})" for name, value, origin in found if name not in given]:
+        tell(f"Sampling: {', '.join(taken)}")
+    return {name: value for name, value, _ in found}
+
+
+def _has_terminal() -> bool:
+    """Whether somebody types there and sees it."""
+    return sys.stdin.isatty() and (sys.stderr.isatty() or sys.stdout.isatty())
+
+
+class Lines:
+    """Lines of a pipe or a file. Empty ones are skipped; a text in triple quotes may have several."""
+
+    is_terminal = False
+
+    def read(self) -> str | None:
+        while line := sys.stdin.readline():
+            while is_open(line) and (more := sys.stdin.readline()):
+                line += more
+            if line.strip():
+                return line
+        return None
+
+
+def converse(llm: LLM, conversation: Conversation, reader: Reader, tell: Say) -> int:
+    """Answers what is read, until it ends. What is wrong with a question is told, and the conversation goes on.
+
+    Returns how many questions were not answered.
+    """
+    num_failed = 0
+    while not conversation.has_ended:
+        try:
+            if (text := reader.read()) is None:
+                break
+            text = text.lstrip("\n").rstrip()
+            if text.lstrip().startswith("/"):
+                if told := conversation.command(text):
+                    say(told)
+            elif question := unquoted(text):
+                num_failed += not _is_answered(llm, conversation, question, tell)
+        except KeyboardInterrupt:
+            if not reader.is_terminal:
+                raise
+    return num_failed
+
+
+def _is_answered(llm: LLM, conversation: Conversation, question: str, tell: Say) -> bool:
+    """One turn, or a line that says why there is none."""
+    try:
+        return _turn(llm, conversation, question, tell)
+    except (ValueError, TypeError, JaxpageError) as error:
+        say(f"Not answered: {error}")
+        return False
+
+
+def _turn(llm: LLM, conversation: Conversation, question: str, tell: Say) -> bool:
+    """Ctrl-C stops the answer; what there is of it stays in the conversation. False: it ended with an error, which is told."""
+
+    def length_of(messages: list[Message]) -> int:
+        return len(llm.chat_prompt(messages)["prompt_token_ids"])
+
+    longest = llm.memory.max_model_len
+    if num_dropped := conversation.num_to_drop(question, length_of, longest):
+        turns = "oldest turn is" if num_dropped == 1 else f"{num_dropped} oldest turns are"
+        say(f"The context of {longest} tokens is full: the {turns} forgotten")
+        del conversation.turns[:num_dropped]
+    said: list[str] = []
+    try:
+        prompt = llm.chat_prompt(conversation.messages(question))
+        with contextlib.closing(llm.stream(prompt, conversation.params)) as chunks:
+            return print_stream(chunks, tell, said).outputs[0].finish_reason != "error"
+    finally:
+        if any(said):
+            conversation.turns.append((question, "".join(said)))

@@ -1,0 +1,115 @@
+"""What the commands do. Each imports what it needs when it runs: loading jax takes seconds, checking a configuration none."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jaxpage.cli.flags import PLANNED_SETTINGS, UsageError
+from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
+from jaxpage.config_sources import BUILT_IN
+from jaxpage.serving.listening import bound_socket
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """`jaxpage serve [MODEL]`: until somebody ends it."""
+    settings, server = resolved_both(arguments)
+    if settings.origins["model"] == BUILT_IN:
+        raise UsageError("serve which model? jaxpage serve demo, a directory, a hub id, or --config FILE with a model")
+    with bound_socket(server.config) as listener:
+        from jaxpage.serving.startup import start  # once settings and address are known to be right: this imports jax
+
+        return start(settings.config, server.config, listener)
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """`jaxpage convert SRC DST`."""
+    from jaxpage.checkpoints import convert as convert_checkpoint
+    from jaxpage.checkpoints import resolve_model
+
+    source = resolve_model(arguments.source)
+    say(f"Written to {convert_checkpoint(source, arguments.destination, progress=True)}")
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """`jaxpage plan MODEL`: also for settings that this version refuses to run."""
+    planned = {name: vars(arguments).pop(name) for name in PLANNED_SETTINGS if name in vars(arguments)}
+    config = resolved(arguments).config
+    from jaxpage.cli.plan import run  # after the configuration is known to be right: this imports jax
+
+    run(arguments, config, planned)
+
+
+def compile_menu(arguments: argparse.Namespace) -> None:
+    """`jaxpage compile`: what an engine compiles at its start, kept for the next start."""
+    with engine(resolved(arguments).config, quiet=arguments.quiet, verbose=not arguments.quiet) as llm:
+        stats = llm.stats()
+    teller(arguments)(f"Compiled {stats['compile_total']} executables in {stats['compile_seconds_total']:.1f} s")
+
+
+def config_show(arguments: argparse.Namespace) -> None:
+    """`jaxpage config show`: the effective settings, as YAML, each with its origin."""
+    settings, server = resolved_both(arguments)
+    print("\n".join([*settings.lines(), "server:", *(f"  {line}" for line in server.lines())]))
+
+
+def config_validate(arguments: argparse.Namespace) -> None:
+    """`jaxpage config validate FILE`: silent about anything but the verdict."""
+    resolved_both(arguments)
+    say(f"{arguments.file or arguments.config or 'The configuration'} is valid")
+
+
+def doctor(arguments: argparse.Namespace) -> None:
+    """`jaxpage doctor`."""
+    from jaxpage.cli.doctor import report
+
+    for name, value in report():
+        print(f"{name:<20} {value}")
+
+
+def bench_throughput(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench throughput`."""
+    from jaxpage.bench.throughput import run
+
+    run(arguments, resolved(arguments, without=("seed",)).config)
+
+
+def bench_latency(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench latency`."""
+    from jaxpage.bench.latency import run
+
+    run(arguments, resolved(arguments, without=("seed",)).config)
+
+
+def bench_serve(arguments: argparse.Namespace) -> int:
+    """`jaxpage bench serve`."""
+    from jaxpage.bench.serve import run
+
+    return run(arguments)
+
+
+def bench_kv_dtype(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench kv-dtype`."""
+    from jaxpage.bench.kv_dtype import run
+
+    run(arguments, resolved(arguments, without=("seed",)).config)
+
+
+def bench_speculation(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench speculation`."""
+    from jaxpage.bench.speculation import run
+
+    run(arguments, resolved(arguments, without=("seed",)).config)
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """`jaxpage replay LOG`: status 1 at a difference."""
+    if not Path(arguments.log).is_file():
+        raise UsageError(f"there is no event log {arguments.log}")
+    from jaxpage.engine.replay import replay as replay_log
+
+    report = replay_log(arguments.log, model=arguments.model, force=arguments.force)
+    if report.ending:
+        say(report.ending)
+    print(report.difference or f"{report.num_steps} steps, {report.num_tokens} tokens, identical")
+    return 1 if report.difference else 0

@@ -1,0 +1,227 @@
+"""A conversation: its turns, its sampling parameters, and the commands that change them. It knows neither a terminal nor an engine."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpage.cli.flags import SAMPLING_FLAGS, json_object
+from jaxpage.errors import CapacityError
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.yaml_loader import parse_scalar
+
+Message = dict[str, str]
+
+QUOTES = '"""'
+COMMANDS = {
+    "/help": ("", "this list"),
+    "/system": ("[TEXT]", "set the system message; without TEXT remove it"),
+    "/set": ("[NAME VALUE]", "set a sampling parameter, such as temperature 0.5; alone: show them"),
+    "/save": ("FILE", "write the conversation to a file, as JSON"),
+    "/load": ("FILE", "go on with a conversation that was saved"),
+    "/reset": ("", "begin a new conversation; the system message stays"),
+    "/exit": ("", "end; so does Ctrl-D"),
+}
+PARAMETERS = (*(flag.setting for flag in SAMPLING_FLAGS if flag.setting != "n"), "stop", "stop_token_ids")
+MAX_FILE_BYTES = 16 * 2**20
+
+
+def is_open(text: str) -> bool:
+    """Whether a text in triple quotes is still going on."""
+    return text.lstrip().startswith(QUOTES) and text.count(QUOTES) % 2 == 1
+
+
+def unquoted(text: str) -> str:
+    """What stands in triple quotes, where that is all; else the text as it is."""
+    stripped = text.strip()
+    num = stripped.count(QUOTES)
+    if not stripped.startswith(QUOTES) or num > 2 or (num == 2 and not stripped.endswith(QUOTES)):
+        return text
+    return stripped.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+
+
+class Conversation:
+    """What was said so far, and how the next answer is drawn.
+
+    Args:
+        sampling: parameters that somebody has set; they win over `defaults`.
+        defaults: of the model, or of a chat.
+        system: the system message.
+    """
+
+    def __init__(
+        self, sampling: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, system: str | None = None
+    ) -> None:
+        self.system = system or None
+        self.turns: list[tuple[str, str]] = []  # question and answer
+        self.has_ended = False
+        self._defaults = dict(defaults or {})
+        self._set = dict(sampling)
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**{**self._defaults, **self._set})
+
+    def messages(self, question: str | None = None, *, without: int = 0) -> list[Message]:
+        """All that was said, and a question behind it. without: so many of the oldest turns."""
+        found = [{"role": "system", "content": self.system}] if self.system else []
+        for said, answer in self.turns[without:]:
+            found += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+        return found if question is None else [*found, {"role": "user", "content": question}]
+
+    def num_to_drop(self, question: str, length_of: Callable[[list[Message]], int], max_model_len: int) -> int:
+        """How many of the oldest turns must go, so that there is room for an answer to the question: a quarter of the context, or
+        `max_tokens` if that is less.
+
+        Args:
+            length_of: messages, in tokens.
+
+        Raises CapacityError if the question leaves no room by itself.
+        """
+        room = max(1, min(max_model_len // 4, self.params.max_tokens or max_model_len))
+        length = 0
+        for without in range(len(self.turns) + 1):
+            length = length_of(self.messages(question, without=without))
+            if length <= max_model_len - room:
+                return without
+        if length >= max_model_len:
+            raise CapacityError(
+                f"this does not fit: with the system message it has {length} tokens, and the context has {max_model_len}, the answer "
+                "included"
+            )
+        return len(self.turns)
+
+    def command(self, line: str) -> str:
+        """Does what a line that begins with / says. Returns what is to be told, also of what is wrong with it."""
+        name, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
+        try:
+            match name:
+                case "/help":
+                    return help_text()
+                case "/system":
+                    self.system = rest or None
+                    return "The system message is set" if rest else "There is no system message"
+                case "/set":
+                    return self._set_parameter(rest) if rest else self._parameters()
+                case "/save":
+                    return self._save(_path(rest))
+                case "/load":
+                    return self._load(_path(rest))
+                case "/reset":
+                    self.turns.clear()
+                    return "A new conversation"
+                case "/exit":
+                    self.has_ended = True
+                    return ""
+        except (ValueError, OSError) as error:
+            return f"{name}: {error}"
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {' '.join(COMMANDS)}."
+        return f"There is no {name[:40]}; {hint} Nothing was sent. A text that begins with / goes between {QUOTES}."
+
+    def _set_parameter(self, text: str) -> str:
+        name, _, value = text.partition(" ")
+        name = name.lower().replace("-", "_")
+        if name not in PARAMETERS:
+            near = difflib.get_close_matches(name, PARAMETERS, n=1)
+            raise ValueError(f"there is no {name!r}; {f'did you mean {near[0]}?' if near else ', '.join(PARAMETERS)}")
+        if not value.strip():
+            raise ValueError(f"{name} takes a value, such as /set temperature 0.5")
+        changed = {**self._set, name: _value(name, value.strip())}
+        SamplingParams(**{**self._defaults, **changed})  # raises ValueError for what cannot be
+        self._set = changed
+        return f"{name} = {changed[name]}"
+
+    def _parameters(self) -> str:
+        params, plain = self.params, SamplingParams()
+        names = [name for name in PARAMETERS if name in self._set or getattr(params, name) != getattr(plain, name)]
+        return "\n".join(f"{name} = {getattr(params, name)}" for name in names) or "Nothing is set"
+
+    def _save(self, path: Path) -> str:
+        if path.exists():
+            try:
+                _read(path)
+            except (ValueError, OSError):
+                raise ValueError(f"{path} is there, and no conversation; give another name") from None
+        data = (json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n").encode()
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        return f"Written to {path}"
+
+    def _load(self, path: Path) -> str:
+        self.system, self.turns = _read(path)
+        return f"{len(self.turns)} turns from {path}{', and a system message' if self.system else ''}"
+
+
+def help_text() -> str:
+    words = {name: f"{name} {argument}".strip() for name, (argument, _) in COMMANDS.items()}
+    width = max(map(len, words.values()))
+    return "\n".join(
+        [
+            *(f"{words[name]:<{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()),
+            f"Several lines: Alt-Enter, a paste, or a text between {QUOTES} and {QUOTES}. Ctrl-C clears the line, or stops an answer.",
+        ]
+    )
+
+
+def _value(name: str, text: str) -> Any:
+    if text in ("null", "none"):
+        return None
+    if name == "stop":
+        return [text]
+    if name != "structured_outputs":
+        return parse_scalar(text)
+    try:
+        return json_object(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError("give the name of a file")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~somebody
+        raise ValueError(str(error)) from None
+
+
+def _read(path: Path) -> tuple[str | None, list[tuple[str, str]]]:
+    """System message and turns of a saved conversation. Raises OSError, or ValueError for anything else."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no text
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not JSON") from None
+    said = _as_pairs(content.get("messages") if isinstance(content, dict) else content)
+    if said is None:
+        raise ValueError(f"{path} has no messages, each with a role and a text")
+    system = said.pop(0)[1] if said and said[0][0] == "system" else None
+    roles = [role for role, _ in said]
+    if roles != ["user", "assistant"] * (len(said) // 2):
+        raise ValueError(f"{path}: user and assistant must take turns, the user first; it has {', '.join(roles[:6])}")
+    texts = [text for _, text in said]
+    return system, list(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _as_pairs(messages: Any) -> list[tuple[str, str]] | None:
+    """(role, text) of each message; None where there is something else."""
+    if not isinstance(messages, list):
+        return None
+    found = []
+    for one in messages:
+        role, text = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(text, str):
+            return None
+        found.append((role, text))
+    return found

@@ -1,0 +1,71 @@
+"""`jaxpage generate`: one text, printed as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.cli.flags import UsageError
+from jaxpage.cli.resolving import Say, engine_for_one, given_sampling, refusals, say, teller
+from jaxpage.outputs import RequestMetrics, RequestOutput
+from jaxpage.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxpage.llm import LLM
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """`jaxpage generate [MODEL] PROMPT`: streams the continuation."""
+    given, tell = given_sampling(arguments), teller(arguments)
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    with engine_for_one(arguments) as llm:
+        params = _with_model_defaults(llm, given, tell)
+        with refusals():
+            chunks = llm.stream(prompt, params)
+        if sys.stdout.isatty() if arguments.echo is None else arguments.echo:
+            print(prompt, end="", flush=True)
+        last = print_stream(chunks, tell)
+    return 1 if last.outputs[0].finish_reason in ("abort", "error") else 0
+
+
+def _with_model_defaults(llm: LLM, given: dict[str, Any], tell: Say) -> SamplingParams:
+    """`given` over the model's generation_config.json; tells what came from there."""
+    if taken := [f"{name}={value}" for name, value in llm.sampling_defaults.items() if name not in given]:
+        tell(f"From the model's generation_config.json: {', '.join(taken)}")
+    return llm.default_sampling_params(**given)
+
+
+def print_stream(chunks: Iterator[RequestOutput], tell: Say, kept: list[str] | None = None) -> RequestOutput:
+    """Prints text as it comes, then tells one line about it; returns the last chunk.
+
+    kept: is filled with what was printed, also when Ctrl-C or an error breaks it off.
+    """
+    start, num_tokens, last = time.monotonic(), 0, None
+    try:
+        for last in chunks:
+            text = last.outputs[0].text
+            num_tokens += len(last.outputs[0].token_ids)
+            if kept is not None:
+                kept.append(text)
+            print(text, end="", flush=True)
+    finally:
+        print(flush=True)
+    assert last is not None
+    seconds = max(time.monotonic() - start, 1e-9)
+    reason = last.outputs[0].finish_reason
+    if reason == "error":
+        tell, reason = say, f"error, {last.outputs[0].stop_reason}"
+    tell(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, {_drafted(last.metrics)}finish reason: {reason}]")
+    return last
+
+
+def _drafted(metrics: RequestMetrics | None) -> str:
+    """What came of drafts, if there were any."""
+    if metrics is None or not metrics.num_draft_tokens:
+        return ""
+    return f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted, "

@@ -1,0 +1,123 @@
+"""The command line of `jaxpage`: its commands and their flags, parsed before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxpage import __version__
+from jaxpage.cli.bench_parsers import add_bench
+from jaxpage.cli.flags import (
+    ENGINE_FLAGS,
+    PLAN_SETTINGS,
+    add_engine_flags,
+    add_sampling_flags,
+    add_server_flags,
+    byte_size,
+)
+from jaxpage.cli.parsing import Commands, Parser, add_command, add_model, add_verbosity, lazily
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="jaxpage",
+        description="An LLM inference engine in JAX with a paged KV cache.",
+        epilog="Settings also come from JAXPAGE_* variables and from --config FILE. 'jaxpage COMMAND --help' has the flags.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"jaxpage {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_serve(commands)
+    _add_convert(commands)
+    _add_plan(commands)
+    _add_compile(commands)
+    _add_config(commands)
+    add_bench(commands)
+    _add_replay(commands)
+    doctor = add_command(commands, "doctor", "report versions, devices, memory and caches; needs no GPU")
+    doctor.set_defaults(run=lazily("commands", "doctor"))
+    return parser
+
+
+def _add_generate(commands: Commands[Parser]) -> None:
+    parser = add_command(commands, "generate", "continue a text; it streams to standard output")
+    add_model(parser, 'of two words the first: "demo" (packaged, the default), a directory, or a hub id')
+    add = parser.add_argument
+    add("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    add("--echo", action=argparse.BooleanOptionalAction, help="print the prompt first; default: on a terminal")
+    add_verbosity(parser, "where the memory goes, and what was compiled")
+    add_sampling_flags(parser)
+    add_engine_flags(parser, without=("seed",))
+    parser.set_defaults(run=lazily("generating", "generate"))
+
+
+def _add_chat(commands: Commands[Parser]) -> None:
+    parser = add_command(commands, "chat", "talk with a model that has a chat template")
+    add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    add_verbosity(parser, "where the memory goes, and what was compiled")
+    add_sampling_flags(parser)
+    add_engine_flags(parser, without=("seed",))
+    parser.set_defaults(run=lazily("chat", "chat"))
+
+
+def _add_serve(commands: Commands[Parser]) -> None:
+    parser = add_command(commands, "serve", "answer OpenAI clients over HTTP")
+    add_model(parser)
+    add_server_flags(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(run=lazily("commands", "serve"))
+
+
+def _add_convert(commands: Commands[Parser]) -> None:
+    parser = add_command(commands, "convert", "convert a checkpoint: Hugging Face safetensors to Orbax, or back")
+    parser.add_argument("source", metavar="SRC", help="model directory, hub id or demo")
+    parser.add_argument("destination", metavar="DST", help="new directory")
+    parser.set_defaults(run=lazily("commands", "convert"))
+
+
+def _add_plan(commands: Commands[Parser]) -> None:
+    parser = add_command(commands, "plan", "what fits in how much memory, by a model's config.json alone")
+    add_model(parser, '"demo" (packaged), a directory, a config.json, or a hub id')
+    add = parser.add_argument
+    add(
+        "--memory",
+        type=byte_size,
+        metavar="SIZE",
+        help="of each device: 24GiB, 40GB; default: of this machine's",
+    )
+    add("--json", action="store_true", help="one JSON object in place of the tables")
+    settings = ("model", *PLAN_SETTINGS)
+    add_engine_flags(parser, without=tuple(flag.setting for flag in ENGINE_FLAGS if flag.setting not in settings))
+    parser.set_defaults(run=lazily("commands", "plan"))
+
+
+def _add_compile(commands: Commands[Parser]) -> None:
+    parser = add_command(commands, "compile", "compile every shape of a configuration into the persistent cache")
+    add_model(parser)
+    add_verbosity(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(run=lazily("commands", "compile_menu"))
+
+
+def _add_config(commands: Commands[Parser]) -> None:
+    parser = add_command(commands, "config", "show or validate a configuration")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for name, purpose in (
+        ("show", "print the effective settings and where each comes from"),
+        ("validate", "check a configuration without loading anything"),
+    ):
+        action = add_command(actions, name, purpose)
+        action.add_argument("file", metavar="FILE", nargs="?", help="YAML file; the same as --config FILE")
+        add_engine_flags(action)
+        add_server_flags(action)
+        action.set_defaults(run=lazily("commands", f"config_{name}"))
+
+
+def _add_replay(commands: Commands[Parser]) -> None:
+    parser = add_command(commands, "replay", "run an event log again and report the first difference")
+    parser.add_argument("log", metavar="LOG", help="file that --event-log wrote")
+    parser.add_argument("--model", metavar="NAME", help="where the model is now; default: where the log says")
+    parser.add_argument("--force", action="store_true", help="go on with other weights, settings or shapes than logged")
+    parser.set_defaults(run=lazily("commands", "replay"))

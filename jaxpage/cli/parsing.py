@@ -1,0 +1,74 @@
+"""What parsers of commands are made of. Nothing heavy is imported here, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NoReturn
+
+from jaxpage.cli.flags import OneModel
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse, with the nearest name where a command or a flag is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            unknown = message.removeprefix(prefix).split()[0].split("=")[0]
+            others = [option for option in self.known_options() if option != unknown]  # which another command may take
+            close = difflib.get_close_matches(unknown, others, n=1) if len(others) == len(self.known_options()) else []
+            message = f"unknown argument {unknown!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+            if not unknown.startswith("-"):
+                message = f"unexpected argument {unknown!r}; a text of several words needs quotes"
+        super().error(message)
+
+    def known_options(self) -> list[str]:
+        """All flags of this command, or of every command below it."""
+        options: list[str] = []
+        for action in self._actions:
+            options += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                options += [option for parser in action.choices.values() for option in parser.known_options()]
+        return options
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            close = difflib.get_close_matches(str(value), action.choices, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(action.choices)}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
+        super()._check_value(action, value)
+
+
+Commands = argparse._SubParsersAction
+
+
+def add_command(commands: Commands[Parser], name: str, purpose: str) -> Parser:
+    return commands.add_parser(
+        name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False
+    )
+
+
+def lazily(module: str, function: str) -> Callable[[argparse.Namespace], int | None]:
+    """A function of a module beside this one, imported when it runs: parsing and `--help` must not wait for jax."""
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        found: Callable[[argparse.Namespace], int | None] = getattr(import_module(f"jaxpage.cli.{module}"), function)
+        return found(arguments)
+
+    return run
+
+
+def add_model(parser: argparse.ArgumentParser, help: str = '"demo" (packaged), a directory, or a hub id') -> None:
+    """MODEL by position; the flag --model is among those of the engine."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", action=OneModel, default=argparse.SUPPRESS, help=help)
+
+
+def add_verbosity(parser: argparse.ArgumentParser, verbose: str | None = None) -> None:
+    """-q, and -v where there is more to say: `verbose`."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("-q", "--quiet", action="store_true", help="say nothing but warnings and errors")
+    if verbose:
+        group.add_argument("-v", "--verbose", action="store_true", help=f"say more: {verbose}")

@@ -1,0 +1,102 @@
+"""What commands have in common: settings and sampling parameters from their flags, an engine of them, and lines for who runs them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.cli.flags import UsageError, engine_settings, sampling_settings, server_settings
+from jaxpage.config import EngineConfig
+from jaxpage.config_sources import BUILT_IN, Resolved, ResolvedConfig, resolve_config
+from jaxpage.errors import UnsupportedError
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.serving.config import ServerConfig, resolve_both
+
+if TYPE_CHECKING:
+    from jaxpage.llm import LLM
+
+DEFAULT_MAX_TOKENS = 200
+
+Say = Callable[[str], None]
+
+
+def say(text: str) -> None:
+    """A line for the person at the terminal; standard output is for the text alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def teller(arguments: argparse.Namespace) -> Say:
+    """`say`, or nothing with --quiet."""
+    return (lambda text: None) if arguments.quiet else say
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """An engine refuses a bad prompt or parameter with ValueError, before anything runs: that is wrong use."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The given sampling parameters, refused before a model is loaded if they are wrong."""
+    given = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_settings(arguments)}
+    if given.get("min_tokens", 0) > DEFAULT_MAX_TOKENS and "max_tokens" not in vars(arguments):
+        given["max_tokens"] = given["min_tokens"]
+    try:
+        params = SamplingParams(**given)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if params.n > 1:
+        raise UnsupportedError(f"the command line prints one text as it comes, not n={params.n}: use LLM.generate")
+    return given
+
+
+def resolved(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> ResolvedConfig:
+    return resolve_config(arguments.config, engine_settings(arguments, without), overrides_origin="command line")
+
+
+def resolved_both(arguments: argparse.Namespace) -> tuple[ResolvedConfig, Resolved[ServerConfig]]:
+    file = getattr(arguments, "file", None)
+    if file and arguments.config:
+        raise UsageError(f"two configuration files: {file} and --config {arguments.config}")
+    given = engine_settings(arguments), server_settings(arguments)
+    return resolve_both(file or arguments.config, *given, overrides_origin="command line")
+
+
+def engine_for_one(arguments: argparse.Namespace, *, chats: bool = False) -> LLM:
+    """For one text at a time: unless somebody says otherwise, no shape is compiled that only several would use.
+
+    Raises UsageError, before anything is loaded, for a model that has no text; with `chats` also for one without a chat template.
+    """
+    found = resolved(arguments, without=("seed",))
+    config = found.config
+    if found.origins["max_num_seqs"] == BUILT_IN:
+        config = config.replace(max_num_seqs=1)
+    _check_text(config, chats=chats)
+    return engine(config, quiet=arguments.quiet, verbose=arguments.verbose)
+
+
+def engine(config: EngineConfig, *, quiet: bool, verbose: bool) -> LLM:
+    from jaxpage.llm import LLM  # after the configuration is known to be right: this imports jax
+
+    return LLM(**config.given(), use_tqdm=not quiet, verbose=verbose)
+
+
+def _check_text(config: EngineConfig, *, chats: bool) -> None:
+    from jaxpage.checkpoints import open_model, resolve_model
+    from jaxpage.engine.text import tokenizer_of
+
+    tokenizer = tokenizer_of(config)
+    if tokenizer is None:
+        open_model(resolve_model(config.model, config.revision))  # of what is no model at all more is missing
+        raise UsageError(
+            f"the model {config.model!r} has no tokenizer, so it reads no text: name one with --tokenizer, or give token ids to "
+            "LLM.generate"
+        )
+    if chats and not getattr(tokenizer, "chat_template", None):
+        raise UsageError(f"the model {config.model!r} has no chat template; use jaxpage generate")

@@ -1,0 +1,52 @@
+"""The server's address, taken before anything heavy is imported: one that cannot be had is told at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+
+from jaxpage.errors import ConfigError
+from jaxpage.serving.config import ServerConfig
+
+
+@contextlib.contextmanager
+def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
+    """The server's address is ours, and nobody can connect yet: whether it can be had is known before a model is loaded.
+
+    Raises ConfigError if it cannot.
+    """
+    place = f"{config.host} port {config.port}"
+    try:
+        listener = _bound(config, reuse=False)  # two that start would both have it otherwise, until one of them listens
+    except UnicodeError:  # of a name that DNS does not know how to write
+        raise ConfigError(f"cannot listen on {place}: this is no name of a machine") from None
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
+        try:
+            listener = _bound(config, reuse=True)  # connections that a server left behind do not count
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
+    with listener:
+        yield listener
+
+
+def _bound(config: ServerConfig, *, reuse: bool) -> socket.socket:
+    family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a bound socket, from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
