@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from starlette.routing import Route
 
 from jaxpage.engine.admission import Admission
 from jaxpage.serving import app, generating, preparing, server
+from jaxpage.serving.logs import TextFormatter
 from jaxpage.serving.wire import completions
 from tests.support.gates import Gate
 from tests.support.raw_http import OF_THE_MACHINE, answer_of, ask, request_bytes
@@ -130,8 +132,8 @@ def paths_of(running) -> list[str]:
 
 
 def closed_paths(running) -> list[str]:
-    """All but the two for load balancers and the files of the page, which are the same for everybody."""
-    return [path for path in paths_of(running) if path not in ("/health", "/ready") and not path.startswith("/ui")]
+    """All but the two for load balancers, and the files of the page with what leads to them, which are the same for everybody."""
+    return [path for path in paths_of(running) if path not in ("/", "/health", "/ready") and not path.startswith("/ui")]
 
 
 def test_every_path_needs_a_key(guarded):
@@ -160,6 +162,12 @@ def test_a_key_opens_and_some_paths_are_open(guarded):
         assert ask(guarded, "GET", path)[0] == 200, path
     for path in ("/health/", "/Health", "/health%00", "/ui/nothing.js", "/ui/../v1/models"):
         assert ask(guarded, "GET", path)[0] == 401, path
+
+
+def test_the_root_leads_to_the_page_where_there_is_one(guarded):
+    status, answered, _ = ask(guarded, "GET", "/")
+    assert (status, answered["location"]) == (307, "ui/"), "relative: a proxy may have put the server elsewhere"
+    assert b"<title>jaxpage</title>" in ask(guarded, "GET", "/ui/")[2]
 
 
 def test_two_authorizations_are_none(guarded):
@@ -203,6 +211,38 @@ def test_with_keys_or_for_other_machines_any_name_will_do(built):
             assert ask(running, "POST", path, Origin="http://page.example")[0] == 403
             assert ask(running, "POST", path, b"a=b", Content_Type="application/x-www-form-urlencoded")[0] == 415
         assert ask(running, "POST", "/stop_profile")[0] == 409
+
+
+# What the log says of refusals
+
+SECRET = "hunter2"
+REFUSED = [
+    ("POST", COMPLETIONS, {**SHORT, "temperature": 9}, {"status": 400, "path": COMPLETIONS, "param": "temperature"}),
+    ("POST", COMPLETIONS, {**SHORT, "prompt": SECRET * 9999}, {"param": "prompt", "code": "context_length_exceeded"}),
+    ("POST", COMPLETIONS, {**SHORT, "model": SECRET}, {"status": 404, "param": "model", "code": "model_not_found"}),
+    ("POST", COMPLETIONS, {**SHORT, "stop": [SECRET, 5]}, {"status": 400, "path": COMPLETIONS, "reason": "invalid"}),
+    ("POST", "/tokenize", f'{{"{SECRET}'.encode(), {"status": 400, "path": "/tokenize"}),
+    ("GET", f"/v1/{SECRET}", None, {"status": 404, "reason": "not_found"}),
+    ("GET", f"/v1/models/{SECRET}", None, {"status": 404, "code": "model_not_found"}),
+    ("DELETE", COMPLETIONS, None, {"status": 405, "method": "DELETE"}),
+    (SECRET.upper(), "/version", None, {"status": 405}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "told"), REFUSED, ids=[f"{row[0]} {row[1]}" for row in REFUSED])
+def test_a_refusal_is_a_line_without_the_client_s_text(open_server, caplog, method, path, body, told):
+    caplog.set_level(logging.INFO, logger="jaxpage")
+    ask(open_server, method, path, body, x_request_id="r-1")
+    [record] = [record for record in caplog.records if record.message == "refused"]
+    assert {**vars(record), **told, "id": "r-1"} == vars(record)
+    line = TextFormatter().format(record)
+    assert "\n" not in line and len(line) < 300 and SECRET not in line.lower(), line
+
+
+def test_what_is_answered_is_no_line(open_server, caplog):
+    caplog.set_level(logging.INFO, logger="jaxpage")
+    assert ask(open_server, "POST", COMPLETIONS, SHORT)[0] == ask(open_server, "GET", "/health")[0] == 200
+    assert not caplog.records
 
 
 # What the paths say

@@ -201,6 +201,52 @@ def test_a_chat_goes_on(page: Any, server: str) -> None:
     assert said == [("user", "Once upon a time"), ("assistant", first.strip()), ("user", "And then")]
 
 
+SILENT = {"model": {"sampling_defaults": {}, "chat_defaults": {"temperature": 0.7, "top_p": 0.9}}}
+DRAWN = ("temperature", "top_p", "top_k")
+
+
+@pytest.mark.parametrize(
+    ("facts", "chat_sends", "shown"),
+    [
+        (None, {"top_p": 0.9}, {"Completion": ["0.7", "1", "0"], "Chat": ["0.7", "0.9", "0"]}),  # the demo model's own
+        (SILENT, {"temperature": 0.7, "top_p": 0.9}, {"Completion": ["1", "1", "0"], "Chat": ["0.7", "0.9", "0"]}),
+        (
+            {"model": {"sampling_defaults": {"temperature": 0.0, "top_k": 20}, "chat_defaults": {}}},
+            {},
+            {"Completion": ["0", "1", "20"], "Chat": ["0", "1", "20"]},
+        ),
+    ],
+    ids=["demo", "silent", "greedy"],
+)
+def test_what_nobody_sets_is_the_model_s(
+    page: Any, server: str, facts: Any, chat_sends: dict[str, float], shown: dict[str, list[str]]
+) -> None:
+    """The server goes by generation_config.json where a request is silent; a chat fills in what that leaves open."""
+    if facts is not None:
+        page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
+    open_live(page, server)
+    expect(page.locator("#top_k")).to_have_attribute("placeholder", shown["Chat"][2])
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    page.fill("#max_tokens", "2")
+    for kind, sent in (("Completion", {}), ("Chat", chat_sends)):
+        page.get_by_label(kind).check(force=True)
+        assert [page.get_attribute(f"#{name}", "placeholder") for name in DRAWN] == shown[kind]
+        page.fill("#prompt", "Once upon a time")
+        page.click("#send")
+        expect(page.locator(".note").first).to_contain_text("2 tokens")
+        assert {name: bodies[-1][name] for name in DRAWN if name in bodies[-1]} == sent
+    note = page.locator("#defaults").inner_text()
+    assert ("top_p 0.9 (a chat's, where the model says nothing)" in note) == bool(chat_sends)
+    page.fill("#temperature", "1.5")
+    page.fill("#top_k", "0")
+    page.fill("#prompt", "And then")
+    page.click("#send")
+    expect(page.locator(".exchange")).to_have_count(3)
+    expect(page.locator(".note").first).to_contain_text("2 tokens")
+    assert bodies[-1]["temperature"] == 1.5 and bodies[-1]["top_k"] == 0, "what somebody sets is sent, zero too"
+
+
 def test_a_refusal_is_told(page: Any, server: str) -> None:
     page.allowed.append("400")
     open_live(page, server)

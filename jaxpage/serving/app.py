@@ -188,7 +188,7 @@ def build_app(
     ]
     pages = inspector.routes(loop, show_prompts=config.ui_show_prompts) if config.ui else []
     handlers = {HTTPException: _http_error}
-    routes = [*server.routes, *profiler_routes(config), *pages]
+    routes = [*pages, *server.routes, *profiler_routes(config)]  # with the page, / leads to it
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.router.redirect_slashes = False  # a path is right or not found

@@ -8,6 +8,7 @@ from typing import Any
 from jaxpage import __version__
 from jaxpage.config import EngineConfig
 from jaxpage.engine.build import Built
+from jaxpage.engine.sampling_defaults import chat_defaults
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.generating import MAX_PROMPT_LOGPROBS
 from jaxpage.serving.wire.context import RequestLimits
@@ -25,6 +26,7 @@ def capabilities(built: Built, engine: EngineConfig, server: ServerConfig, limit
             "has_tokenizer": tokenizer is not None,
             "has_chat_template": bool(getattr(tokenizer, "chat_template", None)),
             "sampling_defaults": built.sampling_defaults,
+            "chat_defaults": chat_defaults(built.sampling_defaults),  # of the page, where those above are silent
         },
         "tools": server.tool_parser,
         "reasoning": server.reasoning_parser,

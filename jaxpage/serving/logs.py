@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 ACTIVITY_SECONDS = 10.0
 # A record must not look like two, nor move a terminal's cursor: C0 and C1 controls, and what Unicode calls ends of lines.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_NAME = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # of a parameter
+_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -60,6 +62,29 @@ def configure(config: ServerConfig) -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("jaxpage").setLevel(config.log_level.upper())
     logging.captureWarnings(True)
+
+
+def log_refusal(scope: Mapping[str, Any], status: int, reason: str) -> None:
+    """An INFO line on a request that was refused: what for, and nothing that the client has written but its request id.
+
+    Args:
+        scope: ASGI's, behind the answer: its state has the error's code and parameter.
+        reason: one of those that `/metrics` counts.
+    """
+    state = scope["state"]
+    # A path that no route has, or one with a name in it, is the client's text.
+    path = scope["path"] if "endpoint" in scope and not scope.get("path_params") else None
+    param = state.get("refused_param")
+    told = {
+        "status": status,
+        "method": scope["method"] if scope["method"] in _METHODS else None,
+        "path": path,
+        "reason": reason,
+        "code": state.get("refused_because"),
+        "param": param if param and _NAME.fullmatch(param) else None,
+        "id": state["request_id"],
+    }
+    logger.info("refused", extra={name: value for name, value in told.items() if value is not None})
 
 
 def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> str | None:

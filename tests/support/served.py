@@ -13,6 +13,7 @@ import uvicorn
 from jaxpage.config import EngineConfig
 from jaxpage.engine.build import Built
 from jaxpage.serving.app import build_app
+from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.metrics import ServerMetrics
@@ -53,8 +54,9 @@ def served_engine(
     loop: EngineLoop, built: Built, *, api_keys: Sequence[str] = (), show_prompts: bool = False
 ) -> Iterator[str]:
     """A server with the page over an engine that is running already."""
-    config = ServerConfig(ui=True, ui_show_prompts=show_prompts)
-    context = model_context(built, EngineConfig(model="demo"), config)
-    app = build_app(loop, context, config, ServerMetrics("demo"), api_keys=api_keys)
+    config, engine = ServerConfig(ui=True, ui_show_prompts=show_prompts), EngineConfig(model="demo")
+    context = model_context(built, engine, config)
+    facts = capabilities(built, engine, config, context.limits)
+    app = build_app(loop, context, config, ServerMetrics("demo"), capabilities=facts, api_keys=api_keys)
     with served(app) as address:
         yield address

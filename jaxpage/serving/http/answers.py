@@ -64,5 +64,5 @@ def told(error: Exception) -> ApiError:
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    scope.setdefault("state", {})["refused_because"] = error.code
+    scope.setdefault("state", {}).update(refused_because=error.code, refused_param=error.param)
     await error_answer(error)(scope, receive, send)

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.serving.http.answers import send_error, told
+from jaxpage.serving.logs import log_refusal
 from jaxpage.serving.metrics import ServerMetrics
 
 LINGER_SECONDS = 2.0  # for the rest of a body that is refused
@@ -62,6 +63,7 @@ class Envelope:
                     answer["connection"] = "close"
                 if (reason := _reason(message["status"], scope["state"])) is not None:
                     self._metrics.rejected(reason)
+                    log_refusal(scope, message["status"], reason)
             elif not body_is_read and not message.get("more_body", False):
                 await send({**message, "more_body": True})
                 await _read_on(watched_receive)

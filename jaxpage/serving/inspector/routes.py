@@ -30,7 +30,7 @@ MOST_VIEWERS = 16  # streams at the same time
 _DIRECTORY = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _FILES = {f"/ui/{path.name}": path for path in _DIRECTORY.iterdir() if path.suffix in _TYPES}
-PAGE_PATHS = frozenset({"/ui", "/ui/", *_FILES})
+PAGE_PATHS = frozenset({"/", "/ui", "/ui/", *_FILES})
 
 # Nothing but the page's own files, no inline code or style, no frame around it, and no way to make HTML of a string.
 _POLICY = (
@@ -67,11 +67,14 @@ def routes(loop: Source, *, show_prompts: bool) -> list[BaseRoute]:
 def page_routes() -> list[BaseRoute]:
     """The page alone: it opens recorded event logs without an engine."""
 
+    async def from_root(request: Request) -> Response:
+        return RedirectResponse("ui/", 307)  # for now: without the page there is something else
+
     async def to_page(request: Request) -> Response:
         return RedirectResponse("/ui/", 308)
 
     files = [_file(name, path) for name, path in _FILES.items()]
-    return [Route("/ui", to_page), _file("/ui/", _DIRECTORY / "index.html"), *files]
+    return [Route("/", from_root), Route("/ui", to_page), _file("/ui/", _DIRECTORY / "index.html"), *files]
 
 
 def _file(name: str, path: Path) -> Route:

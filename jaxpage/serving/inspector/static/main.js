@@ -67,6 +67,8 @@ async function nameModel() {
     const { data } = await (await request("/v1/models")).json();
     playground.model = data[0].id;
     $("model").textContent = data[0].id;
+    const { model } = await (await request("/v1/capabilities")).json();
+    if (model) playground.describe(model);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     $("model").textContent = "";

@@ -5,10 +5,13 @@ import { ApiError, messages, request } from "./api.js";
 import { spansOf, tokensOf, walkTokens } from "./tokens.js";
 
 const NUM_ALTERNATIVES = 5;
+const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0 }; // what an empty field means where nobody says otherwise
 
 export class Playground {
   constructor() {
     this.model = "";
+    this.stated = {}; // what the model's generation_config.json says of sampling: the server goes by it
+    this.ofChat = {}; // what a chat takes where that is silent
     this.history = []; // of a chat: {role, content}
     this.running = null; // an AbortController
     $("form").addEventListener("submit", (event) => {
@@ -36,6 +39,25 @@ export class Playground {
     const isBeam = $("search").value === "beam";
     for (const id of ["temperature", "top_p", "top_k", "seed"]) $(id).disabled = isBeam;
     $("n").previousSibling.textContent = isBeam ? "Beams" : "Samples";
+    this.showDefaults();
+  }
+
+  /** What the server's /v1/capabilities says of its model. */
+  describe({ sampling_defaults: stated = {}, chat_defaults: ofChat = {} }) {
+    this.stated = stated;
+    this.ofChat = ofChat;
+    this.showDefaults();
+  }
+
+  /** An empty field is what the model asks for; of a chat, where it asks for nothing, what makes good reading. */
+  showDefaults() {
+    const own = this.isChat ? this.ofChat : {};
+    for (const id in NEUTRAL) $(id).placeholder = this.stated[id] ?? own[id] ?? NEUTRAL[id];
+    const parts = [
+      ...Object.entries(this.stated).map(([name, value]) => `${name} ${value} (the model's generation_config.json)`),
+      ...Object.entries(own).map(([name, value]) => `${name} ${value} (a chat's, where the model says nothing)`),
+    ];
+    $("defaults").textContent = parts.length ? `Empty fields: ${parts.join(", ")}` : "";
   }
 
   clear() {
@@ -79,7 +101,8 @@ export class Playground {
   }
 
   body(text) {
-    const number = (id) => ($(id).value === "" || $(id).disabled ? undefined : Number($(id).value));
+    const own = this.isChat ? this.ofChat : {};
+    const number = (id) => ($(id).disabled ? undefined : $(id).value === "" ? own[id] : Number($(id).value));
     const isBeam = $("search").value === "beam";
     const n = number("n");
     const body = {
@@ -87,7 +110,7 @@ export class Playground {
       max_tokens: number("max_tokens"),
       temperature: isBeam ? 0 : number("temperature"),
       top_p: number("top_p"),
-      top_k: number("top_k") || undefined,
+      top_k: number("top_k"),
       seed: number("seed"),
       stop: $("stop-text").value || undefined,
       n: n > 1 || isBeam ? n : undefined,
