@@ -20,7 +20,7 @@ def run_crowd(engine: Engine, seed: int, after_step: Callable[[], Any], *, num_r
     added = 0
     while engine.has_unfinished or waiting:
         while waiting and (not engine.has_unfinished or rng.random() < 0.5):
-            engine.add(f"request-{added}", None, *waiting.pop())
+            engine.add(f"request-{added}", engine.prepare(None, *waiting.pop()))
             added += 1
         if rng.random() < 0.02:
             engine.abort(f"request-{rng.randrange(max(1, added))}")
