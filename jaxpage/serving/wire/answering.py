@@ -58,8 +58,10 @@ class Answer:
                 self._ended.add(index)
             for choice in self._stream_choices(index, job_index, delta, position):
                 chunk = self._envelope(self._chunk_object, [choice])
-                if options is not None and options.include_usage:
-                    chunk["usage"] = self._usage.body() if options.continuous_usage_stats else None
+                if options is not None and options.continuous_usage_stats:
+                    chunk["usage"] = self._usage.body()
+                elif options is not None and options.include_usage:
+                    chunk["usage"] = None
                 chunks.append(chunk)
         return chunks
 

@@ -21,7 +21,7 @@ class Transformed(NamedTuple):
 def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """The tokens of a text, or of a conversation. May take a while: for a worker thread. Raises ApiError."""
     tokenizer = _tokenizer(context)
-    param = "messages" if "messages" in body else "prompt"
+    param = "prompt" if body.get("messages") is None else "messages"
     text, request, ignored = _conversation(body, context) if param == "messages" else _text(body, context)
     if len(text) > (longest := context.limits.max_tokenize_characters):
         raise ApiError(400, f"{param} has {len(text)} characters; at most {longest} are allowed", param=param)
@@ -42,7 +42,7 @@ def _text(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeReq
 
 
 def _conversation(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeChatRequest, tuple[str, ...]]:
-    if "prompt" in body:
+    if body.get("prompt") is not None:
         raise ApiError(400, "prompt and messages exclude each other", param="messages")
     request, ignored = read(body, TokenizeChatRequest, context)
     return render(request, context, request.tools or []), request, ignored
