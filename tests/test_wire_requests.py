@@ -29,7 +29,7 @@ from jaxpage.serving.wire.fields import (
 from jaxpage.serving.wire.neutral import LABELS, NEUTRAL
 from tests.support.fake_device import make_group
 from tests.support.raw_http import OF_THE_MACHINE
-from tests.support.wire import VOCAB_SIZE, context, tokenizer, with_template
+from tests.support.wire import VOCAB_SIZE, Scripted, context, output, tokenizer, with_template
 
 NAN, INF = float("nan"), float("inf")
 USER = {"role": "user", "content": "Hello"}
@@ -607,6 +607,71 @@ def test_messages_show_nothing_of_the_machine() -> None:
     raw = "at 0x7f00ab in /root/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback"
     assert not re.search(r"0x|root|site-packages|object at|Traceback", ApiError(400, raw).message)
     assert ApiError(400, "use /v1/completions").message == "use /v1/completions"
+
+
+PATHS = [
+    "../../etc",
+    "/etc/passwd",
+    "and/or",
+    "see /a/b/c, or a/b",
+    "0xdead",
+    "<x.Engine object at 0x12>",
+    "Traceback",
+    "C:/x/y",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_the_client_said_is_told_as_it_said_it(path: str) -> None:
+    for opens, body in (
+        (open_completion, completion(model=path)),
+        (open_completion, completion(response_format={"type": path})),
+        (open_completion, completion(cache_salt=path + "\0")),
+        (open_chat, chat(messages=[{"role": path, "content": "x"}])),
+        (open_chat, chat(tools=[tool(parameters={"$ref": path})])),
+        (tokenize, {"prompt": [path]}),
+        (detokenize, {"tokens": [path]}),
+        (lambda body, _: parse_object(body), json.dumps([path]).encode()),
+        (lambda body, _: parse_object(body), b'{"x/y": 1, %b: 1, %b: 1}' % ((json.dumps(path).encode(),) * 2)),
+    ):
+        with pytest.raises(ApiError) as caught:
+            opens(body, context())
+        assert path in caught.value.message and path in str(caught.value)
+    long = completion(cache_salt=f"/{path}/" * 100)
+    assert refused_as_it_is(open_completion, long).count(f"/{path}/") >= 1
+
+
+def refused_as_it_is(opens: Any, body: dict[str, Any]) -> str:
+    with pytest.raises(ApiError) as caught:
+        opens(body, context())
+    return caught.value.message
+
+
+def test_what_the_client_said_stands_beside_what_it_is_not_told() -> None:
+    said = "/a/b/("
+    machine = "at 0x7f00ab in /root/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback /a/bc/("
+    for opens, body in (
+        (open_completion, completion(structured_outputs={"regex": said})),
+        (open_chat, chat(structured_outputs={"regex": said})),
+    ):
+        exchange = opens(body, context())
+        for told in (
+            exchange.refusal(ValueError(f"structured_outputs={{'regex': '{said}'}} is refused {machine}")).message,
+            exchange_fails(exchange, f"structured_outputs: '{said}' {machine}"),
+        ):
+            assert said in told
+            assert not re.search(r"0x|root|site-packages|object at|Traceback|bc", told)
+    template = with_template("{{ raise_exception('no ' ~ messages[0].content ~ ' " + machine + "') }}")
+    told = refused_as_it_is(
+        lambda body, _: open_chat(body, context(tokenizer=template)), chat(messages=[{**USER, "content": said}])
+    )
+    assert said in told and not re.search(r"0x|root|site-packages|object at|Traceback|bc", told)
+
+
+def exchange_fails(exchange: Any, reason: str) -> str:
+    with pytest.raises(ApiError) as caught:
+        exchange.whole([output(exchange, [Scripted(["a"], "error", reason)])])
+    return caught.value.message
 
 
 def test_tokens_and_back() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from jaxpage.serving.wire.context import ModelContext, valid_text
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.fields import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.templates import render
@@ -18,6 +18,7 @@ class Transformed(NamedTuple):
     ignored_fields: tuple[str, ...]
 
 
+@quotes
 def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """The tokens of a text, or of a conversation. May take a while: for a worker thread. Raises ApiError."""
     tokenizer = _tokenizer(context)
@@ -48,6 +49,7 @@ def _conversation(body: dict[str, Any], context: ModelContext) -> tuple[str, Tok
     return render(request, context, request.tools or []), request, ignored
 
 
+@quotes
 def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """The text of tokens, special ones included. May take a while: for a worker thread. Raises ApiError."""
     tokenizer = _tokenizer(context)
