@@ -6,7 +6,6 @@ Generated text and reports go to standard output, everything else to standard er
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 import traceback
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from jaxpage import __version__
+from jaxpage.argument_checks import close_names
 from jaxpage.cli_flags import (
     ENGINE_FLAGS,
     PLAN_SETTINGS,
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             unknown = message.removeprefix(prefix).split()[0].split("=")[0]
             others = [option for option in self.known_options() if option != unknown]  # which another command may take
-            close = difflib.get_close_matches(unknown, others, n=1) if len(others) == len(self.known_options()) else []
+            close = close_names(unknown, others) if len(others) == len(self.known_options()) else []
             message = f"unknown argument {unknown!r}" + (f"; did you mean {close[0]!r}?" if close else "")
         super().error(message)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from jaxpage.argument_checks import shown
+from jaxpage.argument_checks import close_names, shown
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
@@ -42,7 +41,7 @@ def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> t
     _check_model(getattr(request, "model", None), context)
     unknown = [path for path in _unknown(request) if path not in LABELS]
     if unknown and context.strict_requests:
-        near = difflib.get_close_matches(unknown[0], model.model_fields, 1)
+        near = close_names(unknown[0], model.model_fields)
         hint = f". Did you mean {near[0]!r}?" if near else ""
         raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}{hint}", param=_printable(unknown[0]))
     return request, tuple(map(_printable, unknown[:_MAX_IGNORED]))
