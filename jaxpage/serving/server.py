@@ -21,7 +21,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.http.connection import MAX_HEADER_BYTES, Connection, no_room
+from jaxpage.serving.http.connection import Connection, no_room
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.logs import log_activity
 from jaxpage.serving.metrics import ServerMetrics
@@ -179,7 +179,6 @@ def _settings(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=SILENT_SECONDS,
         timeout_graceful_shutdown=int(PARTING_SECONDS),
     )
