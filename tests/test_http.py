@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -1031,22 +1030,10 @@ def command(tmp_path_factory):
     """Starts `jaxpage serve demo` on a free port; gives the process and its port once it answers."""
     started = []
 
-    def start(*flags):
-        words = [
-            sys.executable,
-            "-m",
-            "jaxpage",
-            "serve",
-            "demo",
-            "--port",
-            "0",
-            "--max-num-seqs",
-            "4",
-            "--num-blocks",
-            "129",
-        ]
-        words += ["--max-num-batched-tokens", "64", *flags]
-        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    def start(*flags, program=("-m", "jaxpage")):
+        words = [sys.executable, *program, "serve", "demo", "--port", "0", "--max-num-seqs", "4"]
+        words += ["--num-blocks", "129", "--max-num-batched-tokens", "64", *flags]
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         started.append(process)
         lines = []
         for line in process.stderr:
@@ -1066,7 +1053,10 @@ def command(tmp_path_factory):
 
 
 def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
+    """Beforehand SIGHUP changes nothing, and says so."""
     process, port, lines = command()
+    process.send_signal(signal.SIGHUP)
+    wait_until(lambda: any("SIGHUP reloads nothing" in line for line in lines))
     url, statuses, texts = f"http://127.0.0.1:{port}{COMPLETIONS}", [], []
     asked = {**SHORT, "max_tokens": 60, "ignore_eos": True, "structured_outputs": {"regex": "[a-z ]{70,90}"}}
 
@@ -1098,12 +1088,20 @@ def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
 
 
 def test_a_second_signal_ends_it_at_once(command):
-    process, port, lines = command("--shutdown-timeout-seconds", "3600")
-    with socket.create_connection(("127.0.0.1", port)) as client:
+    """A request that does not end, and a thread that writes an answer for ever, are left behind."""
+    stuck = "from jaxpage.serving.wire.completions import CompletionAnswer as A; A.whole = lambda *_: threading.Event().wait()"
+    stuck = f"import sys, threading; {stuck}; from jaxpage.cli import main; sys.exit(main(sys.argv[1:]))"
+    process, port, lines = command("--shutdown-timeout-seconds", "3600", program=("-c", stuck))
+    url = f"http://127.0.0.1:{port}"
+    with (
+        socket.create_connection(("127.0.0.1", port)) as client,
+        socket.create_connection(("127.0.0.1", port)) as other,
+    ):
         client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="1000"))  # a visitor that stays
-        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200)
-        process.send_signal(signal.SIGINT)
-        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503)
+        other.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+        wait_until(lambda: 'generation_tokens_total{model_name="demo"} 8.0' in httpx.get(f"{url}/metrics").text)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 1, "".join(lines)
     assert "Traceback" not in "".join(lines)
