@@ -79,9 +79,8 @@ async def _serve(
 
     def signalled() -> None:
         serving.signal()
-        if (
-            serving.is_hurried
-        ):  # threads that wait for something, or a step of the engine, could keep the process for long
+        if serving.is_hurried:
+            # Threads that wait for something, or a step of the engine, could keep the process for long.
             ending = threading.Timer(HURRIED_SECONDS, _end_process)
             ending.daemon = True
             ending.start()

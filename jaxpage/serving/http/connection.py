@@ -18,10 +18,8 @@ from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 MAX_BYTES_BEHIND = 1 << 16  # a request that is being answered: of the next ones, which wait
 MAX_BYTES_DROPPED = 1 << 24  # of what nobody is going to read
 LINGER_SECONDS = 2.0  # for what is still sent when its answer is out
-PROBE_SECONDS = (
-    0.01  # from the end of what a client sends to the first look whether it is there; then four times as long each time
-)
-MAX_PROBE_SECONDS = 10.0
+PROBE_SECONDS = 0.01  # from the end of what a client sends to the first look whether it is there
+MAX_PROBE_SECONDS = 10.0  # between two looks: each time it is four times as long
 
 
 class _Timer:

@@ -15,8 +15,7 @@ from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.serving.wire.neutral import ADDED, LABELS, NEUTRAL, is_neutral
 
 Request = TypeVar("Request", bound=BaseModel)
-_OF_GENERATION = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
-
+_HONOURED_SOMEWHERE = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
 _MESSAGES = {  # where pydantic's own would not go on from the name of the field
     "extra_forbidden": "is not a known field",
 }
@@ -56,7 +55,7 @@ def _is_asked(model: type[BaseModel], name: str, value: Any) -> bool:
 def _check_supported(body: Mapping[str, Any], model: type[BaseModel]) -> None:
     for name in body:
         if name in NEUTRAL[model] and name not in model.model_fields:
-            others = " by this endpoint" if name in _OF_GENERATION else ""
+            others = " by this endpoint" if name in _HONOURED_SOMEWHERE else ""
             raise ApiError(400, f"{name} is not supported{others}", param=name)
 
 
