@@ -5,9 +5,10 @@ They are calls, not asserts, so that they also hold under `python -O`, and every
 
 from __future__ import annotations
 
+import difflib
 import math
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeVar
 
@@ -20,6 +21,7 @@ for _kind in ("string", "other", "long"):
     setattr(_LONG_ENOUGH, f"max{_kind}", 4 * _SHOWN_CHARACTERS)
 for _kind in ("list", "tuple", "dict", "set", "frozenset"):
     setattr(_LONG_ENOUGH, f"max{_kind}", _SHOWN_CHARACTERS)
+MAX_NAME_CHARACTERS = 128  # of a name for which others are suggested
 
 
 def shown(value: object) -> str:
@@ -29,6 +31,11 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # an integer beyond the digit limit, or nesting beyond the stack
         return f"a {type(value).__name__} too large to print"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def close_names(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Known names that were probably meant, at least `cutoff` alike (0 to 1). None for what is too long to be one: comparing takes time."""
+    return difflib.get_close_matches(name, list(names), most, cutoff) if len(name) <= MAX_NAME_CHARACTERS else []
 
 
 def refuse(name: str, value: object, wanted: str) -> NoReturn:

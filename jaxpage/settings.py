@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from jaxpage.argument_checks import shown
+from jaxpage.argument_checks import close_names, shown
 from jaxpage.byte_sizes import LEAST, parse_bytes
 from jaxpage.errors import ConfigError, UnsupportedError
 
@@ -132,5 +131,5 @@ class Settings(BaseModel):
 
 def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name that was probably meant, if one is at least `cutoff` alike (0 to 1)."""
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1, cutoff=cutoff)
+    close = close_names(name.lower().replace("-", "_"), names, cutoff=cutoff)
     return close[0] if close else None

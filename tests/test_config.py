@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import os
@@ -13,10 +14,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from jaxpage.checkpoints import resolve_model
+from jaxpage.cli import main
 from jaxpage.config import EngineConfig
 from jaxpage.config_sources import resolve_config
-from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.errors import ConfigError, ModelNotFoundError, UnsupportedError
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import open_chat, open_completion
 from jaxpage.yaml_loader import load_mapping, parse_scalar
+from tests.support.wire import context
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -410,6 +416,28 @@ def test_a_refusal_names_the_source(tmp_path: Path) -> None:
         resolve(write(tmp_path, "tensor_parallel_size: 2"))
     with pytest.raises(ConfigError, match="argument: max_num_batched_tokens: must be at least"):
         resolve(max_num_batched_tokens=1)
+
+
+@pytest.mark.parametrize("length", [128, 5_000, 2_000_000])
+def test_a_name_too_long_to_be_one_is_compared_with_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Wherever a name comes from: comparing takes time that grows with its length."""
+    name, compared = "m" * length, []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda given, *_: compared.append(len(given)) or [])
+    requests = context(strict_requests=True)
+    for error, refused in (
+        (ApiError, lambda: open_completion({"model": "demo", "prompt": "x", name: 1}, requests)),
+        (ApiError, lambda: open_chat({"model": "demo", "messages": [{"role": "user", "content": "x", name: 1}]}, requests)),
+        (ConfigError, lambda: resolve(write(tmp_path, f'"{name}": 1'))),
+        (ConfigError, lambda: resolve(**{name: 1})),
+        (SystemExit, lambda: main(["generate", "x", f"--{name}"])),
+        (ModelNotFoundError, lambda: resolve_model(name)),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            refused()
+    resolve(environment={f"JAXPAGE_{name}": "1"})
+    assert max(compared, default=0) <= 128 and bool(compared) == (length == 128)
 
 
 def test_unknown_names_in_every_source(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import signal
 import socket
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.client import HTTPResponse
 
 import httpx
 import openai
@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from jaxpage.engine.admission import Admission
 from jaxpage.serving import app, generating, preparing, server
+from jaxpage.serving.http import connection
 from jaxpage.serving.logs import TextFormatter
 from jaxpage.serving.wire import completions
 from tests.support.gates import Gate
@@ -353,12 +354,110 @@ def test_headers_have_a_limit(open_server):
     assert ask(open_server, "GET", "/health")[0] == 200
 
 
+def test_who_still_sends_what_is_not_http_gets_an_answer_and_is_not_waited_for(built, monkeypatch):
+    """A connection that is closed with something unread is reset, and the answer with it."""
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.5)
+    with serving(built) as running, running.connect() as client:
+        client.sendall(b"hello\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20):
+                client.sendall(b"z" * 100_000)
+        assert answer_of(client)[0] == 400 and client.recv(1) == b""
+        wait_until(lambda: not running.uvicorn.connections)  # though the client is still there
+
+
 @pytest.mark.parametrize("raw", [b"\x16\x03\x01\x02\x00\x01", b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nA B: c\r\n\r\n"])
 def test_what_is_not_http(open_server, raw):
     with open_server.connect() as client:
         client.sendall(raw + b"\r\n")
         status, _, body = answer_of(client)
     assert status == 400 and error_of(body)
+
+
+SMUGGLED = request_bytes("GET", "/version")
+TWO_LENGTHS = [
+    ("Content-Length: {}", "Transfer-Encoding: chunked"),
+    ("Transfer-Encoding: chunked", "Content-Length: {}"),
+]
+
+
+@pytest.mark.parametrize("lengths", TWO_LENGTHS)
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("body", [b"0\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"])
+def test_a_body_of_two_lengths_smuggles_no_request(open_server, lengths, version, body):
+    """Whichever of the two a proxy goes by (RFC 9112, 6.1)."""
+    names = "\r\n".join(lengths).format(len(body + SMUGGLED))
+    head = f"POST {COMPLETIONS} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n{names}\r\n\r\n"
+    for pieces in ([head.encode() + body + SMUGGLED], [head.encode(), body, SMUGGLED]):
+        with open_server.connect() as client:
+            for piece in pieces:
+                client.sendall(piece)
+            answered = all_of(client)
+        assert answered.count(b"HTTP/1.1 ") == 1 and b'"version"' not in answered
+        assert answered.startswith(b"HTTP/1.1 400 ") and b"Transfer-Encoding exclude each other" in answered
+        assert b"connection: close" in answered.lower()
+
+
+def all_of(client: socket.socket) -> bytes:
+    data = b""
+    while part := client.recv(65536):
+        data += part
+    return data
+
+
+ABSOLUTE = ["http://localhost{}", "HTTP://localhost:8000{}", "https://127.0.0.1{}", "http://[::1]:1{}"]
+
+
+def test_a_target_may_be_a_url(open_server):
+    """Its host is the one that counts (RFC 9112, 3.2.2), also for who may come in."""
+    for form in ABSOLUTE:
+        assert ask(open_server, "GET", form.format("/health"), Host="evil.example")[0] == 200
+        assert ask(open_server, "GET", form.format("/v1/models/demo?x=/y"))[0] == 200
+        assert ask(open_server, "GET", form.format("/nothing"))[0] == 404
+        assert COMPLETIONS in json.loads(ask(open_server, "GET", form.format(""))[2])["paths"]
+        assert COMPLETIONS in json.loads(ask(open_server, "GET", form.format("?x"))[2])["paths"]
+    status, _, body = ask(open_server, "POST", f"http://localhost{COMPLETIONS}", SHORT)
+    assert status == 200 and json.loads(body)["choices"]
+    for host in ("evil.example", "localhost.evil.example:80", "health"):
+        status, _, body = ask(open_server, "GET", f"http://{host}/health", Host="localhost")
+        assert status == 403 and error_of(body)["code"] == "foreign_host"
+    for target in ("http:///health", "http://a@localhost/health", "http://localhost@evil.example/health"):
+        assert ask(open_server, "GET", target)[0] == 400
+
+
+def test_a_key_is_asked_for_on_the_path_of_a_url(guarded):
+    for form in (*ABSOLUTE, "http://x/health/..{}", "http://health{}", "http://x?/health/..{}"):
+        for path in closed_paths(guarded):
+            if path.startswith("/"):
+                assert ask(guarded, "GET", form.format(path))[0] == 401, (form, path)
+    for path in ("/health", "/ready", "/ui/"):
+        assert ask(guarded, "GET", f"http://x{path}")[0] == 200
+    for target in (
+        "ftp://x/health",
+        "/http://x/health",
+        "http://x//health",
+        "http:/health",
+        "x://health",
+        "http:health",
+    ):
+        assert ask(guarded, "GET", target)[0] == 401, target
+    assert ask(guarded, "GET", "http://x/v1/models", Authorization=f"Bearer {KEY}")[0] == 200
+
+
+@pytest.mark.parametrize("empty", [b"\r\n", b"\r\n\r\n\n", b"\n"])
+def test_empty_lines_before_a_request_are_skipped(open_server, empty):
+    """Old clients send one behind a body (RFC 9112, 2.2), in whatever pieces it comes."""
+    asked = request_bytes("POST", COMPLETIONS, SHORT) + empty
+    with open_server.connect() as client:
+        client.sendall(empty + asked)
+        assert answer_of(client)[0] == 200
+        for piece in (empty[:1], empty[1:], request_bytes("GET", "/health")[:9], request_bytes("GET", "/health")[9:]):
+            client.sendall(piece)
+            time.sleep(0.01)  # so that it comes by itself, mostly
+        assert json.loads(answer_of(client)[2]) == {"status": "ok"}
+    with open_server.connect() as client:
+        client.sendall(empty + b"\rGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answer_of(client)[0] == 400
 
 
 def test_an_old_client_and_no_host(open_server):
@@ -494,18 +593,131 @@ def test_who_sends_more_and_leaves_has_left(built, monkeypatch, behind):
         assert running.aborted() == {"disconnect": 1}
 
 
-def test_who_sends_far_too_much_behind_a_request_is_cut(built, monkeypatch):
+def test_what_stands_behind_the_last_request_is_dropped(built, monkeypatch):
+    """RFC 9112, 9.6."""
+    with serving(built) as running:
+        expected = reference(running)
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, SHORT, Connection="close"))
+            gate.entered.acquire()
+            client.sendall(b"\r\n" + request_bytes("GET", "/version"))
+            wait_until(lambda: any(connection._num_dropped for connection in running.uvicorn.connections))
+            gate.open()
+            answered = all_of(client)
+        assert answered.count(b"HTTP/1.1 ") == 1 and expected.encode() in answered
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_far_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last(built, monkeypatch, stream):
+    body = {**SHORT, "stream": stream}
+    with serving(built) as running:
+        expected = reference(running)
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, body))
+            gate.entered.acquire()
+            client.sendall(b"z" * 70_000)
+            wait_until(lambda: all(connection._drops for connection in running.uvicorn.connections))
+            client.sendall(b"z" * 500_000 + request_bytes("GET", "/version"))
+            gate.open()
+            answer = HTTPResponse(client)
+            answer.begin()
+            text = answer.read().decode()
+            assert answer.status == 200 and client.recv(1) == b""
+            assert stream or (json.loads(text)["choices"][0]["text"], answer.headers["connection"]) == (
+                expected,
+                "close",
+            )
+            assert not stream or text.endswith("data: [DONE]\n\n")
+        wait_until(lambda: nothing_runs(running) and not running.uvicorn.connections)
+        assert running.aborted() == {}
+
+
+def test_who_sends_without_end_behind_a_request_is_cut(built, monkeypatch):
+    monkeypatch.setattr(connection, "MAX_BYTES_DROPPED", 1 << 20)
     with serving(built) as running:
         gate = Gate(monkeypatch, built.engine)
         with running.connect() as client:
             client.sendall(request_bytes("POST", COMPLETIONS, LONG))
             gate.entered.acquire()
-            with contextlib.suppress(ConnectionError):
-                client.sendall(b"z" * 70_000)
-                assert client.recv(1) == b""
+            with pytest.raises(ConnectionError):
+                for _ in range(1000):
+                    client.sendall(b"z" * 70_000)
             wait_until(lambda: not running.server.visitors._number)
         gate.permits.release()
         wait_until(lambda: nothing_runs(running))
+
+
+# Who only stops sending
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_sends_no_more_gets_an_answer(built, monkeypatch, stream):
+    """The server looks whether it is there: it gets an interim answer, or the comment of a stream, before the answer goes on."""
+    with serving(built) as running:
+        expected = reference(running)
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client:
+            client.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": stream}))
+            client.shutdown(socket.SHUT_WR)
+            gate.entered.acquire()
+            looked_for = b": keep-alive" if stream else b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 100"
+            wait_until(lambda: looked_for in client.recv(65536, socket.MSG_PEEK))
+            gate.open()
+            answer = HTTPResponse(client)
+            answer.begin()
+            text = answer.read().decode()
+            assert answer.status == 200 and client.recv(1) == b""
+        if stream:
+            events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            assert "".join(event["choices"][0]["text"] for event in events) == expected
+            assert text.endswith("data: [DONE]\n\n")
+        else:
+            assert json.loads(text)["choices"][0]["text"] == expected
+        assert running.aborted() == {}
+        wait_until(lambda: nothing_runs(running) and not running.uvicorn.connections)
+
+
+def test_requests_behind_each_other_are_all_answered_behind_the_end_of_them(built, monkeypatch):
+    with serving(built) as running:
+        expected = reference(running)
+        gate = Gate(monkeypatch, built.engine)
+        asked = request_bytes("POST", COMPLETIONS, SHORT)
+        for rest in (b"", asked[:40], asked[:-5]):  # the last one is half there, and nobody waits for it
+            with running.connect() as client:
+                client.sendall(asked + request_bytes("GET", "/version") + asked + rest)
+                client.shutdown(socket.SHUT_WR)
+                gate.entered.acquire()
+                gate.open()
+                answers = b"".join(re.split(rb"HTTP/1.1 100 Continue\r\n\r\n", all_of(client)))
+            assert answers.count(b"HTTP/1.1 ") == answers.count(b"HTTP/1.1 200 ") == 3
+            assert answers.count(expected.encode()) == 2 and answers.count(b'"version"') == 1
+            wait_until(lambda: nothing_runs(running) and not running.uvicorn.connections)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_who_stops_sending_and_then_leaves_has_left(built, monkeypatch, stream, version):
+    """Having read everything so far, so that nothing but a look tells. Of HTTP/1.0, which has no interim answers, the end is enough."""
+    raw = request_bytes("POST", COMPLETIONS, {**LONG, "stream": stream}).replace(
+        b"HTTP/1.1", b"HTTP/" + version.encode()
+    )
+    with serving(built) as running:
+        gate = Gate(monkeypatch, built.engine)
+        with running.connect() as client:
+            client.sendall(raw)
+            gate.entered.acquire()
+            client.shutdown(socket.SHUT_WR)
+            if stream or version == "1.1":
+                assert client.recv(65536)
+            else:
+                assert client.recv(1) == b""
+        wait_until(lambda: not running.server.visitors._number)
+        before = gate.num_steps
+        gate.permits.release()  # the step that is under way
+        wait_until(lambda: nothing_runs(running))
+        assert gate.num_steps == before + 1 and running.aborted() == {"disconnect": 1}
 
 
 class Reading:
@@ -693,8 +905,8 @@ def test_a_request_that_takes_too_long(built, monkeypatch):
 def test_no_part_of_an_answer_waits_for_an_acknowledgement_of_the_one_before(built):
     with serving(built) as running, running.connect():
         wait_until(lambda: running.uvicorn.connections)
-        (connection,) = running.uvicorn.connections
-        held = connection.transport.get_extra_info("socket")
+        (one,) = running.uvicorn.connections
+        held = one.transport.get_extra_info("socket")
         assert held.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
@@ -883,22 +1095,10 @@ def command(tmp_path_factory):
     """Starts `jaxpage serve demo` on a free port; gives the process and its port once it answers."""
     started = []
 
-    def start(*flags):
-        words = [
-            sys.executable,
-            "-m",
-            "jaxpage",
-            "serve",
-            "demo",
-            "--port",
-            "0",
-            "--max-num-seqs",
-            "4",
-            "--num-blocks",
-            "129",
-        ]
-        words += ["--max-num-batched-tokens", "64", *flags]
-        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    def start(*flags, program=("-m", "jaxpage")):
+        words = [sys.executable, *program, "serve", "demo", "--port", "0", "--max-num-seqs", "4"]
+        words += ["--num-blocks", "129", "--max-num-batched-tokens", "64", *flags]
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         started.append(process)
         lines = []
         for line in process.stderr:
@@ -918,7 +1118,10 @@ def command(tmp_path_factory):
 
 
 def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
+    """Beforehand SIGHUP changes nothing, and says so."""
     process, port, lines = command()
+    process.send_signal(signal.SIGHUP)
+    wait_until(lambda: any("SIGHUP reloads nothing" in line for line in lines))
     url, statuses, texts = f"http://127.0.0.1:{port}{COMPLETIONS}", [], []
     asked = {**SHORT, "max_tokens": 60, "ignore_eos": True, "structured_outputs": {"regex": "[a-z ]{70,90}"}}
 
@@ -950,12 +1153,20 @@ def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
 
 
 def test_a_second_signal_ends_it_at_once(command):
-    process, port, lines = command("--shutdown-timeout-seconds", "3600")
-    with socket.create_connection(("127.0.0.1", port)) as client:
+    """A request that does not end, and a thread that writes an answer for ever, are left behind."""
+    stuck = "from jaxpage.serving.wire.completions import CompletionAnswer as A; A.whole = lambda *_: threading.Event().wait()"
+    stuck = f"import sys, threading; {stuck}; from jaxpage.cli import main; sys.exit(main(sys.argv[1:]))"
+    process, port, lines = command("--shutdown-timeout-seconds", "3600", program=("-c", stuck))
+    url = f"http://127.0.0.1:{port}"
+    with (
+        socket.create_connection(("127.0.0.1", port)) as client,
+        socket.create_connection(("127.0.0.1", port)) as other,
+    ):
         client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="1000"))  # a visitor that stays
-        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200)
-        process.send_signal(signal.SIGINT)
-        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503)
+        other.sendall(request_bytes("POST", COMPLETIONS, SHORT))
+        wait_until(lambda: 'generation_tokens_total{model_name="demo"} 8.0' in httpx.get(f"{url}/metrics").text)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 1, "".join(lines)
     assert "Traceback" not in "".join(lines)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -18,7 +20,7 @@ from jaxpage.outputs import Logprob, RequestOutput
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, completion_logprobs
-from tests.support.wire import Scripted, context, deltas, output, tokenizer
+from tests.support.wire import Scripted, context, deltas, output, tokenizer, with_template
 
 USER = {"role": "user", "content": "Hello"}
 PROMPT = "Once upon a time"
@@ -312,6 +314,49 @@ def test_a_stream_with_tools_is_the_whole(
     message = {name: value for name, value in choice["message"].items() if value is not None}
     assert without_ids(found["delta"]) == without_ids({"content": "", **message})
     assert found["finish_reason"] == choice["finish_reason"]
+
+
+@pytest.mark.parametrize(("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS])
+def test_an_answer_can_be_sent_back_as_it_came(name: str, settings: Any, fields: Any, text: str) -> None:
+    """As JSON, as OpenAI's client gives it, and as it puts a stream together, where no unknown field passes."""
+    exchange, script = chat(settings, **fields), [Scripted([text[:9], text[9:]])]
+    whole = exchange.whole([output(exchange, script)])
+    state = ChatCompletionStreamState()
+    stream = streamed(chat(settings, **fields, stream=True), [output(exchange, script)], [script])
+    for chunk in stream:
+        state.handle_chunk(read(ChatCompletionChunk, chunk))
+    parsed = state.get_final_completion().choices[0].message.model_dump()
+    of_client = read(ChatCompletion, whole).choices[0].message.model_dump()
+    raw = whole["choices"][0]["message"]
+    by_router = {"reasoning" if name == "reasoning_content" else name: value for name, value in raw.items()}
+    delta = joined(stream)[0]["delta"]  # with the indices of calls
+    prompts = set()
+    for message in (raw, of_client, {**of_client, "annotations": []}, parsed, delta, by_router):
+        exchange = chat({**settings, "strict_requests": True, "tokenizer": RECALLING}, messages=[USER, message])
+        assert exchange.ignored_fields == ()
+        prompts.add(exchange.jobs[0].prompt)
+    (prompt,) = {re.sub(r"call_\w+", "call", str(prompt)) for prompt in prompts}
+    assert ("Hm" in prompt) == ("thinking" in name)
+
+
+RECALLING = with_template(
+    "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+)
+
+
+def test_what_comes_back_with_an_answer_and_is_not_of_it_is_told() -> None:
+    message = {"role": "assistant", "content": "x", "annotations": [{"type": "url_citation"}], "mood": "good"}
+    assert chat(messages=[USER, message]).ignored_fields == ("messages[1].annotations", "messages[1].mood")
+    with pytest.raises(ApiError, match=r"messages\[1\].annotations"):
+        chat({"strict_requests": True}, messages=[USER, message])
+
+
+@pytest.mark.parametrize(("opens", "num_chunks"), [(completion, 2), (chat, 3)])
+def test_usage_in_every_chunk_needs_no_chunk_of_its_own(opens: Any, num_chunks: int) -> None:
+    stream, script = opens(stream=True, stream_options={"continuous_usage_stats": True}), [Scripted(["a", "b"])]
+    chunks = streamed(stream, [output(stream, script)], [script])
+    assert [len(chunk["choices"]) for chunk in chunks] == [1] * num_chunks
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2][-num_chunks:]
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,17 @@ from jaxpage.scheduling import Scheduler, StepLimits
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
-from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
+from jaxpage.serving.wire.fields import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from jaxpage.serving.wire.neutral import LABELS, NEUTRAL
 from tests.support.fake_device import make_group
 from tests.support.raw_http import OF_THE_MACHINE
-from tests.support.wire import VOCAB_SIZE, context, tokenizer, with_template
+from tests.support.wire import VOCAB_SIZE, Scripted, context, output, tokenizer, with_template
 
 NAN, INF = float("nan"), float("inf")
 USER = {"role": "user", "content": "Hello"}
@@ -153,7 +161,7 @@ COMPLETION_REFUSED = [
     ({"prompt": ["x"] * 200, "n": 100}, "n", "more than 1024"),
     ({"prompt": "x" * 10**6}, "prompt", "1000000 characters"),
     *[({"logprobs": value}, "logprobs", "must be") for value in (-1, 6, 10**6, "true", True, 1.0)],
-    ({"best_of": 1, "n": 2}, "best_of", "must be"),
+    ({"best_of": 2, "n": 3}, "best_of", "must be"),
     ({"best_of": 2, "stream": True}, "best_of", "is not supported with stream"),
     ({"suffix": "x"}, "suffix", "is not supported"),
     ({"messages": [USER]}, "messages", "is not supported by this endpoint"),
@@ -387,6 +395,89 @@ def test_unknown_fields_are_told_and_refused_where_that_is_wanted() -> None:
     assert len(",".join(many.ignored_fields)) < 4096
 
 
+# What vllm-router and SGLang's router make of the smallest request there is: their own defaults are in it (SCALE.md).
+ROUTED = {
+    **{"stream": False, "ignore_eos": False, "no_stop_trim": False, "return_hidden_states": False},
+    **{"echo": False, "logprobs": False, "continue_final_message": False, "skip_special_tokens": True},
+    **{"separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True},
+}
+NOTHING_ASKED: list[dict[str, Any]] = [  # in completions and in chat
+    ROUTED,
+    *[{name: value} for name, value in ROUTED.items()],
+    {"logprobs": False, "top_logprobs": 0},
+    *[{"best_of": 1}, {"best_of": 1, "n": 2}, {"best_of": 1, "stream": True}],
+    *[{"length_penalty": 1.0}, {"length_penalty": 1}, {"early_stopping": False}],
+    {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False},
+    *[{"functions": []}, {"functions": [], "function_call": "none"}, {"tools": []}, {"vllm_xargs": {}}],
+    *[{"tool_choice": "none"}, {"chat_template_kwargs": {}}, {"parallel_tool_calls": True}],
+    {"a_field_of_others": None, "audio": None, "temperature": None, "stream_options": None, "store": None},
+    {"stream": True, "stream_options": {"include_usage": None, "continuous_usage_stats": None}},
+]
+
+
+@pytest.mark.parametrize("fields", NOTHING_ASKED, ids=lambda value: f"{value!r:.60}")
+@pytest.mark.parametrize(("opens", "new"), [(open_completion, completion), (open_chat, chat)])
+def test_what_asks_for_nothing_passes_where_nothing_unknown_does(opens: Any, new: Any, fields: dict[str, Any]) -> None:
+    exchange = opens(new(**fields), context(strict_requests=True))
+    asked = {name: fields[name] for name in ("n", "stream") if name in fields}
+    assert exchange.ignored_fields == ()
+    assert exchange.jobs == opens(new(**asked), context()).jobs
+
+
+def test_an_empty_prompt_behind_an_echo_has_nothing_to_choose_the_best_of() -> None:
+    assert open_completion(completion(max_tokens=0, echo=True, best_of=1), context(strict_requests=True)).jobs
+
+
+ENDPOINTS = [
+    (CompletionRequest, open_completion, completion()),
+    (ChatCompletionRequest, open_chat, chat()),
+    (TokenizeRequest, tokenize, {"prompt": "x"}),
+    (TokenizeChatRequest, tokenize, {"messages": [USER]}),
+    (DetokenizeRequest, detokenize, {"tokens": [5]}),
+]
+
+
+@pytest.mark.parametrize(("model", "opens", "body"), ENDPOINTS)
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_another_value_of_a_field_that_is_not_honoured_is_refused(
+    model: Any, opens: Any, body: dict[str, Any], is_strict: bool
+) -> None:
+    """By name, and a value that Python only takes for the same is another one."""
+    for name, values in NEUTRAL[model].items():
+        if name not in model.model_fields:
+            for other in ("other", {"a": 1}, [None], True, False, 0, 1, 1.5):
+                if not any(type(other) is type(value) and other == value for value in values):
+                    error = refused(opens, {**body, name: other}, strict_requests=is_strict)
+                    assert (error.status, error.param) == (400, name)
+                    assert error.message.startswith(f"{name} is not supported")
+
+
+@pytest.mark.parametrize(("model", "opens", "body"), ENDPOINTS)
+def test_a_field_that_is_null_counts_as_left_out(model: Any, opens: Any, body: dict[str, Any]) -> None:
+    nulls = dict.fromkeys([*model.model_fields, *NEUTRAL[model], "x"])
+    found = opens({**nulls, **body}, context(strict_requests=True))
+    assert found.ignored_fields == ()
+
+
+def test_the_document_says_what_asks_for_nothing() -> None:
+    document = (Path(__file__).parents[1] / "docs" / "wire-format.md").read_text().replace("\n", " ")
+    endpoints = {"completions": CompletionRequest, "chat": ChatCompletionRequest}
+
+    def cell(name: str, model: Any) -> str:
+        said = [f"`{json.dumps(value)}`" for value in NEUTRAL[model].get(name, ())]
+        return ", ".join([*said, *(["honoured"] if name in model.model_fields else [])]) or "null"
+
+    rows, nothing_but_null = ["| field | completions | chat |", "|---|---|---|"], []
+    for name in sorted({name for model in endpoints.values() for name in NEUTRAL[model]}):
+        cells = [cell(name, model) for model in endpoints.values()]
+        if set(cells) == {"null"}:
+            nothing_but_null.append(f"`{name}`")
+        else:
+            rows.append(f"| `{name}` | {' | '.join(cells)} |")
+    for wanted in ("\n".join(rows), ", ".join(nothing_but_null), ", ".join(f"`{name}`" for name in sorted(LABELS))):
+        assert wanted.replace("\n", " ") in document, wanted
+
+
 def test_a_model_without_tokenizer_takes_token_ids() -> None:
     bare = context(tokenizer=None)
     assert open_completion(completion(prompt=[1, 2]), bare).jobs[0].prompt == (1, 2)
@@ -529,6 +620,71 @@ def test_messages_show_nothing_of_the_machine() -> None:
     raw = "at 0x7f00ab in /root/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback"
     assert not re.search(r"0x|root|site-packages|object at|Traceback", ApiError(400, raw).message)
     assert ApiError(400, "use /v1/completions").message == "use /v1/completions"
+
+
+PATHS = [
+    "../../etc",
+    "/etc/passwd",
+    "and/or",
+    "see /a/b/c, or a/b",
+    "0xdead",
+    "<x.Engine object at 0x12>",
+    "Traceback",
+    "C:/x/y",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_the_client_said_is_told_as_it_said_it(path: str) -> None:
+    for opens, body in (
+        (open_completion, completion(model=path)),
+        (open_completion, completion(response_format={"type": path})),
+        (open_completion, completion(cache_salt=path + "\0")),
+        (open_chat, chat(messages=[{"role": path, "content": "x"}])),
+        (open_chat, chat(tools=[tool(parameters={"$ref": path})])),
+        (tokenize, {"prompt": [path]}),
+        (detokenize, {"tokens": [path]}),
+        (lambda body, _: parse_object(body), json.dumps([path]).encode()),
+        (lambda body, _: parse_object(body), b'{"x/y": 1, %b: 1, %b: 1}' % ((json.dumps(path).encode(),) * 2)),
+    ):
+        with pytest.raises(ApiError) as caught:
+            opens(body, context())
+        assert path in caught.value.message and path in str(caught.value)
+    long = completion(cache_salt=f"/{path}/" * 100)
+    assert refused_as_it_is(open_completion, long).count(f"/{path}/") >= 1
+
+
+def refused_as_it_is(opens: Any, body: dict[str, Any]) -> str:
+    with pytest.raises(ApiError) as caught:
+        opens(body, context())
+    return caught.value.message
+
+
+def test_what_the_client_said_stands_beside_what_it_is_not_told() -> None:
+    said = "/a/b/("
+    machine = "at 0x7f00ab in /root/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback /a/bc/("
+    for opens, body in (
+        (open_completion, completion(structured_outputs={"regex": said})),
+        (open_chat, chat(structured_outputs={"regex": said})),
+    ):
+        exchange = opens(body, context())
+        for told in (
+            exchange.refusal(ValueError(f"structured_outputs={{'regex': '{said}'}} is refused {machine}")).message,
+            exchange_fails(exchange, f"structured_outputs: '{said}' {machine}"),
+        ):
+            assert said in told
+            assert not re.search(r"0x|root|site-packages|object at|Traceback|bc", told)
+    template = with_template("{{ raise_exception('no ' ~ messages[0].content ~ ' " + machine + "') }}")
+    told = refused_as_it_is(
+        lambda body, _: open_chat(body, context(tokenizer=template)), chat(messages=[{**USER, "content": said}])
+    )
+    assert said in told and not re.search(r"0x|root|site-packages|object at|Traceback|bc", told)
+
+
+def exchange_fails(exchange: Any, reason: str) -> str:
+    with pytest.raises(ApiError) as caught:
+        exchange.whole([output(exchange, [Scripted(["a"], "error", reason)])])
+    return caught.value.message
 
 
 def test_tokens_and_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage.engine.grammar_compiler import GrammarCompiler
+from jaxpage.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.pieces import PieceParser, Plain, Thinking
 from jaxpage.serving.wire.tools import Hermes, JsonCalls, NamedCall, hermes, llama3_json, required, required_schema
-from tests.support.wire import VOCAB_SIZE, chatml, context, tokenizer, with_template
+from tests.support.wire import chatml, context, tokenizer, with_template
 
 NAMES = frozenset({"f", "g"})
 F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "parameters": {}}'
@@ -193,11 +194,147 @@ def test_the_schema_of_required_calls_is_that_of_the_tools() -> None:
         [{"name": "g"}],
     ]
     assert all(validator.is_valid(one) for one in good) and not any(validator.is_valid(one) for one in bad)
-    compiler = GrammarCompiler(tokenizer(), VOCAB_SIZE)
-    try:
-        assert compiler.compiled(("json", json.dumps(schema)))
-    finally:
-        compiler.close()
+    assert all(writes(schema, one) for one in good) and not any(writes(schema, one) for one in bad)
+
+
+@functools.cache
+def llguidances() -> tuple[Any, int]:
+    return tokenizer_of(tokenizer().backend_tokenizer.to_str())
+
+
+def writes(schema: dict[str, Any], value: Any) -> bool:
+    """Whether a model that the grammar of the schema holds may write a value, and nothing behind it."""
+    known, end_id = llguidances()
+    matcher = matcher_of(known, source_of("json", json.dumps(schema)))
+    assert problem_of(matcher, end_id) is None
+    tokens = known.tokenize_str(json.dumps(value))
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+INTEGER = {"type": "integer"}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+SCHEMAS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [  # a tool's, arguments that keep to it, objects that do not
+    ({}, [{}], [{"a": 1}]),  # as without a schema: no parameters
+    ({"properties": {"a": INTEGER}}, [{}, {"a": 1}], [{"a": "x"}]),
+    ({"type": ["object", "null"], "properties": {"a": INTEGER}}, [{"a": 1}], [{"a": "x"}]),
+    ({"type": ["string", "object"]}, [{"x": 1}], []),
+    ({"anyOf": [{"type": "string"}, {"type": "object", "properties": {"a": INTEGER}}]}, [{"a": 1}], [{"a": "x"}]),
+    ({"oneOf": [{"type": "null"}, {"properties": {"a": INTEGER}, "type": "object"}]}, [{"a": 1}], [{"a": "x"}]),
+    ({"allOf": [{"type": ["object", "null"]}, {"properties": {"a": INTEGER}}]}, [{"a": 1}], [{"a": "x"}]),
+    ({"enum": ["x", {"a": 1}, None]}, [{"a": 1}], [{"a": 2}, {}]),
+    ({"const": {"$ref": "#/a"}}, [{"$ref": "#/a"}], [{"$ref": "#/$defs/tool0/a"}]),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"a": INTEGER}}}}, [{"a": 1}], [{"a": "x"}]),
+    ({"$ref": "#/$defs/any", "$defs": {"any": True}}, [{"x": 1}], []),
+    ({"$ref": "#/definitions/a", "definitions": {"a": {"properties": {"a": INTEGER}}}, "$schema": DRAFT_7}, [{"a": 1}], [{"a": "x"}]),
+    ({"$id": "http://a/b", "properties": {"a": {"$ref": "#/$defs/i"}}, "$defs": {"i": INTEGER}}, [{"a": 1}], [{"a": "x"}]),
+    ({"properties": {"a": {"$ref": "#i"}}, "$defs": {"i": {**INTEGER, "$anchor": "i"}}}, [{"a": 1}], [{"a": "x"}]),
+    ({"properties": {"a": {"$ref": "#/parts/i"}}, "parts": {"i": {"$ref": "#/parts/j"}, "j": INTEGER}}, [{"a": 1}], [{"a": "x"}]),
+    ({"type": ["object", "null"], "properties": {"next": {"$ref": "#"}}}, [{"next": {"next": None}}], [{"next": 1}]),
+    (
+        {"properties": {"$ref": INTEGER, "$id": INTEGER, "enum": {"enum": [{"$ref": "#/b"}]}, "properties": {"const": {"$ref": "#"}}}},
+        [{"$ref": 1, "$id": 1}, {"enum": {"$ref": "#/b"}}, {"properties": {"$ref": "#"}}],
+        [{"$ref": "1"}, {"enum": {"$ref": "#/$defs/tool0/b"}}, {"properties": {"$ref": "#/$defs/tool0"}}],
+    ),
+    (
+        {"default": {"$ref": "#"}, "examples": [{"$ref": "#"}], "properties": {"a": {**INTEGER, "default": {"$ref": "http://a/b"}}}},
+        [{"a": 1}],
+        [{"a": "x"}],
+    ),
+]  # fmt: skip
+OTHERS = [None, True, 1, " 18", [], [{}]]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), SCHEMAS, ids=[f"{schema!r:.60}" for schema, *_ in SCHEMAS])
+def test_arguments_are_an_object_that_keeps_to_the_schema(
+    schema: dict[str, Any], good: list[Any], bad: list[Any]
+) -> None:
+    """Whatever else the schema admits, and with what it refers to beside another tool's of the same names."""
+    named = held_to({"type": "function", "function": {"name": "f"}}, schema)
+    assert all(writes(named, one) for one in good) and not any(writes(named, one) for one in bad + OTHERS)
+    required = held_to("required", schema)
+
+    def call(arguments: Any) -> list[Any]:
+        return [{"name": "f", "parameters": arguments}]
+
+    assert all(writes(required, call(one)) for one in good) and not any(
+        writes(required, call(one)) for one in bad + OTHERS
+    )
+
+
+def held_to(choice: Any, schema: dict[str, Any]) -> Any:
+    """What an answer is held to that has to call `f`, whose parameters the schema is."""
+    another = {"$defs": {"a": {"type": "null"}, "i": {"type": "null"}}, "definitions": {"a": {"type": "null"}}}
+    tools = [{"name": "f", "parameters": schema}, {"name": "g", "parameters": another}]
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "tool_choice": choice}
+    body["tools"] = [{"type": "function", "function": function} for function in tools]
+    return json.loads(open_chat(body, context(tool_parser="hermes")).jobs[0].params.structured_outputs[1])
+
+
+def refused_parameters(schema: Any, choice: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        held_to(choice, schema)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"},
+        {"type": ["string", "null"]},
+        {"type": []},
+        {"const": 3},
+        {"enum": ["a", None]},
+        {"enum": []},
+        {"anyOf": [{"type": "string"}, {"const": []}, False]},
+        {"oneOf": [False]},
+        {"type": "object", "allOf": [{}, {"type": "array"}]},
+        {"$ref": "#/$defs/a/anyOf/0", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b~1~0%25"}]}, "b/~%": {"type": "number"}}},
+        {"$ref": "#/parts/0", "parts": [{"type": "string"}]},
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"$ref": f"#/$defs/{i + 1}"}]} for i in range(30)}
+         | {"30": {"type": "string"}}},
+    ],
+    ids=lambda value: f"{value!r:.50}",
+)  # fmt: skip
+@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "f"}}])
+def test_parameters_that_admit_no_object_are_refused(schema: dict[str, Any], choice: Any) -> None:
+    error = refused_parameters(schema, choice)
+    assert (error.status, error.param) == (400, "tools[0].function.parameters")
+    assert "admits no object" in error.message
+
+
+@pytest.mark.parametrize("schema", [True, False, [], "x"])
+def test_parameters_are_a_schema_that_is_an_object(schema: Any) -> None:
+    assert refused_parameters(schema, "required").param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"$ref": "#/nowhere/0/x"},
+        {"$ref": "#nowhere"},
+        {"type": "object", "required": {"$ref": "http://a"}},
+        {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)}, "$ref": "#/$defs/d0"},
+    ],
+    ids=lambda value: f"{value!r:.50}",
+)  # fmt: skip
+def test_a_schema_that_goes_round_or_nowhere_is_the_compilers_to_refuse(schema: dict[str, Any]) -> None:
+    """Looking whether it admits an object ends, in a time that grows with its length."""
+    assert held_to("required", schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/parts/0", "parts": [{"$ref": "http://a/b"}]},
+        {"unevaluatedProperties": {"$ref": "http://a/b"}},
+        {"dependencies": {"a": ["b"], "c": {"$ref": "http://a/b"}}},
+        {"$dynamicRef": "http://a/b"},
+    ],
+)
+def test_references_lead_nowhere_outside_wherever_they_stand(schema: dict[str, Any]) -> None:
+    assert "nothing is fetched" in refused_parameters(schema, "auto").message
 
 
 def opened(choice: Any, **settings: Any) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from jaxpage.argument_checks import close_names
 from jaxpage.errors import ConfigError, ModelNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,6 @@ def _near(name: str) -> str:
         siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
     except (OSError, ValueError):  # no such parent, or a name that no file can have
         siblings = []
-    near = [str(path.with_name(match)) for match in difflib.get_close_matches(path.name, siblings)] if path.name else []
-    near += difflib.get_close_matches(name, PACKAGED, n=1)
+    near = [str(path.with_name(match)) for match in close_names(path.name, siblings, most=3)] if path.name else []
+    near += close_names(name, PACKAGED)
     return f". Did you mean {' or '.join(map(repr, near))}?" if near else ""

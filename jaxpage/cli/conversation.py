@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpage.argument_checks import close_names
 from jaxpage.cli.flags import SAMPLING_FLAGS, json_object
 from jaxpage.errors import CapacityError
 from jaxpage.sampling_params import SamplingParams
@@ -121,7 +121,7 @@ class Conversation:
                     return ""
         except (ValueError, OSError) as error:
             return f"{name}: {error}"
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        near = close_names(name, COMMANDS)
         hint = f"did you mean {near[0]}?" if near else f"there are {' '.join(COMMANDS)}."
         return f"There is no {name[:40]}; {hint} Nothing was sent. A text that begins with / goes between {QUOTES}."
 
@@ -129,7 +129,7 @@ class Conversation:
         name, _, value = text.partition(" ")
         name = name.lower().replace("-", "_")
         if name not in PARAMETERS:
-            near = difflib.get_close_matches(name, PARAMETERS, n=1)
+            near = close_names(name, PARAMETERS)
             raise ValueError(f"there is no {name!r}; {f'did you mean {near[0]}?' if near else ', '.join(PARAMETERS)}")
         if not value.strip():
             raise ValueError(f"{name} takes a value, such as /set temperature 0.5")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
+from jaxpage.argument_checks import close_names
 from jaxpage.cli.flags import OneModel
 
 
@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             unknown = message.removeprefix(prefix).split()[0].split("=")[0]
             others = [option for option in self.known_options() if option != unknown]  # which another command may take
-            close = difflib.get_close_matches(unknown, others, n=1) if len(others) == len(self.known_options()) else []
+            close = close_names(unknown, others) if len(others) == len(self.known_options()) else []
             message = f"unknown argument {unknown!r}" + (f"; did you mean {close[0]!r}?" if close else "")
             if not unknown.startswith("-"):
                 message = f"unexpected argument {unknown!r}; a text of several words needs quotes"
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            close = difflib.get_close_matches(str(value), action.choices, n=1)
+            close = close_names(str(value), action.choices)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
         super()._check_value(action, value)

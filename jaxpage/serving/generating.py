@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.engine.admission import PreparedRequest
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.http.answers import encoded, event, ignored_header, json_answer, refusal_of, told
+from jaxpage.serving.http.answers import COMMENT, encoded, event, ignored_header, json_answer, refusal_of, told
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.submitted import DeadlineExceeded, ShuttingDown, Submitted
@@ -61,7 +61,7 @@ class Generating:
         headers = ignored_header(exchange.ignored_fields)
         try:
             if exchange.stream:
-                await self._stream(exchange, submitted, headers, send)
+                await self._stream(exchange, submitted, headers, scope, send)
             else:
                 outputs = await asyncio.gather(*(one.whole() for one in submitted))
                 answer = await asyncio.to_thread(lambda: json_answer(exchange.whole(outputs), headers=headers))
@@ -82,18 +82,19 @@ class Generating:
             raise (told(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
 
     async def _stream(
-        self, exchange: Exchange, submitted: list[Submitted], headers: dict[str, str], send: Send
+        self, exchange: Exchange, submitted: list[Submitted], headers: dict[str, str], scope: Scope, send: Send
     ) -> None:
         """Server-sent events. An error behind the headers is an event, too, and the stream ends as it always ends."""
         raw_headers = [(name.encode(), value.encode()) for name, value in {**_STREAM_HEADERS, **headers}.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
+        scope["state"]["comment"] = COMMENT  # for who looks whether the client is still there
         try:
             async with aclosing(news_of(submitted)) as news:
                 async for deltas in news:
                     if any(delta.prompt_logprobs for _, delta in deltas):  # long, once
                         part = await asyncio.to_thread(_events, exchange, deltas)
                     else:
-                        part = _events(exchange, deltas) if deltas else b": keep-alive\n\n"
+                        part = _events(exchange, deltas) if deltas else COMMENT
                     await _send_part(send, part)
             events = exchange.last_chunks()
         except Exception as error:

@@ -21,7 +21,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.http.connection import MAX_HEADER_BYTES, Connection, no_room
+from jaxpage.serving.http.connection import Connection, no_room
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.logs import log_activity
 from jaxpage.serving.metrics import ServerMetrics
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 FIRST_BYTE_SECONDS = 5.0  # of a connection, which may be made beforehand
 HEADER_SECONDS = 5.0  # beside the time for the body
 PARTING_SECONDS = 5.0  # for what ended early to be told so, and for the engine's thread to end
+HURRIED_SECONDS = 2.0  # from the second signal to the end of the process, whatever is still being done
 SILENT_SECONDS = 5  # that a connection may be silent behind an answer
 
 
@@ -45,7 +46,7 @@ def run_server(
     api_keys: Sequence[str],
     announce: Callable[[], None],
 ) -> int:
-    """Serves until a signal comes or the engine dies. The first signal lets finish what runs, the second ends it at once.
+    """Serves until a signal comes or the engine dies. The first SIGINT or SIGTERM lets finish what runs, the second ends it at once.
 
     Args:
         listener: bound, not listening.
@@ -75,7 +76,16 @@ async def _serve(
     app: Starlette, loop: EngineLoop, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]
 ) -> int:
     serving = Serving(app, loop, config, listener, announce)
-    with _handled_signals(serving.signal):
+
+    def signalled() -> None:
+        serving.signal()
+        if serving.is_hurried:
+            # Threads that wait for something, or a step of the engine, could keep the process for long.
+            ending = threading.Timer(HURRIED_SECONDS, _end_process)
+            ending.daemon = True
+            ending.start()
+
+    with _handled_signals(signalled):
         return await serving.run()
 
 
@@ -104,6 +114,10 @@ class Serving:
     def signal(self) -> None:
         """Asks it to end; the second time, at once. On the event loop."""
         (self._hurried if self._signalled.is_set() else self._signalled).set()
+
+    @property
+    def is_hurried(self) -> bool:
+        return self._hurried.is_set()
 
     async def run(self) -> int:
         """Starts the engine's thread; stopping it is left to the caller. Returns the exit status."""
@@ -179,7 +193,6 @@ def _settings(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=SILENT_SECONDS,
         timeout_graceful_shutdown=int(PARTING_SECONDS),
     )
@@ -191,14 +204,26 @@ def _handled_signals(handle: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, handle)
+    loop = asyncio.get_running_loop()
+    handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGHUP: _hung_up}
+    before = {number: signal.getsignal(number) for number in handlers}
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in handlers:
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
+
+
+def _hung_up() -> None:
+    logger.warning("SIGHUP reloads nothing: new settings need a new server")
+
+
+def _end_process() -> None:
+    logger.critical("something is still being done; the process ends without it")
+    os._exit(1)
 
 
 async def _ended(loop: EngineLoop) -> None:

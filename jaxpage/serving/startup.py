@@ -115,13 +115,12 @@ def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page:
 
 
 @contextlib.contextmanager
-def interrupts_end_at_once() -> Iterator[None]:
-    """While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for."""
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _handled_as(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
@@ -135,19 +134,21 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
-    if not api_keys and not server.is_local:
-        logger.warning("whoever reaches %s may ask: set --api-key-file or %s", server.host, API_KEY_VARIABLE)
-    with interrupts_end_at_once():
-        built = build_engine(engine, progress=not server.log_json, phase=start_up.phase)
-    context, address = model_context(built, engine, server), address_of(listener)
-    text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
-    return run_server(
-        built,
-        server,
-        context,
-        listener,
-        metrics=ServerMetrics(context.model_names[0]),
-        capabilities=capabilities(built, engine, server, context.limits),
-        api_keys=api_keys,
-        announce=lambda: start_up.ready(text, address),
-    )
+    with _handled_as(signal.SIGHUP, signal.SIG_IGN):  # a terminal that goes takes no server along
+        if not api_keys and not server.is_local:
+            logger.warning("whoever reaches %s may ask: set --api-key-file or %s", server.host, API_KEY_VARIABLE)
+        # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
+        with _handled_as(signal.SIGINT, signal.SIG_DFL):
+            built = build_engine(engine, progress=not server.log_json, phase=start_up.phase)
+        context, address = model_context(built, engine, server), address_of(listener)
+        text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
+        return run_server(
+            built,
+            server,
+            context,
+            listener,
+            metrics=ServerMetrics(context.model_names[0]),
+            capabilities=capabilities(built, engine, server, context.limits),
+            api_keys=api_keys,
+            announce=lambda: start_up.ready(text, address),
+        )

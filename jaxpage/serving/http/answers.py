@@ -14,6 +14,7 @@ from jaxpage.serving.submitted import DeadlineExceeded, EngineFailed, QueueFull,
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 
 logger = logging.getLogger(__name__)
+COMMENT = b": keep-alive\n\n"  # server-sent, and of no meaning
 
 
 def encoded(value: Any) -> bytes:

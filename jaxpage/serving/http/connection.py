@@ -12,10 +12,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxpage.serving.http.answers import encoded, send_error
+from jaxpage.serving.http.parser import Parser
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
-MAX_HEADER_BYTES = 1 << 16
 MAX_BYTES_BEHIND = 1 << 16  # a request that is being answered: of the next ones, which wait
+MAX_BYTES_DROPPED = 1 << 24  # of what nobody is going to read
+LINGER_SECONDS = 2.0  # for what is still sent when its answer is out
+PROBE_SECONDS = 0.01  # from the end of what a client sends to the first look whether it is there
+MAX_PROBE_SECONDS = 10.0  # between two looks: each time it is four times as long
 
 
 class _Timer:
@@ -39,7 +43,14 @@ class _Timer:
 
 
 class Connection(H11Protocol):
-    """One connection of a client. When it is cut, who answers sees a disconnect."""
+    """One connection of a client. When it is cut, who answers sees a disconnect.
+
+    A client that sends no more may have left, or wait for its answer: only a client that is gone resets the connection when something
+    is written to it. So something is written from time to time that asks nothing of a client that is there: the interim answer 100, or
+    the comment of a stream (`state["comment"]` of its scope). A client of HTTP/1.0, which has no interim answers, is taken for gone.
+    """
+
+    conn: Parser
 
     def __init__(
         self,
@@ -59,14 +70,21 @@ class Connection(H11Protocol):
             max_connections: those beyond them are answered by `no_room`; from twice as many on they are cut at once.
         """
         super().__init__(*args, **kwargs)
+        self.conn = Parser()
         self._receive_seconds = receive_seconds
         self._send_seconds = send_seconds
         self._max_connections = max_connections
         self._no_room = no_room
         self._silent_seconds = silent_seconds
         self._is_silent = True
+        self._has_ended = False  # what the client sends
+        self._drops = False  # what it still sends
+        self._num_dropped = 0
+        self._probe_seconds = PROBE_SECONDS
         self._receiving = _Timer()
         self._sending = _Timer()
+        self._probing = _Timer()
+        self._lingering = _Timer()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -79,11 +97,25 @@ class Connection(H11Protocol):
         self._receiving.start(self._silent_seconds, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._receiving.stop()
-        self._sending.stop()
+        for timer in (self._receiving, self._sending, self._probing, self._lingering):
+            timer.stop()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether there is an answer to give still; else the connection is closed."""
+        self._has_ended = True
+        waits = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        if waits:
+            self._probe_seconds = PROBE_SECONDS
+            self._probing.start(self._probe_seconds, self._probe)
+        return waits
+
     def data_received(self, data: bytes) -> None:
+        if self._drops or self.conn.their_state is h11.MUST_CLOSE:  # it said itself that nothing follows
+            self._num_dropped += len(data)
+            if self._num_dropped > MAX_BYTES_DROPPED:
+                self.transport.abort()
+            return
         if self._is_silent:
             self._is_silent = False
             self._receiving.stop()
@@ -97,15 +129,18 @@ class Connection(H11Protocol):
         """uvicorn reads no further behind a request that is being answered, and then it sees nobody leave."""
         super().handle_events()
         if self.conn.their_state is h11.DONE and not self.transport.is_closing():
-            if len(self.conn.trailing_data[0]) > MAX_BYTES_BEHIND:
-                self.transport.abort()
-            else:
-                self.flow.resume_reading()
+            if len(self.conn.trailing_data[0]) > MAX_BYTES_BEHIND:  # it gets its answer, which is the last one
+                self._drops = True
+                self.cycle.keep_alive = False
+                self.cycle.scope["state"]["is_last"] = True
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE:  # uvicorn closes it if nothing follows
             self._receiving.stop()
+        if self._has_ended and not self.eof_received():
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -116,18 +151,40 @@ class Connection(H11Protocol):
         self._sending.stop()
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP is answered once, unless an answer is under way."""
-        body = encoded(ApiError(400, msg).body())
+        """What is not HTTP is answered once, unless an answer is under way. Who is still sending reads it when everything is sent."""
+        body = encoded(ApiError(400, self.conn.problem or msg).body())
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events: list[Any] = [h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
         with contextlib.suppress(h11.LocalProtocolError):
             for event in events:
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._drops = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write_eof()
+        self._lingering.start(LINGER_SECONDS, self.transport.close)
 
     def _expect_request(self) -> None:
         if not self._receiving.runs:
             self._receiving.start(self._receive_seconds, self.transport.abort)
+
+    def _probe(self) -> None:
+        """Of a client that is gone the first look is answered by a reset, and the next one fails."""
+        if self.cycle.response_complete or self.transport.is_closing():
+            return
+        event: Any = None
+        if self.cycle.response_started:
+            if comment := self.cycle.scope["state"].get("comment"):
+                event = h11.Data(data=comment)
+        elif self.cycle.scope["http_version"] < "1.1":  # which has no interim answers
+            self.transport.close()
+        else:
+            event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        if event is not None and not self.transport.get_write_buffer_size():
+            self.transport.write(self.conn.send(event) or b"")
+        self._probe_seconds = min(4 * self._probe_seconds, MAX_PROBE_SECONDS)
+        self._probing.start(self._probe_seconds, self._probe)  # of a connection that is closed it does nothing
 
     def _watch_reader(self, num_unread: int) -> None:
         self._sending.start(self._send_seconds, lambda: self._cut_if_not_read(num_unread))

@@ -14,10 +14,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.serving.http.answers import send_error, told
+from jaxpage.serving.http.connection import LINGER_SECONDS
 from jaxpage.serving.logs import log_refusal
 from jaxpage.serving.metrics import ServerMetrics
 
-LINGER_SECONDS = 2.0  # for the rest of a body that is refused
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _REASONS = {
     401: "unauthorized",
@@ -59,7 +59,7 @@ class Envelope:
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
                 answer["x-content-type-options"] = "nosniff"
-                if not body_is_read:  # nobody is going to read the rest
+                if not body_is_read or scope["state"].get("is_last"):  # nobody is going to read the rest
                     answer["connection"] = "close"
                 if (reason := _reason(message["status"], scope["state"])) is not None:
                     self._metrics.rejected(reason)

@@ -7,7 +7,7 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxpage.serving.http.connection import MAX_HEADER_BYTES
+from jaxpage.serving.http.parser import MAX_HEADER_BYTES
 from jaxpage.serving.wire.errors import ApiError
 
 MAX_HEADERS = 100

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import JaxpageError
-from jaxpage.serving.http.answers import encoded, event
+from jaxpage.serving.http.answers import COMMENT, encoded, event
 from jaxpage.serving.inspector.state import Inspector, Snapshot
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
@@ -97,6 +97,7 @@ def state_routes(loop: Source, *, show_prompts: bool) -> list[BaseRoute]:
     async def events(request: Request) -> Response:
         if feed.num_viewers >= MOST_VIEWERS:
             raise ApiError(503, f"{MOST_VIEWERS} pages look at this engine already", headers=RETRY_AFTER)
+        request.scope["state"]["comment"] = COMMENT  # for who looks whether the viewer is still there
         return StreamingResponse(feed.events(), media_type="text/event-stream", headers=_PRIVATE)
 
     return [Route("/debug/state", state), Route("/debug/events", events)]
@@ -138,7 +139,7 @@ class _Feed:
                     yield event(body)
                 elif time.monotonic() - quiet_since > SECONDS_BETWEEN_COMMENTS:
                     quiet_since = time.monotonic()
-                    yield b": still here\n\n"
+                    yield COMMENT
                 await asyncio.sleep(SECONDS_BETWEEN_SNAPSHOTS)
         except JaxpageError:
             return  # the engine is gone, and with it what there was to see

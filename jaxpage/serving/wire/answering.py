@@ -43,14 +43,14 @@ class Answer:
         self._ended: set[int] = set()  # choices of a stream
 
     def refusal(self, error: Exception) -> ApiError:
-        return as_api_error(error, names=self._parameter_names)
+        return as_api_error(error, names=self._parameter_names).quoting(self._request)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         self._usage.add(job_index, delta)
         options = self._request.stream_options
         chunks = []
         for position, output in enumerate(delta.outputs):
-            check(output)
+            self._check(output)
             index = job_index * self._num_choices + output.index
             if index in self._ended:
                 continue
@@ -58,8 +58,10 @@ class Answer:
                 self._ended.add(index)
             for choice in self._stream_choices(index, job_index, delta, position):
                 chunk = self._envelope(self._chunk_object, [choice])
-                if options is not None and options.include_usage:
-                    chunk["usage"] = self._usage.body() if options.continuous_usage_stats else None
+                if options is not None and options.continuous_usage_stats:
+                    chunk["usage"] = self._usage.body()
+                elif options is not None and options.include_usage:
+                    chunk["usage"] = None
                 chunks.append(chunk)
         return chunks
 
@@ -74,9 +76,19 @@ class Answer:
         for job_index, output in enumerate(outputs):
             self._usage.add(job_index, output)
             for position, one in enumerate(output.outputs):
-                check(one)
+                self._check(one)
                 choices.append(self._choice(job_index * self._num_choices + one.index, output, position))
         return {**self._envelope(self._object, choices), "usage": self._usage.body()}
+
+    def _check(self, output: CompletionOutput) -> None:
+        """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on."""
+        reason = str(output.stop_reason or "")
+        if output.finish_reason == "abort":
+            raise ApiError(503, "The request was ended before it was complete", headers=RETRY_AFTER)
+        if output.finish_reason == "error":
+            if reason == NO_TOKEN_LEFT or reason.startswith("structured_outputs: "):
+                raise ApiError(400, f"The generation cannot go on: {reason}").quoting(self._request)
+            raise ApiError(500, INTERNAL)
 
     def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:
         """What is new of `delta.outputs[position]`; nothing where there is nothing to say."""
@@ -121,17 +133,6 @@ class Usage:
             "total_tokens": num_prompt + self._num_generated,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
         }
-
-
-def check(output: CompletionOutput) -> None:
-    """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on."""
-    reason = str(output.stop_reason or "")
-    if output.finish_reason == "abort":
-        raise ApiError(503, "The request was ended before it was complete", headers=RETRY_AFTER)
-    if output.finish_reason == "error":
-        if reason == NO_TOKEN_LEFT or reason.startswith("structured_outputs: "):
-            raise ApiError(400, f"The generation cannot go on: {reason}")
-        raise ApiError(500, INTERNAL)
 
 
 def prompt_logprobs_body(entries: Entries | None, wanted: int) -> list[Any] | None:

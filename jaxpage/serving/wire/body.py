@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from jaxpage.argument_checks import shown
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, quotes
 
 MAX_BODY_DEPTH = 128
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+@quotes
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The object. Linear in its length.
 

@@ -10,7 +10,7 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.fields import ChatCompletionRequest
 from jaxpage.serving.wire.job import Job
 from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
@@ -21,6 +21,7 @@ from jaxpage.serving.wire.templates import render
 from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
 
 
+@quotes
 def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     """An `Exchange`. Renders the chat template, which may take a while. Raises ApiError."""
     request, ignored = read(body, ChatCompletionRequest, context)

@@ -9,7 +9,7 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.fields import CompletionRequest
 from jaxpage.serving.wire.job import Job
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
@@ -19,6 +19,7 @@ from jaxpage.serving.wire.sampling import beam_params, check_common, format_para
 DEFAULT_MAX_TOKENS = 16
 
 
+@quotes
 def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAnswer:
     """An `Exchange`. Raises ApiError."""
     request, ignored = read(body, CompletionRequest, context)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from pydantic import BaseModel
 
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.sampling_params import BeamSearchParams, SamplingParams
@@ -29,6 +33,8 @@ _PARAMETERS_OF_REQUESTS = (  # what the engine says of a request as a whole, by 
     (re.compile(r"request '[^']*' has a prompt of "), "prompt", "has "),
     (re.compile(r"request '[^']*' may need "), "prompt", "and what may follow it need "),
 )
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 _PARAMETERS = {*SamplingParams.__annotations__, *BeamSearchParams.__annotations__, "prompt", "prompt_token_ids"}
 
 
@@ -45,12 +51,19 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status = status
+        self._unscrubbed = message[:_MAX_MESSAGE]
         self.message = scrubbed(message)
         self.type = type or _TYPES.get(status, "invalid_request_error")
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
         super().__init__(self.message)
+
+    def quoting(self, request: Any) -> ApiError:
+        """Itself: what looks like something of the machine, but stands in the request, is told as it stands there."""
+        self.message = scrubbed(self._unscrubbed, request)
+        self.args = (self.message,)
+        return self
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
@@ -83,6 +96,38 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
     return ApiError(400, message, param=(names or {}).get(param or "", param))
 
 
-def scrubbed(message: str) -> str:
-    """Short, and without addresses, files and traces: fixed texts say what is missing."""
-    return _OF_THE_MACHINE.sub("...", message[:_MAX_MESSAGE])
+def quotes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """For a function whose first argument is a request: its errors quote it."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*arguments, **named)
+        except ApiError as error:
+            error.quoting(arguments[0])
+            raise
+
+    return wrapped
+
+
+def scrubbed(message: str, request: Any = None) -> str:
+    """Short, and without addresses, files and traces: fixed texts say what is missing. What the request has itself may stay.
+
+    Args:
+        request: bytes of JSON, or what was made of them.
+    """
+    own: list[str] = []  # looked for once, and only if it matters
+
+    def kept(found: re.Match[str]) -> str:
+        if request is not None and not own:
+            own.append(_text_of(request))
+        return found[0] if own and found[0].rstrip(".") in own[0] else "..."  # dots: a value that was shortened
+
+    return _OF_THE_MACHINE.sub(kept, message[:_MAX_MESSAGE])
+
+
+def _text_of(request: Any) -> str:
+    if isinstance(request, bytes):
+        return request.decode(errors="replace").replace("\\/", "/")
+    value = request.model_dump() if isinstance(request, BaseModel) else request
+    return json.dumps(value, ensure_ascii=False, default=str)

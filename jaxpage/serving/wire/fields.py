@@ -55,8 +55,8 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # usage in every chunk, with `include_usage` or without
     include_obfuscation: Literal[False] | None = None
 
 
@@ -190,6 +190,7 @@ class AssistantMessage(Fields):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same: vLLM's name for it, and that of its router
     tool_calls: Items[ToolCall] | None = None
     name: str | None = None
 

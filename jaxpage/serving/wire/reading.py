@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from jaxpage.argument_checks import shown
+from jaxpage.argument_checks import close_names, shown
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
+from jaxpage.serving.wire.neutral import ADDED, LABELS, NEUTRAL, is_neutral
 
 Request = TypeVar("Request", bound=BaseModel)
-
-# Fields that are known and not honoured, with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "documents": (),
-    "escape_special_tokens": (False,),
-    "function_call": (),
-    "functions": (),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "kv_transfer_params": (),
-    "logits_processors": (),
-    "lora": (),
-    "lora_request": (),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_embeds": (),
-    "reasoning_effort": (),
-    "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "verbosity": (),
-    "vllm_xargs": (),
-    "web_search_options": (),
-}
-# Labels that ask for nothing, so that taking no notice of them is right.
-LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
-_OF_GENERATION = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
+_HONOURED_SOMEWHERE = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
 _MESSAGES = {  # where pydantic's own would not go on from the name of the field
     "extra_forbidden": "is not a known field",
 }
@@ -66,6 +29,7 @@ def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> t
     Raises:
         ApiError: 400 with the field as `param`; 404 if the model is another one.
     """
+    body = {name: value for name, value in body.items() if _is_asked(model, name, value)}
     _check_supported(body, model)
     _check_lengths(body, context)
     try:
@@ -75,22 +39,25 @@ def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> t
     except RecursionError:
         raise ApiError(400, "Request body is nested too deeply") from None
     _check_model(getattr(request, "model", None), context)
-    unknown = [path for path in _unknown(request) if path not in UNSUPPORTED and path not in LABELS]
+    unknown = [path for path in _unknown(request) if path not in LABELS]
     if unknown and context.strict_requests:
-        near = difflib.get_close_matches(unknown[0], model.model_fields, 1)
+        near = close_names(unknown[0], model.model_fields)
         hint = f". Did you mean {near[0]!r}?" if near else ""
         raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}{hint}", param=_printable(unknown[0]))
     return request, tuple(map(_printable, unknown[:_MAX_IGNORED]))
 
 
+def _is_asked(model: type[BaseModel], name: str, value: Any) -> bool:
+    """A required field is always read, so that its error names it."""
+    field = model.model_fields.get(name)
+    return (field is not None and field.is_required()) or not is_neutral(model, name, value)
+
+
 def _check_supported(body: Mapping[str, Any], model: type[BaseModel]) -> None:
-    for name, neutral in UNSUPPORTED.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            raise ApiError(400, f"{name} is not supported", param=name)
-    if issubclass(model, GenerationRequest):
-        for name in sorted(_OF_GENERATION - model.model_fields.keys()):
-            if not (body.get(name) is None or body[name] is False):  # 0 is neither
-                raise ApiError(400, f"{name} is not supported by this endpoint", param=name)
+    for name in body:
+        if name in NEUTRAL[model] and name not in model.model_fields:
+            others = " by this endpoint" if name in _HONOURED_SOMEWHERE else ""
+            raise ApiError(400, f"{name} is not supported{others}", param=name)
 
 
 def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:
@@ -147,11 +114,11 @@ def _path(location: tuple[int | str, ...], body: Any) -> str:
 
 
 def _unknown(value: Any, path: str = "") -> Iterator[str]:
-    """Paths of fields that no model knows. Inside, null ones do not count: clients send back what they were sent."""
+    """Paths of fields that no model knows and that ask for something."""
     if isinstance(value, BaseModel):
         prefix = f"{path}." if path else ""
         for name, item in (value.model_extra or {}).items():
-            if item is not None or not path:
+            if not is_neutral(type(value), name, item) and name not in ADDED.get(type(value), ()):
                 yield prefix + name
         for name in value.model_fields_set & type(value).model_fields.keys():
             yield from _unknown(getattr(value, name), prefix + name)

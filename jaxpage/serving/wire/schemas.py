@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 from jaxpage.argument_checks import shown
 from jaxpage.serving.wire.errors import ApiError
@@ -14,7 +15,8 @@ from jaxpage.structured_outputs import MAX_CHARACTERS
 MAX_SCHEMA_DEPTH = 64
 _TYPES = {"null", "boolean", "object", "array", "number", "integer", "string"}
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\(?:[1-9]|k<)")  # where no class is open and nothing escaped
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _LISTED_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = (
     "items",
@@ -26,6 +28,9 @@ _SCHEMAS = (
     "then",
     "else",
     "propertyNames",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "contentSchema",
 )
 
 
@@ -49,29 +54,90 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         for name in types if isinstance(types, list) else [types]:
             if not isinstance(name, str) or name not in _TYPES:
                 refuse(f"type {shown(name)} is none of JSON's")
-        reference = part.get("$ref", "#")
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            refuse(f"$ref {shown(reference)} is not within the schema; nothing is fetched")
+        for name in _REFERENCES:
+            reference = part.get(name, "#")
+            if not isinstance(reference, str) or not reference.startswith("#"):
+                refuse(f"{name} {shown(reference)} is not within the schema; nothing is fetched")
         for pattern in [part[name] for name in ("pattern",) if name in part] + list(_keys(part, "patternProperties")):
             if problem := _problem_of(pattern):
                 refuse(f"pattern {shown(pattern)} {problem}")
 
 
+def admits_object(schema: dict[str, Any]) -> bool:
+    """Whether its types and constants leave an object. What else may keep objects out is for the grammars' compiler to find."""
+    known: dict[int, bool] = {}
+
+    def admits(part: Any, root: Any, depth: int) -> bool:
+        if not isinstance(part, dict) or depth > MAX_SCHEMA_DEPTH:
+            return part is not False
+        if id(part) not in known:
+            known[id(part)] = True  # a reference that comes back to where it stands says nothing new
+            known[id(part)] = leaves_object(part, _root_of(part, root), depth + 1)
+        return known[id(part)]
+
+    def leaves_object(part: dict[str, Any], root: Any, depth: int) -> bool:
+        types, values = part.get("type", "object"), [part["const"]] if "const" in part else part.get("enum")
+        if "object" not in (types if isinstance(types, list) else [types]):
+            return False
+        if isinstance(values, list) and not any(isinstance(value, dict) for value in values):
+            return False
+        together = [*_list(part, "allOf"), _target(root, part.get("$ref", "#nothing"))]
+        choices = [_list(part, name) for name in ("anyOf", "oneOf") if name in part]
+        return all(admits(one, root, depth) for one in together) and all(
+            any(admits(one, root, depth) for one in choice) for choice in choices
+        )
+
+    return admits(schema, schema, 1)
+
+
 def _parts(schema: Any) -> Iterator[tuple[Any, int]]:
-    """The schema and all schemas in it, with their depths."""
-    waiting: list[tuple[Any, int]] = [(schema, 1)]
-    while waiting:
-        part, depth = waiting.pop()
+    """The schema and all schemas in it, with their depths: those that keywords hold, then what references alone lead to."""
+    waiting: list[tuple[Any, Any, int]] = [(schema, schema, 1)]
+    referred: list[tuple[Any, Any, int]] = []
+    seen = set()
+    while waiting or referred:
+        part, root, depth = (waiting or referred).pop()
+        if id(part) in seen:
+            continue
         yield part, depth
-        if isinstance(part, dict):
-            inside = [part[name] for name in _SCHEMAS if name in part and not isinstance(part[name], list)]
-            for name in _LISTED_SCHEMAS + _SCHEMAS:
-                if isinstance(part.get(name), list):
-                    inside += part[name]
-            for name in _NAMED_SCHEMAS:
-                if isinstance(part.get(name), dict):
-                    inside += part[name].values()
-            waiting += [(one, depth + 1) for one in inside]
+        if not isinstance(part, dict):
+            continue
+        seen.add(id(part))
+        root = _root_of(part, root)
+        inside = [part[name] for name in _SCHEMAS if name in part and not isinstance(part[name], list)]
+        for name in _LISTED_SCHEMAS + _SCHEMAS:
+            inside += _list(part, name)
+        for name in _NAMED_SCHEMAS:
+            if isinstance(part.get(name), dict):
+                inside += [one for one in part[name].values() if name != "dependencies" or not isinstance(one, list)]
+        waiting += [(one, root, depth + 1) for one in inside]
+        if isinstance(reference := part.get("$ref"), str):
+            referred.append((_target(root, reference), root, 1 + reference.count("/")))
+
+
+def _root_of(part: dict[str, Any], root: Any) -> Any:
+    """Where references within a schema begin: at the schema around it that has an "$id", or at the whole."""
+    return part if "$id" in part else root
+
+
+def _target(root: Any, reference: Any) -> Any:
+    """What a reference leads to by a JSON pointer. True, a schema that says nothing, where that is nowhere or has a name of its own."""
+    anchor, *steps = unquote(str(reference).removeprefix("#")).split("/")
+    found = root
+    for step in steps:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and re.fullmatch("[0-9]{1,5}", name) and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
+            return True
+    return True if anchor else found
+
+
+def _list(part: dict[str, Any], name: str) -> list[Any]:
+    found = part.get(name)
+    return found if isinstance(found, list) else []
 
 
 def _keys(part: dict[str, Any], name: str) -> Iterator[str]:

@@ -97,8 +97,9 @@ def _message(message: Fields, path: str) -> dict[str, Any]:
     if isinstance(message, AssistantMessage):
         if content is None and not message.tool_calls:
             raise ApiError(400, f"{path}.content is required without tool_calls", param=f"{path}.content")
-        if message.reasoning_content is not None:
-            fields["reasoning_content"] = message.reasoning_content
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if reasoning is not None:
+            fields["reasoning_content"] = reasoning
         if message.tool_calls:
             fields["content"] = content or ""
             fields["tool_calls"] = [

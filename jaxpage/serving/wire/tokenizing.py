@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from jaxpage.serving.wire.context import ModelContext, valid_text
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.fields import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.templates import render
@@ -18,10 +18,11 @@ class Transformed(NamedTuple):
     ignored_fields: tuple[str, ...]
 
 
+@quotes
 def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """The tokens of a text, or of a conversation. May take a while: for a worker thread. Raises ApiError."""
     tokenizer = _tokenizer(context)
-    param = "messages" if "messages" in body else "prompt"
+    param = "prompt" if body.get("messages") is None else "messages"
     text, request, ignored = _conversation(body, context) if param == "messages" else _text(body, context)
     if len(text) > (longest := context.limits.max_tokenize_characters):
         raise ApiError(400, f"{param} has {len(text)} characters; at most {longest} are allowed", param=param)
@@ -42,12 +43,13 @@ def _text(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeReq
 
 
 def _conversation(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeChatRequest, tuple[str, ...]]:
-    if "prompt" in body:
+    if body.get("prompt") is not None:
         raise ApiError(400, "prompt and messages exclude each other", param="messages")
     request, ignored = read(body, TokenizeChatRequest, context)
     return render(request, context, request.tools or []), request, ignored
 
 
+@quotes
 def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """The text of tokens, special ones included. May take a while: for a worker thread. Raises ApiError."""
     tokenizer = _tokenizer(context)

@@ -10,9 +10,9 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import ChatCompletionRequest, NamedTool, TextFormat, Tool
 from jaxpage.serving.wire.pieces import PieceParser, Plain
-from jaxpage.serving.wire.schemas import check_schema
+from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
-from jaxpage.serving.wire.tools import MARKS, TOOL_PARSERS, NamedCall, required, required_schema
+from jaxpage.serving.wire.tools import MARKS, TOOL_PARSERS, NamedCall, named_schema, required, required_schema
 
 
 class ToolUse(NamedTuple):
@@ -62,15 +62,17 @@ def _check(tools: list[Tool]) -> None:
         if tool.function.name in names:
             raise ApiError(400, f"tools has {shown(tool.function.name)} twice", param=f"tools[{index}].function.name")
         names.add(tool.function.name)
-        if tool.function.parameters is not None:
-            check_schema(tool.function.parameters, f"tools[{index}].function.parameters")
+        param = f"tools[{index}].function.parameters"
+        check_schema(parameters_of(tool), param)
+        if not admits_object(parameters_of(tool)):
+            raise ApiError(400, f"{param}: it admits no object, but the arguments of a call are one", param=param)
 
 
 def _named(tools: list[Tool], name: str) -> ToolUse:
     index = next((index for index, tool in enumerate(tools) if tool.function.name == name), None)
     if index is None:
         raise ApiError(400, f"tool_choice names {shown(name)}, which is none of tools", param="tool_choice")
-    schema, parameter = parameters_of(tools[index]), f"tools[{index}].function.parameters"
+    schema, parameter = named_schema(parameters_of(tools[index])), f"tools[{index}].function.parameters"
     return ToolUse(lambda: NamedCall(name), tools, {"json": schema}, parameter, is_named=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn
 
 from jaxpage.serving.wire.pieces import Piece, PieceParser, held_back
@@ -259,27 +259,38 @@ MARKS = {"hermes": (Hermes.OPEN, Hermes.CLOSE), "llama3_json": ("<|python_tag|>"
 
 
 def required_schema(tools: list[tuple[str, dict[str, Any]]], *, several: bool) -> dict[str, Any]:
-    """The schema of a list of calls. Each tool's own schema moves under "$defs", and what it refers to with it."""
-    definitions = {f"tool{index}": _moved(schema, f"#/$defs/tool{index}") for index, (_, schema) in enumerate(tools)}
+    """The schema of a list of calls."""
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/tool{index}"}},
+            "properties": {"name": {"const": name}, "parameters": _arguments(index)},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
         for index, (name, _) in enumerate(tools)
     ]
+    definitions = _definitions(schema for _, schema in tools)
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
     return schema if several else {**schema, "maxItems": 1}
 
 
-def _moved(value: Any, place: str) -> Any:
-    if isinstance(value, list):
-        return [_moved(item, place) for item in value]
-    if not isinstance(value, dict):
-        return value
+def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of the arguments of one tool: its own, if that admits nothing but objects."""
+    return schema if schema.get("type") == "object" else {**_arguments(0), "$defs": _definitions([schema])}
+
+
+def _arguments(index: int) -> dict[str, Any]:
+    """An object, whatever else the schema of the tool admits."""
+    return {"type": "object", "$ref": f"#/$defs/tool{index}"}
+
+
+def _definitions(schemas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The schemas of tools as they are, each with an "$id": references lead into the schema that has it. Older drafts would not see it
+    beside a "$ref", so "$schema" goes; the grammars' compiler looks at nothing else of it."""
     return {
-        name: place + item[1:] if name == "$ref" and isinstance(item, str) else _moved(item, place)
-        for name, item in value.items()
+        f"tool{index}": {
+            **{name: value for name, value in schema.items() if name != "$schema"},
+            "$id": f"https://jaxpage.invalid/tool{index}/",
+        }
+        for index, schema in enumerate(schemas)
     }

@@ -1,0 +1,58 @@
+"""Requests as h11 reads them, and what RFC 9112 leaves to whoever uses h11: where a request begins, how long it is, what it asks for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn
+
+import h11
+
+MAX_HEADER_BYTES = 1 << 16
+_EMPTY_LINES = re.compile(rb"(?:\r?\n)*")
+_ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
+
+
+class Parser(h11.Connection):
+    """The server's side of a connection.
+
+    Before a request, empty lines are skipped (RFC 9112, 2.2). A target in absolute form is that of its path, on the host that it names
+    (3.2.2). Of two lengths of one body each could be meant, which is how requests are smuggled past a proxy: refused (6.1).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self.problem: str | None = None  # of a request that was refused, where h11 has nothing against it
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE and not self._skip_empty_lines():
+            return h11.NEED_DATA
+        event = super().next_event()
+        return self._checked(event) if isinstance(event, h11.Request) else event
+
+    def _skip_empty_lines(self) -> bool:
+        """False if the rest may be half of one."""
+        waiting, _ = self.trailing_data
+        found = _EMPTY_LINES.match(waiting)
+        if found and found.end():
+            self._receive_buffer.maybe_extract_at_most(found.end())
+            waiting = waiting[found.end() :]
+        return waiting != b"\r"
+
+    def _checked(self, request: h11.Request) -> h11.Request:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in request.headers}:
+            self._refuse("Content-Length and Transfer-Encoding exclude each other")
+        if not (absolute := _ABSOLUTE.fullmatch(request.target)):
+            return request
+        host, rest = absolute.groups()
+        if not host or b"@" in host:
+            self._refuse("The target of a request must name a host, and no user")
+        return h11.Request(
+            method=request.method,
+            target=rest if rest.startswith(b"/") else b"/" + rest,
+            headers=[(b"host", host), *((name, value) for name, value in request.headers if name != b"host")],
+            http_version=request.http_version,
+        )
+
+    def _refuse(self, problem: str) -> NoReturn:
+        self.problem = problem
+        raise h11.RemoteProtocolError(problem)

@@ -1,0 +1,111 @@
+"""What a field may say without asking for anything, for each endpoint. Clients and routers send defaults of their own along.
+
+Such a field counts as left out, as one that is null does. With another value a field of the endpoint is read as usual; a field that the
+endpoint does not honour is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from jaxpage.serving.wire.fields import (
+    AssistantMessage,
+    CalledFunction,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    ToolCall,
+)
+
+Values = tuple[Any, ...]  # of JSON; none: null alone asks for nothing
+
+_NOWHERE_HONOURED: dict[str, Values] = {
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "ebnf": (),
+    "escape_special_tokens": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "json_schema": (),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "lora": (),
+    "lora_path": (),
+    "lora_request": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "no_stop_trim": (False,),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "regex": (),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "sampling_seed": (),
+    "separate_reasoning": (True,),
+    "service_tier": ("auto", "default"),
+    "session_params": (),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "stream_reasoning": (True,),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "verbosity": (),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+_OF_GENERATION: dict[str, Values] = {
+    **_NOWHERE_HONOURED,
+    "best_of": (1,),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "top_logprobs": (0,),
+}
+NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
+    CompletionRequest: {
+        **_OF_GENERATION,
+        "add_generation_prompt": (False,),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "logprobs": (False,),
+        "max_completion_tokens": (),
+        "messages": (),
+        "parallel_tool_calls": (True, False),
+        "tool_choice": ("none",),
+        "tools": ([],),
+    },
+    ChatCompletionRequest: {**_OF_GENERATION, "echo": (False,), "prompt": ()},
+    TokenizeRequest: _NOWHERE_HONOURED,
+    TokenizeChatRequest: _NOWHERE_HONOURED,
+    DetokenizeRequest: _NOWHERE_HONOURED,
+    AssistantMessage: {"annotations": ([],)},
+}
+# Labels, and what clients add to an answer before they send it back. They ask for nothing, whatever they are.
+LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
+ADDED: dict[type[BaseModel], frozenset[str]] = {
+    AssistantMessage: frozenset({"parsed"}),
+    ToolCall: frozenset({"index"}),
+    CalledFunction: frozenset({"parsed_arguments"}),
+}
+
+
+def is_neutral(model: type[BaseModel], name: str, value: Any) -> bool:
+    """Whether the field of a request, or of a part of one, asks for nothing. A number is no truth value: 0 is not false."""
+    return value is None or any(
+        value == one and isinstance(value, bool) == isinstance(one, bool)
+        for one in NEUTRAL.get(model, {}).get(name, ())
+    )
