@@ -90,7 +90,8 @@ def refused(path: str, body: dict[str, Any], param: str, message: str) -> Row:
         return Row(400, body, None, "is not a valid JSON number", path)
     if len(json.dumps(body)) > CONFIG.max_body_bytes:
         return Row(413, body, None, "larger than", path)
-    code = "context_length_exceeded" if message.endswith("characters") and "most" not in message else None
+    too_long = "max_model_len" in message or (message.endswith("characters") and "most" not in message)
+    code = "context_length_exceeded" if too_long else None
     return Row(400, body, param, message, path, code=code)
 
 
