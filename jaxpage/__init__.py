@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpage.config import EngineConfig
     from jaxpage.llm import LLM
     from jaxpage.memory import MemoryReport
     from jaxpage.outputs import CompletionOutput, RequestOutput
-    from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+    from jaxpage.settings.engine_config import EngineConfig
+    from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,10 +29,10 @@ __all__ = [
 
 _HOMES = {
     "LLM": "jaxpage.llm",
-    "EngineConfig": "jaxpage.config",
+    "EngineConfig": "jaxpage.settings.engine_config",
     "MemoryReport": "jaxpage.memory",
-    "SamplingParams": "jaxpage.sampling_params",
-    "BeamSearchParams": "jaxpage.sampling_params",
+    "SamplingParams": "jaxpage.settings.sampling_params",
+    "BeamSearchParams": "jaxpage.settings.sampling_params",
     "RequestOutput": "jaxpage.outputs",
     "CompletionOutput": "jaxpage.outputs",
 }

@@ -9,17 +9,17 @@ from typing import Any, Self
 from jinja2 import TemplateError
 from tqdm import tqdm
 
-from jaxpage.config import EngineConfig
-from jaxpage.config_sources import resolve_config
 from jaxpage.engine.admission import CheckedParams, PreparedRequest
-from jaxpage.engine.build import build_engine
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
+from jaxpage.engine.interrupts import held_interrupts
+from jaxpage.engine.prompts import normalise, one_each
 from jaxpage.engine.reporting import Reporter
-from jaxpage.interrupts import held_interrupts
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
-from jaxpage.prompts import normalise, one_each
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.replay.opening import open_engine
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.settings.sources import resolve_config
 
 Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
@@ -49,7 +49,7 @@ class LLM:
         **settings: Any,
     ):
         self.config = EngineConfig(model=os.fspath(model), **settings)
-        built = build_engine(self.config, progress=use_tqdm, verbose=verbose)
+        built = open_engine(self.config, progress=use_tqdm, verbose=verbose)
         self._engine = built.engine
         self.tokenizer = built.tokenizer
         self.memory = built.memory

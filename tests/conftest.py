@@ -5,9 +5,11 @@ The variables are set here, at import, because jax and transformers read them wh
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -37,6 +39,7 @@ for _variable in [name for name in os.environ if name.startswith("JAXPAGE_")]:
     del os.environ[_variable]  # a developer's own settings change no test
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
@@ -56,11 +59,42 @@ UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilation(request):
-    """Modules that are marked `optimized`, whose subject is bits, test the code that users run."""
+    """Modules that are marked `optimized`, whose subject is bits, test the code that users run.
+
+    Engines of one process share what is compiled for the same shapes and options: an executable holds neither weights nor pages.
+    """
+    optimized = bool(request.node.get_closest_marker("optimized") or request.config.getoption("--optimized"))
     with pytest.MonkeyPatch.context() as patch:
-        if not (request.node.get_closest_marker("optimized") or request.config.getoption("--optimized")):
+        if not optimized:
             patch.setattr(executables, "_compiled", _unoptimized)
+        for name, function in _COMPILERS.items():
+            patch.setattr(executables, name, functools.partial(_shared, optimized, name, function))
         yield
+
+
+_COMPILERS = {name: getattr(executables, name) for name in vars(executables) if name.startswith("_compile_")}
+_EXECUTABLES: dict[object, tuple[object, object]] = {}
+_TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")
+
+
+def _shared(optimized, name, compile_one, *arguments):
+    leaves, tree = jax.tree.flatten(arguments)
+    shapes = tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+    code = tuple(_code())  # kept, so that no other object gets the id of one of them
+    key = optimized, name, tree, shapes, tuple(map(id, code))
+    if key not in _EXECUTABLES:
+        _EXECUTABLES[key] = compile_one(*arguments), code
+    return _EXECUTABLES[key][0]
+
+
+def _code():
+    """All that could be traced: tests plant mistakes in it, and an executable with one is nobody else's."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_TRACED):
+            for value in list(vars(module).values()):
+                yield value
+                if isinstance(value, type) and value.__module__ == name:
+                    yield from vars(value).values()
 
 
 def _unoptimized(function, *shapes):

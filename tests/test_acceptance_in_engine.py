@@ -19,8 +19,8 @@ import pytest
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.device import drafting
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.speculation import Candidates, Draft
+from jaxpage.step.draft import Candidates, Draft
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 from tests.support.distributions import probabilities, z_score
 from tests.support.engines import LLAMA, give_way, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors

@@ -79,7 +79,7 @@ def test_the_host_side_runs_without_jax() -> None:
 PLANTED = [
     ("jaxpage/memory/a.py", "import jax", "the host side never imports jax"),
     ("jaxpage/memory/a.py", "from flax import nnx", "the host side never imports flax"),
-    ("jaxpage/request.py", "import jax.numpy as jnp", "the host side never imports jax"),
+    ("jaxpage/step/request.py", "import jax.numpy as jnp", "the host side never imports jax"),
     ("jaxpage/memory/a.py", "from jaxpage.device import b", "the west wing imports jaxpage.device.b of the east wing"),
     (
         "jaxpage/models/a.py",
@@ -88,6 +88,12 @@ PLANTED = [
     ),
     ("jaxpage/models/a.py", "from ..memory import c", "the east wing imports jaxpage.memory.c of the west wing"),
     ("jaxpage/scheduling/a.py", "import jaxpage.engine.engine", "floor 1 imports jaxpage.engine.engine of floor 2"),
+    ("jaxpage/scheduling/a.py", "from jaxpage.decoding import b", "scheduling/ does not import decoding/"),
+    ("jaxpage/decoding/a.py", "import jaxpage.scheduling.b", "decoding/ does not import scheduling/"),
+    ("jaxpage/step/a.py", "from jaxpage.speculation import b", "floor 0 imports jaxpage.speculation of floor 1"),
+    ("jaxpage/engine/a.py", "from jaxpage.replay import b", "engine/ does not import replay/"),
+    ("jaxpage/layers/a.py", "from jaxpage.models import b", "layers/ does not import models/"),
+    ("jaxpage/serving/a.py", "from jaxpage.cli import b", "serving/ does not import cli/"),
     ("jaxpage/engine/a.py", "from jaxpage import LLM", "floor 2 imports jaxpage of floor 3"),
     ("jaxpage/errors.py", "from jaxpage.memory.c import D", "floor 0 imports jaxpage.memory.c of floor 1"),
     ("jaxpage/llm.py", "import tools.serve", "floor 3 imports tools.serve of floor 4"),

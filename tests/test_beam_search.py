@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 import jaxpage.decoding.beam as beam_module
 from jaxpage import BeamSearchParams, SamplingParams
-from jaxpage.decoding import Append, BeamStrategy, Draw, Drop, Edit, Finish, Fork
+from jaxpage.decoding import BeamStrategy
 from jaxpage.engine.text import NoText, StreamDetokenizer
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.request import Request
+from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
+from jaxpage.step.request import Request
+from jaxpage.step.strategy import Draw
 from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint

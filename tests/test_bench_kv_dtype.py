@@ -13,7 +13,7 @@ import pytest
 from jaxpage import SamplingParams, cli
 from jaxpage.bench.kv_dtype import differences, position_logits
 from jaxpage.checkpoints import load_weights, open_model
-from jaxpage.config import EngineConfig
+from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import LLAMA, LogitsWitness, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 

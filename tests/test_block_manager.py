@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool
-from jaxpage.scheduling import StepPlan
+from jaxpage.step.plan import StepPlan
 from tests.support.fake_device import FakeDevice
 
 

@@ -18,7 +18,7 @@ import jaxpage.llm
 from jaxpage import __version__, cli
 from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.settings.sampling_params import SamplingParams
 from tests.support.fake_llm import FakeLLM
 
 

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from jaxpage.checkpoints import resolve_model
 from jaxpage.cli import main
-from jaxpage.config import EngineConfig
-from jaxpage.config_sources import resolve_config
 from jaxpage.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat, open_completion
-from jaxpage.yaml_loader import load_mapping, parse_scalar
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sources import resolve_config
+from jaxpage.settings.yaml_file import load_mapping, parse_scalar
 from tests.support.wire import context
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -322,7 +322,13 @@ def test_a_config_is_frozen_and_replaced_as_a_whole() -> None:
 
 
 def test_checks_hold_under_python_optimised() -> None:
-    program = "from jaxpage.config import EngineConfig\ntry:\n    EngineConfig(block_size=3)\nexcept ValueError as error:\n    print(error)"
+    program = """
+from jaxpage.settings.engine_config import EngineConfig
+try:
+    EngineConfig(block_size=3)
+except ValueError as error:
+    print(error)
+"""
     result = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "block_size: must be a power of two from 1 to 128, got 3"
 

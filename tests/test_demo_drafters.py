@@ -23,8 +23,8 @@ from jaxpage.engine.draft_heads import open_heads
 from jaxpage.errors import CheckpointError
 from jaxpage.models import medusa
 from jaxpage.models.registry import load_family
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import assumed_accuracies, search
-from jaxpage.speculative_config import SpeculativeConfig
 from tests.support.engines import invariants
 from tests.support.medusa import CYCLE, random_heads, write_vllm
 from tools.demo_model import acceptance, draft_model, drafters, eagle_head, exporting, medusa_heads, own_text, training

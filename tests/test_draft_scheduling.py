@@ -17,8 +17,8 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from jaxpage.memory import BlockManager
 from jaxpage.scheduling import Preemption, Scheduler
 from jaxpage.scheduling import open_plan as opening
-from jaxpage.scheduling.policy import StepLimits
-from jaxpage.speculation import Draft, chain
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.limits import StepLimits
 from tests.support.drafts import random_draft
 from tests.support.fake_device import NUM_TOKEN_IDS, Driver, FakeDevice, alone, make_group
 from tests.test_scheduler import STATE_MACHINE, Scheduling, Searching, make_driver

@@ -14,7 +14,7 @@ import transformers
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.device import drafting
-from jaxpage.speculation import Draft
+from jaxpage.step.draft import Draft
 from tests.support.eagle import Eagle, Eagle3, torch, write
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors

@@ -12,13 +12,13 @@ import pytest
 from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.step_inputs import unpack
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.events import _drafts
-from jaxpage.engine.replay import _draft
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduling.plan import Row, Sample, StepPlan
-from jaxpage.speculation import Candidates, Draft
+from jaxpage.replay.recorder import _drafts
+from jaxpage.replay.replay import _draft
+from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.settings.speculative_config import MOST_CANDIDATES
 from jaxpage.speculation.admitting import possible
-from jaxpage.speculative_config import MOST_CANDIDATES
+from jaxpage.step.draft import Candidates, Draft
+from jaxpage.step.plan import Row, Sample, StepPlan
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from jaxpage.engine.drafters import OpenDrafter, open_drafter
 from jaxpage.errors import CheckpointError
 from jaxpage.models.base import abstract, abstract_model
 from jaxpage.models.drafter import WithDrafter, join
-from jaxpage.speculative_config import SpeculativeConfig
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.eagle import LAYERS, TARGET, Eagle, Eagle3, write
 from tests.support.hf_models import save_model
 from tests.support.random_checkpoints import random_checkpoint, random_tensors

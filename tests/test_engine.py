@@ -15,10 +15,10 @@ import pytest
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.buckets import make_menu
+from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
-from jaxpage.interrupts import held_interrupts
-from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling.open_plan import OpenPlan
+from jaxpage.step.request import Sequence, SequenceGroup
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 

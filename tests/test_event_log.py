@@ -25,19 +25,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxpage.engine.replay as replay_module
+import jaxpage.replay.replay as replay_module
 from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
-from jaxpage.decoding import Append, BeamStrategy, Drop, Finish, Fork, SamplingStrategy, Score
+from jaxpage.decoding import BeamStrategy, SamplingStrategy
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.event_log import MAX_LINE_BYTES, EventLog, LogReader
-from jaxpage.engine.events import Recorder
-from jaxpage.engine.log_header import header, read_header, weights_hash
-from jaxpage.engine.replay import Replay, Report
 from jaxpage.errors import CapacityError, ConfigError, EventLogError
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.scheduling import POLICIES, Row, Sample, StepPlan, StepResult
+from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
+from jaxpage.replay.log_header import header, read_header, weights_hash
+from jaxpage.replay.recorder import Recorder
+from jaxpage.replay.replay import Replay, Report
+from jaxpage.scheduling import POLICIES
+from jaxpage.step.edits import Append, Drop, Finish, Fork, Score
+from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 

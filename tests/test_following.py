@@ -11,13 +11,13 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduling import StepLimits
-from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.settings.speculative_config import MOST_DRAFTS
 from jaxpage.speculation.controller import MOST_NAP
 from jaxpage.speculation.costs import Costs
 from jaxpage.speculation.following import KEEPS, PATIENCE, SHARE, Following
-from jaxpage.speculative_config import MOST_DRAFTS
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.plan import Row, Sample, StepPlan
 
 LIMITS = StepLimits(4, 64, 4, mixed=True, verified=((4, 8),))
 

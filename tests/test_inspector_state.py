@@ -17,7 +17,8 @@ from starlette.testclient import TestClient
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Events, Recorder
+from jaxpage.engine.events import Events
+from jaxpage.replay.recorder import Recorder
 from jaxpage.serving.engine_loop import ShuttingDown
 from jaxpage.serving.inspector import routes as page
 from jaxpage.serving.inspector import watching

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.request import SequenceGroup
-from jaxpage.scheduling import Row, StepLimits, StepPlan
-from jaxpage.scheduling.plan import StepResult
+from jaxpage.settings.speculative_config import Lookahead, SpeculativeConfig
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
-from jaxpage.speculation import Draft
 from jaxpage.speculation import lookahead as under_test
 from jaxpage.speculation.controller import LEAST_NAP, SEEK_EVERY, Controller
 from jaxpage.speculation.lookahead import LookaheadProposer, Pool, Window
 from jaxpage.speculation.speculation import Speculation
-from jaxpage.speculative_config import Lookahead, SpeculativeConfig
+from jaxpage.step.draft import Draft
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.request import SequenceGroup
 from tests.support.drafting_engines import engines_that_draft, held, made_when_asked, right_drafts
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.fake_device import make_group

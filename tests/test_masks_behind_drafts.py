@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
-from jaxpage import grammars as rules
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
+from jaxpage.decoding import grammars as rules
 from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.engine.grammar_compiler import GrammarCompiler
 from jaxpage.engine.text import NoText, load_tokenizer
-from jaxpage.request import Request, Sequence
 from jaxpage.scheduling.open_plan import drafted_samples, sample_of
-from jaxpage.speculation import Draft, chain
 from jaxpage.speculation.admitting import possible
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.request import Request, Sequence
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up, without_drafts

@@ -19,16 +19,16 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
-from jaxpage.decoding.edits import Append
 from jaxpage.device import steps
 from jaxpage.engine.capacity import draft_lengths
 from jaxpage.engine.draft_heads import open_heads
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.models import medusa
 from jaxpage.models.registry import load_family
-from jaxpage.speculation import Draft, chain
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import MedusaProposer, assumed_accuracies, best_only, likeliest_first, search
-from jaxpage.speculative_config import SpeculativeConfig
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.edits import Append
 from tests.support.engines import invariants, make_llm, run_giving_way
 from tests.support.fake_device import make_group
 from tests.support.medusa import (

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
-from jaxpage.config import EngineConfig
 from jaxpage.engine.build import Built, build_engine
-from jaxpage.engine.events import Recorder
-from jaxpage.engine.log_header import header
+from jaxpage.replay.log_header import header
+from jaxpage.replay.recorder import Recorder
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
+from jaxpage.settings.engine_config import EngineConfig
 from tests.support.inspecting import POOL, run_crowd
 from tests.support.served import served, served_engine
 

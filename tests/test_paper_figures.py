@@ -10,7 +10,7 @@ import pytest
 
 from jaxpage import LLM, BeamSearchParams
 from jaxpage.memory import BlockManager, BlockPool, MemorySplit
-from jaxpage.scheduling import StepPlan, StepResult
+from jaxpage.step.plan import StepPlan, StepResult
 from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import FakeDevice
 from tests.support.random_checkpoints import random_checkpoint

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxpage import SamplingParams
-from jaxpage.decoding import Fork, SamplingStrategy
+from jaxpage.decoding import SamplingStrategy
 from jaxpage.engine.text import NoText
+from jaxpage.step.edits import Fork
 from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few

@@ -12,11 +12,11 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.cli.flags import ENGINE_FLAGS, PLAN_SETTINGS, PLANNED_SETTINGS, byte_size
-from jaxpage.config import EngineConfig
 from jaxpage.engine.capacity import Form
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool
-from jaxpage.settings import UnsupportedSettings
+from jaxpage.settings.base import UnsupportedSettings
+from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage.request import SequenceGroup
 from jaxpage.scheduling import POLICIES, Preemption, WaitingQueue
 from jaxpage.scheduling.policy import spare_blocks
 from jaxpage.scheduling.queues import ByPriority, FairShare, FirstCome
+from jaxpage.step.request import SequenceGroup
 from tests.support.fake_device import Driver, alone, make_group
 from tests.test_scheduler import make_driver
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage import SamplingParams, token_masks
+from jaxpage import SamplingParams
 from jaxpage.device.adjustments import adjust
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.sampler import draw
@@ -23,11 +23,12 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.errors import UnsupportedError
-from jaxpage.request import Request, Sequence
 from jaxpage.scheduling.open_plan import sample_of, suppression
-from jaxpage.scheduling.plan import Row, StepPlan
 from jaxpage.shapes import NOTHING_ALLOWED
-from jaxpage.token_masks import mask_of
+from jaxpage.step import token_masks
+from jaxpage.step.plan import Row, StepPlan
+from jaxpage.step.request import Request, Sequence
+from jaxpage.step.token_masks import mask_of
 from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import adjusted, drawn, ends_with

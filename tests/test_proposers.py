@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.request import SequenceGroup
-from jaxpage.scheduling.policy import StepLimits
-from jaxpage.speculation import Draft, Proposer, chain, make_proposer
+from jaxpage.settings.speculative_config import SpeculativeConfig, SuffixDecoding
+from jaxpage.speculation import Proposer, make_proposer
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.proposal import LikeliestObserver
 from jaxpage.speculation.speculation import Speculation
 from jaxpage.speculation.suffix import SuffixProposer
 from jaxpage.speculation.suffix_tree import SuffixTree
 from jaxpage.speculation.synthetic import SyntheticProposer, rates_of
-from jaxpage.speculative_config import SpeculativeConfig, SuffixDecoding
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.request import SequenceGroup
 from tests.support import proposers
 from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.device import steps
 from jaxpage.errors import UnsupportedError
-from jaxpage.scheduling.plan import StepPlan, StepResult
-from jaxpage.speculation import Draft, recycling
+from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.speculation import recycling
 from jaxpage.speculation.medusa import search
 from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer
-from jaxpage.speculative_config import MOST_DRAFTS
+from jaxpage.step.draft import Draft
+from jaxpage.step.plan import StepPlan, StepResult
 from tests.support.drafting_engines import engines_that_draft, held, made_when_asked, right_drafts
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.fake_device import make_group

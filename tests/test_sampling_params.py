@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 NAN, INF = math.nan, math.inf
 
@@ -199,7 +199,7 @@ def test_a_refusal_is_short_whatever_the_value() -> None:
 
 def test_checks_hold_under_python_optimised() -> None:
     program = """
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 assert False, "asserts are on: this run shows nothing"
 """
     checks = [
@@ -218,6 +218,6 @@ assert False, "asserts are on: this run shows nothing"
 
 
 def test_the_module_needs_no_jax() -> None:
-    program = "import sys, jaxpage.sampling_params, jaxpage.support; print(sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
+    program = "import sys, jaxpage.settings.sampling_params, jaxpage.support; print(sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

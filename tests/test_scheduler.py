@@ -19,14 +19,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxpage.decoding import Append, Drop, Edit, Finish, Fork
 from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.request import Sequence, SequenceGroup
-from jaxpage.sampling_params import BeamSearchParams
-from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
+from jaxpage.scheduling import POLICIES, Preemption, Scheduler
+from jaxpage.settings.sampling_params import BeamSearchParams
+from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.request import Sequence, SequenceGroup
 from tests.support.beams import naive_search, random_logprobs
 from tests.support.fake_device import (
     EOS,

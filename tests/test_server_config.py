@@ -16,15 +16,15 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.cli.flags import ENGINE_FLAGS, SERVER_FLAGS
-from jaxpage.config import EngineConfig
-from jaxpage.config_sources import resolve_config
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.serving import startup
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
 from jaxpage.serving.listening import address_of, bound_socket
 from jaxpage.serving.startup import how_to_ask, model_names
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.settings import nearest_name
+from jaxpage.settings.base import nearest_name
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sources import resolve_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -320,7 +320,7 @@ def test_a_door_that_is_open_to_everybody_is_told(
         raise CapacityError("there is no engine in this test")
 
     said: list[str] = []
-    monkeypatch.setattr(startup, "build_engine", no_engine)
+    monkeypatch.setattr(startup, "open_engine", no_engine)
     monkeypatch.setattr(startup.logs, "configure", lambda config: None)
     monkeypatch.setattr(startup.logger, "warning", lambda text, *arguments: said.append(text % arguments))
     if key is not None:

@@ -15,14 +15,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.engine.histogram import SECONDS, TOKENS, Histogram
 from jaxpage.engine.latencies import Latencies
-from jaxpage.histogram import SECONDS, TOKENS, Histogram
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.request import Request, Sequence, SequenceGroup
 from jaxpage.serving import logs
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metric_texts import HELP, LABELS
 from jaxpage.serving.metrics import ABORTIONS, REJECTIONS, ServerMetrics
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 

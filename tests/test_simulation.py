@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxpage.errors import CapacityError
-from jaxpage.scheduling import Preemption, Scheduler, StepPlan
+from jaxpage.scheduling import Preemption, Scheduler
 from jaxpage.simulation import benchmark
 from jaxpage.simulation.accounting import Run, State, TimeAverage
 from jaxpage.simulation.costs import A100_OPT_13B, AnalyticCost
@@ -26,6 +26,7 @@ from jaxpage.simulation.saturation import saturate
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.simulator import Simulator
 from jaxpage.simulation.traces import Arrival, poisson_trace
+from jaxpage.step.plan import StepPlan
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from jaxpage.device import steps
 from jaxpage.engine import batch_builder
 from jaxpage.errors import UnsupportedError
 from jaxpage.scheduling import open_plan
-from jaxpage.settings import UnsupportedSettings
-from jaxpage.speculative_config import SpeculativeConfig
+from jaxpage.settings.base import UnsupportedSettings
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.drafts import KINDS, MOST_DRAFTS, NUM_TOKEN_IDS, Drafter
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint

@@ -17,14 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage.scheduling import StepLimits
 from jaxpage.simulation import speculating
 from jaxpage.simulation.speculating import NUM_DRAFTS, Guesses, Progress, Rates, ShapedDevice, SpeculativeLoop
-from jaxpage.speculation import Draft, chain, costs
 from jaxpage.speculation import controller as controlling
+from jaxpage.speculation import costs
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.costs import AheadCosts, Costs
 from jaxpage.speculation.estimates import Acceptance
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.limits import StepLimits
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,12 @@ import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.cli.generating import _drafted
-from jaxpage.decoding import Append, Finish
 from jaxpage.outputs import RequestMetrics
-from jaxpage.request import Request, SequenceGroup
-from jaxpage.request import Sequence as Tokens
-from jaxpage.scheduling import Row, Sample, StepPlan
 from jaxpage.speculation.counts import SpeculationCounts, Verified, verified_drafts
+from jaxpage.step.edits import Append, Finish
+from jaxpage.step.plan import Row, Sample, StepPlan
+from jaxpage.step.request import Request, SequenceGroup
+from jaxpage.step.request import Sequence as Tokens
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import DRAFTING, Scripted, draft_with, without_drafts

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from jaxpage.decoding.edits import Append
-from jaxpage.request import SequenceGroup
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduling import StepLimits
-from jaxpage.scheduling.plan import Row, Sample, StepPlan
-from jaxpage.speculation import Draft, chain
+from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.speculation import Speculation
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.edits import Append
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.plan import Row, Sample, StepPlan
+from jaxpage.step.request import SequenceGroup
 from tests.support.fake_device import make_group
 
 LIMITS = StepLimits(2, 64, 2, mixed=False, decoded=(2,), verified=((2, 8),) * 2, streams=((2, 4), (2, 8)))

@@ -16,19 +16,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxpage.engine.replay as replay_module
+import jaxpage.replay.replay as replay_module
 from jaxpage import LLM, SamplingParams
-from jaxpage.decoding import Append, Finish, SamplingStrategy
+from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.step_inputs import views
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.event_log import EventLog
-from jaxpage.engine.events import Recorder
-from jaxpage.engine.log_header import config_hash
-from jaxpage.engine.replay import Report
 from jaxpage.errors import EventLogError
-from jaxpage.scheduling import Row, Sample, StepPlan, StepResult
+from jaxpage.replay.event_log import EventLog
+from jaxpage.replay.log_header import config_hash
+from jaxpage.replay.recorder import Recorder
+from jaxpage.replay.replay import Report
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.speculation.speculation import Speculation
+from jaxpage.step.edits import Append, Finish
+from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import DRAFTING, Guesses, Scripted, draft_with, mixed_up, without_drafts

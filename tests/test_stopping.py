@@ -12,14 +12,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxpage.decoding import Append, Draw, Finish, SamplingStrategy, Stopping, advance
+from jaxpage.decoding import SamplingStrategy, Stopping, advance
 from jaxpage.decoding import stopping as stopping_module
 from jaxpage.decoding.stop_strings import StopStrings
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.request import Request
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduling import Row, Sample, StepPlan, StepResult
+from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.step.edits import Append, Finish
+from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
+from jaxpage.step.request import Request
+from jaxpage.step.strategy import Draw
 
 # Token ids and the bytes that they stand for: whole words, stop strings in parts, and the bytes of € and 😀 one by one.
 TOKENS = [

@@ -18,7 +18,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.decoding import stopping as stopping_module
 from jaxpage.decoding.stop_strings import StopStrings
 from jaxpage.engine.text import StreamDetokenizer
-from jaxpage.scheduling.plan import StepResult
+from jaxpage.step.plan import StepResult
 from tests.support.engines import give_way, invariants
 
 PROMPT = "Once upon a time"

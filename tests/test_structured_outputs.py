@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+import jaxpage.decoding.grammars as rules
 import jaxpage.engine.grammar_compiler as compiling
-import jaxpage.grammars as rules
 from jaxpage import SamplingParams, cli
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
-from jaxpage.engine.replay import replay
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import JaxpageError, UnsupportedError
+from jaxpage.replay.replay import replay
 from tests.support.engines import LLAMA, invariants, lone_sample, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
@@ -640,7 +640,7 @@ def test_a_tokenizer_that_llguidance_cannot_take(kind, directory):
             assert compiler._worker is None
         with pytest.raises(UnsupportedError, match="'cd'"):
             compiler.compiled(("regex", '"cd"'))
-    command = [sys.executable, "-m", "jaxpage.grammar_worker"]
+    command = [sys.executable, "-m", "jaxpage.decoding.grammar_worker"]
     worker = subprocess.run(command, input=json.dumps(description) + "\n", capture_output=True, text=True, check=True)
     assert (worker.stdout, worker.stderr) == ("", "")
 

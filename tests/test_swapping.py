@@ -23,7 +23,7 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import CapacityError
-from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.step.plan import Row, Sample, StepPlan
 from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint

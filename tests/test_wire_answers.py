@@ -15,11 +15,11 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jaxpage.decoding.strategy import NO_TOKEN_LEFT
 from jaxpage.outputs import Logprob, RequestOutput
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, completion_logprobs
+from jaxpage.step.strategy import NO_TOKEN_LEFT
 from tests.support.wire import Scripted, context, deltas, output, tokenizer, with_template
 
 USER = {"role": "user", "content": "Hello"}

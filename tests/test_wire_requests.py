@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.scheduling import Scheduler, StepLimits
+from jaxpage.scheduling import Scheduler
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
@@ -27,6 +26,8 @@ from jaxpage.serving.wire.fields import (
     TokenizeRequest,
 )
 from jaxpage.serving.wire.neutral import LABELS, NEUTRAL
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.limits import StepLimits
 from tests.support.fake_device import make_group
 from tests.support.raw_http import OF_THE_MACHINE
 from tests.support.wire import VOCAB_SIZE, Scripted, context, output, tokenizer, with_template

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage.grammars import matcher_of, problem_of, source_of, tokenizer_of
+from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.pieces import PieceParser, Plain, Thinking

@@ -15,10 +15,10 @@ from multiprocessing.connection import wait
 from multiprocessing.managers import BaseManager
 from typing import NamedTuple
 
-from jaxpage.config import EngineConfig
 from jaxpage.errors import JaxpageError
 from jaxpage.llm import LLM
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sampling_params import SamplingParams
 
 Prompts = list[list[int]]
 

@@ -18,7 +18,6 @@ from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.cli.flags import UsageError
-from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
@@ -26,6 +25,7 @@ from jaxpage.device.step_inputs import packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
 from jaxpage.engine.capacity import choose_dtype, place_of
 from jaxpage.models.base import abstract_model
+from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")

@@ -19,8 +19,8 @@ from jaxpage.bench.throughput import baseline, changes_of, check_baseline, check
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli.flags import UsageError
-from jaxpage.config import EngineConfig
 from jaxpage.llm import LLM
+from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)

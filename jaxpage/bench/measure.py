@@ -9,7 +9,7 @@ from typing import Any
 from jaxpage.bench.report import Measurement
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.llm import LLM
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.settings.sampling_params import SamplingParams
 
 
 def parameters(num_output_tokens: int) -> SamplingParams:

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.bench.report import environment
-from jaxpage.config import EngineConfig
 from jaxpage.device.sampler import truncate
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import JaxpageError
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.tables import aligned
 
 VOCABULARIES = (8192, 50257, 128256)

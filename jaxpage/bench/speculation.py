@@ -18,10 +18,10 @@ from jaxpage.bench.report import environment
 from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli.flags import UsageError
-from jaxpage.config import EngineConfig
 from jaxpage.errors import UnsupportedError
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.speculative_config import FIXED, TYPICAL
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.settings.speculative_config import FIXED, TYPICAL
 from jaxpage.tables import aligned
 
 NONE = "none"

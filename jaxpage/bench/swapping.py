@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from jaxpage.bench.report import environment
-from jaxpage.config import EngineConfig
 from jaxpage.engine.batch_builder import Batch, BatchBuilder
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import JaxpageError
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.tables import aligned
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

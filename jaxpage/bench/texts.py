@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxpage.cli.flags import UsageError
-from jaxpage.config import EngineConfig
 from jaxpage.engine.text import tokenizer_of
+from jaxpage.settings.engine_config import EngineConfig
 
 
 def read_token_ids(path: str, config: EngineConfig) -> list[int]:

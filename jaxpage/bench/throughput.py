@@ -17,9 +17,9 @@ from jaxpage.bench.report import Measurement, json_line, num_identical, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli.flags import UsageError
-from jaxpage.config import EngineConfig
 from jaxpage.llm import LLM
-from jaxpage.yaml_loader import parse_scalar
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.yaml_file import parse_scalar
 
 BASELINES = ("transformers",)
 _THE_WORK = ("model", "revision", "tokenizer")

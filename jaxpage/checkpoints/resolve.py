@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxpage.argument_checks import close_names
 from jaxpage.errors import ConfigError, ModelNotFoundError
+from jaxpage.settings.argument_checks import close_names
 
 logger = logging.getLogger(__name__)
 

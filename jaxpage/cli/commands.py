@@ -7,8 +7,8 @@ from pathlib import Path
 
 from jaxpage.cli.flags import PLANNED_SETTINGS, UsageError
 from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
-from jaxpage.config_sources import BUILT_IN
 from jaxpage.serving.listening import bound_socket
+from jaxpage.settings.sources import BUILT_IN
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -106,7 +106,7 @@ def replay(arguments: argparse.Namespace) -> int:
     """`jaxpage replay LOG`: status 1 at a difference."""
     if not Path(arguments.log).is_file():
         raise UsageError(f"there is no event log {arguments.log}")
-    from jaxpage.engine.replay import replay as replay_log
+    from jaxpage.replay.replay import replay as replay_log
 
     report = replay_log(arguments.log, model=arguments.model, force=arguments.force)
     if report.ending:

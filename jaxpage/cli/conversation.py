@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpage.argument_checks import close_names
 from jaxpage.cli.flags import SAMPLING_FLAGS, json_object
 from jaxpage.errors import CapacityError
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.yaml_loader import parse_scalar
+from jaxpage.settings.argument_checks import close_names
+from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.settings.yaml_file import parse_scalar
 
 Message = dict[str, str]
 

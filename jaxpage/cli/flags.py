@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.byte_sizes import parse_bytes
+from jaxpage.settings.byte_sizes import parse_bytes
 
 
 class UsageError(Exception):

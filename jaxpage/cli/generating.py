@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.cli.flags import UsageError
 from jaxpage.cli.resolving import Say, engine_for_one, given_sampling, refusals, say, teller
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.settings.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxpage.llm import LLM

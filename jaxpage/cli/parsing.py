@@ -7,8 +7,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
-from jaxpage.argument_checks import close_names
 from jaxpage.cli.flags import OneModel
+from jaxpage.settings.argument_checks import close_names
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
-from jaxpage.config import EngineConfig
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.engine.capacity import (
     Form,
@@ -29,7 +28,8 @@ from jaxpage.engine.capacity import (
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, num_parameters
-from jaxpage.speculative_config import WITH_WEIGHTS
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.speculative_config import WITH_WEIGHTS
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.cli.flags import UsageError, engine_settings, sampling_settings, server_settings
-from jaxpage.config import EngineConfig
-from jaxpage.config_sources import BUILT_IN, Resolved, ResolvedConfig, resolve_config
 from jaxpage.errors import UnsupportedError
-from jaxpage.sampling_params import SamplingParams
 from jaxpage.serving.config import ServerConfig, resolve_both
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig, resolve_config
 
 if TYPE_CHECKING:
     from jaxpage.llm import LLM

@@ -8,11 +8,11 @@ from itertools import groupby
 
 import numpy as np
 
-from jaxpage.decoding.edits import Edit, Finish, Fork, Score
-from jaxpage.decoding.strategy import Draw, Strategy
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.scheduling.plan import Sample, StepPlan, StepResult
-from jaxpage.token_masks import Mask
+from jaxpage.step.edits import Edit, Finish, Fork, Score
+from jaxpage.step.plan import Sample, StepPlan, StepResult
+from jaxpage.step.strategy import Draw, Strategy
+from jaxpage.step.token_masks import Mask
 
 logger = logging.getLogger(__name__)
 

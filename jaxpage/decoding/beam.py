@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.decoding.stopping import Detokenizer, Stopping
-from jaxpage.decoding.strategy import Draw, refusal
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.request import Request
+from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
+from jaxpage.step.request import Request
+from jaxpage.step.strategy import Draw, refusal
 
 
 def hypothesis_score(cumulative_logprob: float, num_tokens: int, length_penalty: float) -> float:

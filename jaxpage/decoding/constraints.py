@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from jaxpage.grammars import DEAD_END, error_of, matcher_of
-from jaxpage.request import Request
-from jaxpage.token_masks import MASK_BITS, Mask, mask_of, mask_of_ids
+from jaxpage.decoding.grammars import DEAD_END, error_of, matcher_of
+from jaxpage.step.request import Request
+from jaxpage.step.token_masks import MASK_BITS, Mask, mask_of, mask_of_ids
 
 _NOT_ALLOWED = "no token of allowed_token_ids goes on in the grammar"
 

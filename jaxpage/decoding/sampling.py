@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jaxpage.decoding.constraints import Constraint, Grammar
-from jaxpage.decoding.edits import Append, Edit, Finish
 from jaxpage.decoding.stopping import Detokenizer, Stopping
-from jaxpage.decoding.strategy import Draw, refusal
-from jaxpage.request import Request
 from jaxpage.shapes import NOTHING_ALLOWED
-from jaxpage.token_masks import Mask
+from jaxpage.step.edits import Append, Edit, Finish
+from jaxpage.step.request import Request
+from jaxpage.step.strategy import Draw, refusal
+from jaxpage.step.token_masks import Mask
 
 
 class SamplingStrategy:

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 
 from jaxpage.decoding.constraints import End
 from jaxpage.decoding.stop_strings import StopStrings
-from jaxpage.request import Request
+from jaxpage.step.request import Request
 
 
 class Detokenizer(Protocol):

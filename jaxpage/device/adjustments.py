@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
-from jaxpage.token_masks import MASK_BITS
+from jaxpage.step.token_masks import MASK_BITS
 
 
 def adjust(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device.buckets import Bucket
-from jaxpage.token_masks import num_mask_words
+from jaxpage.step.token_masks import num_mask_words
 
 MAX_BIASES = 1024  # E: entries of logit_bias of one draw
 NUM_FLAGS = 8
@@ -64,7 +64,7 @@ class Flags:
 class Adjustments(NamedTuple):
     """What changes the logits of a draw before it is drawn. Wide, and rarely wanted: none of it travels when no draw of a step asks."""
 
-    mask_RU: Any  # uint32: a bit per token id: see jaxpage/token_masks.py
+    mask_RU: Any  # uint32: a bit per token id: see jaxpage/step/token_masks.py
     bias_ids_RE: Any  # padded with V
     bias_RE: Any  # float32
     history_RC: Any  # the known tokens, prompt first, padded with V

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxpage.device.step_inputs import Adjustments, adjustment_shapes
-from jaxpage.scheduling.plan import Sample
-from jaxpage.token_masks import Mask, mask_of, mask_of_ids
+from jaxpage.step.plan import Sample
+from jaxpage.step.token_masks import Mask, mask_of, mask_of_ids
 
 NOTHING = Adjustments(None, None, None, None)
 _ALL = np.uint32(0xFFFFFFFF)

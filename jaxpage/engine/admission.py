@@ -12,8 +12,8 @@ from jaxpage.decoding import Grammar
 from jaxpage.device.sampler import NUM_CANDIDATES
 from jaxpage.device.step_inputs import MAX_BIASES
 from jaxpage.errors import UnsupportedError
-from jaxpage.request import Request
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.request import Request
 
 Words = tuple[tuple[int, ...], ...]  # each as its tokens
 

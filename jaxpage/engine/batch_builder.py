@@ -17,8 +17,8 @@ import numpy.typing as npt
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.step_inputs import Adjustments, Flags, packed_size, views
 from jaxpage.engine.adjusting import adjustments_of
-from jaxpage.scheduling.plan import Row, Sample, StepPlan, depths_of
-from jaxpage.token_masks import Mask
+from jaxpage.step.plan import Row, Sample, StepPlan, depths_of
+from jaxpage.step.token_masks import Mask
 
 Pairs = npt.NDArray[np.int32]
 NO_MASKS: Mapping[int, Mask] = MappingProxyType({})

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.device.buckets import BucketMenu
@@ -40,8 +39,6 @@ from jaxpage.engine.capacity import (
 )
 from jaxpage.engine.drafting import open_drafting
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.event_log import EventLog, check_new
-from jaxpage.engine.log_header import header
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.shape_costs import measure_shapes
@@ -49,7 +46,9 @@ from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
 from jaxpage.models.base import KVSpec, abstract_model
-from jaxpage.scheduling import POLICIES, Preemption, Scheduler, StepLimits
+from jaxpage.scheduling import POLICIES, Preemption, Scheduler
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.step.limits import StepLimits
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -132,8 +131,6 @@ def build_engine(
         measure_shapes(engine.builder, engine.runner, speculation.controller, memory.num_blocks)
     scratch_bytes = kv_pages.num_bytes(pages) - memory.pool_bytes
     memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
-    if config.event_log is not None:
-        engine.events = EventLog(config.event_log, header(config, engine, memory))
     if verbose:
         _print_compiled(memory, executables)
     return Built(engine, tokenizer, sampling_defaults, memory)
@@ -184,8 +181,6 @@ def _opened(config: EngineConfig) -> ModelFiles:
     """The model's files, after everything that can be refused before they are read."""
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
         use_compile_cache(compile_cache_directory())
-    if config.event_log is not None:
-        check_new(config.event_log)
     files = open_model(resolve_model(config.model, config.revision))
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")

@@ -10,13 +10,13 @@ from typing import Any, Self
 
 from jaxpage.engine.admission import CheckedParams, PreparedRequest
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.interrupts import Interrupts, held_interrupts
+from jaxpage.engine.prompts import Prompt
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import UnsupportedError
-from jaxpage.interrupts import Interrupts, held_interrupts
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
-from jaxpage.prompts import Prompt
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
 def prepared(

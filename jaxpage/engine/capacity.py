@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 
 import jax
 
-from jaxpage.config import EngineConfig
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.sizing import (
@@ -25,8 +24,9 @@ from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.memory.sliding import most_blocks
 from jaxpage.models.base import KVSpec, ModelSpec
-from jaxpage.settings import UnsupportedSettings
-from jaxpage.speculative_config import MOST_CANDIDATES
+from jaxpage.settings.base import UnsupportedSettings
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.speculative_config import MOST_CANDIDATES
 
 BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048

@@ -14,8 +14,8 @@ from jaxpage.checkpoints.resolve import resolve_model
 from jaxpage.errors import ConfigError
 from jaxpage.models.base import ModelSpec
 from jaxpage.models.medusa import WithHeads
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import Choices, MedusaProposer, assumed_accuracies, best_only, likeliest_first, search
-from jaxpage.speculative_config import SpeculativeConfig
 
 
 @dataclass(frozen=True)

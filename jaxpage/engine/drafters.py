@@ -24,7 +24,7 @@ from jaxpage.errors import CheckpointError
 from jaxpage.models.base import KVSpec, abstract
 from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.drafter import WithDrafter
-from jaxpage.speculative_config import SpeculativeConfig
+from jaxpage.settings.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from jaxpage.engine.draft_heads import DraftHeads, open_heads
 from jaxpage.engine.drafters import OpenDrafter, open_drafter
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import KVSpec
-from jaxpage.scheduling import StepLimits
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import make_proposer
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.following import Following
 from jaxpage.speculation.recycling import NUM_RECYCLED
 from jaxpage.speculation.speculation import Speculation
-from jaxpage.speculative_config import SpeculativeConfig
+from jaxpage.step.limits import StepLimits
 
 logger = logging.getLogger(__name__)
 

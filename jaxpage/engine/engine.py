@@ -10,7 +10,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.decoding import BeamStrategy, Edit, Finish, Fork, Grammar, SamplingStrategy, Strategy, advance, masks_of
+from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy, advance, masks_of
 from jaxpage.engine.admission import Admission, CheckedParams, PreparedRequest
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.events import Events
@@ -20,15 +20,17 @@ from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
 from jaxpage.memory import MemoryHistory, MemoryReport
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.scheduling import Scheduler
-from jaxpage.scheduling.plan import StepPlan
 from jaxpage.scheduling.scheduler import NO_DRAFTS
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.shapes import NOT_FINITE
 from jaxpage.speculation.admitting import possible
-from jaxpage.speculation.proposal import Draft
 from jaxpage.speculation.speculation import Speculation
+from jaxpage.step.draft import Draft
+from jaxpage.step.edits import Edit, Finish, Fork
+from jaxpage.step.plan import StepPlan
+from jaxpage.step.request import Request, Sequence, SequenceGroup
+from jaxpage.step.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from jaxpage.argument_checks import shown
 from jaxpage.decoding import Grammar
+from jaxpage.decoding.grammars import source_of, tokenizer_of
 from jaxpage.errors import JaxpageError, UnsupportedError
-from jaxpage.grammars import source_of, tokenizer_of
+from jaxpage.settings.argument_checks import shown
 
 COMPILE_SECONDS = 2.0  # for one grammar
 COMPILE_BYTES = 256 << 20
@@ -158,12 +158,12 @@ class _WorkerGoneError(JaxpageError):
 
 
 class _Worker:
-    """The process in which grammars are tried: see jaxpage/grammar_worker.py."""
+    """The process in which grammars are tried: see jaxpage/decoding/grammar_worker.py."""
 
     def __init__(self, tokenizer_description: str) -> None:
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxpage.grammar_worker"],
+            [sys.executable, "-P", "-m", "jaxpage.decoding.grammar_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.histogram import SECONDS, TOKENS, Histogram
+from jaxpage.engine.histogram import SECONDS, TOKENS, Histogram
 from jaxpage.outputs import RequestMetrics
-from jaxpage.request import SequenceGroup
+from jaxpage.step.request import SequenceGroup
 
 
 class Latencies:

@@ -6,15 +6,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpage.decoding import Append, Edit
 from jaxpage.device.executables import Executables
 from jaxpage.engine.latencies import Latencies
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
-from jaxpage.request import SequenceGroup
 from jaxpage.scheduling import Scheduler
-from jaxpage.scheduling.plan import StepPlan
 from jaxpage.speculation.counts import SpeculationCounts
+from jaxpage.step.edits import Append, Edit
+from jaxpage.step.plan import StepPlan
+from jaxpage.step.request import SequenceGroup
 
 
 @dataclass

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxpage.decoding import hypothesis_score
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
-from jaxpage.request import Sequence, SequenceGroup
-from jaxpage.sampling_params import BeamSearchParams
+from jaxpage.settings.sampling_params import BeamSearchParams
+from jaxpage.step.request import Sequence, SequenceGroup
 
 
 class Reporter:

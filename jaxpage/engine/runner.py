@@ -14,7 +14,7 @@ from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.steps import unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Pairs
-from jaxpage.scheduling.plan import StepResult
+from jaxpage.step.plan import StepResult
 
 
 class Runner:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpage.checkpoints import read_generation_config
 from jaxpage.errors import CheckpointError
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.settings.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

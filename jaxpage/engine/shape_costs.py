@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from jaxpage.device.buckets import Bucket
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.runner import Runner
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduling.plan import Row, Sample, StepPlan
+from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.costs import Shape
+from jaxpage.step.plan import Row, Sample, StepPlan
 
 CONTEXT = 128  # tokens before those that are computed, whatever stands in their blocks
 TURNS = 5  # after a first one, of which nobody knows what it pays for

@@ -9,8 +9,8 @@ from typing import Any, Self
 from transformers import AutoTokenizer
 
 from jaxpage.checkpoints import resolve_model
-from jaxpage.config import EngineConfig
 from jaxpage.errors import CheckpointError
+from jaxpage.settings.engine_config import EngineConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REPLACEMENT = "\ufffd"

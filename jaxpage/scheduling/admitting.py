@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from jaxpage.memory import BlockManager
 from jaxpage.memory.sliding import most_blocks
-from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling.open_plan import OpenPlan
+from jaxpage.step.request import Sequence, SequenceGroup
 
 
 class Hit(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-from jaxpage.decoding.edits import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.memory import BlockManager
-from jaxpage.request import Sequence, SequenceGroup
+from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Score
+from jaxpage.step.request import Sequence, SequenceGroup
 
 Sequences = MutableMapping[int, tuple[SequenceGroup, Sequence]]
 

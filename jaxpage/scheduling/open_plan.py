@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxpage.memory import BlockManager
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.scheduling.plan import Row, Sample, StepPlan
-from jaxpage.speculation import Draft
+from jaxpage.step.draft import Draft
+from jaxpage.step.plan import Row, Sample, StepPlan
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 
 class OpenPlan:

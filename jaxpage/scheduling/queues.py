@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from jaxpage.request import SequenceGroup
+from jaxpage.step.request import SequenceGroup
 
 Rank = tuple[int, int]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, MemorySplit, Pin
 from jaxpage.memory.sliding import most_blocks
-from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling import admitting
 from jaxpage.scheduling.admitting import PrefixCounts
 from jaxpage.scheduling.open_plan import OpenPlan
-from jaxpage.scheduling.policy import Preemption, StepLimits, spare_blocks
+from jaxpage.scheduling.policy import Preemption, spare_blocks
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.request import Sequence, SequenceGroup
 
 
 class Roster:

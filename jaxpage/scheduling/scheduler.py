@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from jaxpage.decoding.edits import Append, Edit, Score
-from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.scheduling.admitting import held_until
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.open_plan import OpenPlan
-from jaxpage.scheduling.plan import StepPlan
 from jaxpage.scheduling.roster import Roster
-from jaxpage.speculation import Draft
+from jaxpage.step.draft import Draft
+from jaxpage.step.edits import Append, Edit, Score
+from jaxpage.step.plan import StepPlan
+from jaxpage.step.request import Sequence, SequenceGroup
 
 NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
 Members = tuple[SequenceGroup, list[Sequence]]  # a group and those of its sequences that are not finished

@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jaxpage.config import EngineConfig
-from jaxpage.config_sources import Resolved, read_file, resolve_settings
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
-from jaxpage.settings import ByteSize, Problem, Settings
+from jaxpage.settings.base import ByteSize, Problem, Settings
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sources import Resolved, read_file, resolve_settings
 
 API_KEY_VARIABLE = "JAXPAGE_API_KEY"
 MAX_KEY_FILE_BYTES = 1 << 16

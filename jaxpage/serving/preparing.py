@@ -14,10 +14,10 @@ from jaxpage.decoding import Grammar
 from jaxpage.engine.admission import CheckedParams, PreparedRequest
 from jaxpage.engine.calls import prepared
 from jaxpage.engine.engine import Engine
-from jaxpage.prompts import Prompt
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.engine.prompts import Prompt
 from jaxpage.serving.submitted import QueueFull
 from jaxpage.serving.wire.exchange import Job
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 _Result = TypeVar("_Result")
 _READING_THREADS = 2  # tokenizers and parsers let the engine's thread run meanwhile, or are short

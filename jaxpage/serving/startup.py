@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from jaxpage import __version__
-from jaxpage.config import EngineConfig
-from jaxpage.engine.build import PHASES, Built, build_engine
+from jaxpage.engine.build import PHASES, Built
+from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
@@ -27,6 +27,7 @@ from jaxpage.serving.listening import address_of
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             logger.warning("whoever reaches %s may ask: set --api-key-file or %s", server.host, API_KEY_VARIABLE)
         # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
-            built = build_engine(engine, progress=not server.log_json, phase=start_up.phase)
+            built = open_engine(engine, progress=not server.log_json, phase=start_up.phase)
         context, address = model_context(built, engine, server), address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
         return run_server(

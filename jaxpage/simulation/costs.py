@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxpage.scheduling import StepPlan
+from jaxpage.step.plan import StepPlan
 
 
 class CostModel(Protocol):

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from jaxpage.device.buckets import make_menu
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.request import SequenceGroup
-from jaxpage.scheduling import StepPlan
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.traces import Arrival
+from jaxpage.step.plan import StepPlan
+from jaxpage.step.request import SequenceGroup
 
 BLOCK_SIZE = 16
 SHORTEST_PROMPT, NUM_PROMPTS, STRIDE = 200, 200, 37  # 200 lengths, in an order in which neighbours differ

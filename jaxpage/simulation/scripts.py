@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from jaxpage.decoding import Append, Edit, Finish, Fork
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.scheduling import StepPlan
+from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.simulation.traces import Arrival
+from jaxpage.step.edits import Append, Edit, Finish, Fork
+from jaxpage.step.plan import StepPlan
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 
 class ScriptedRequests:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
-from jaxpage.scheduling import Preemption, Scheduler, StepLimits
+from jaxpage.scheduling import Preemption, Scheduler
+from jaxpage.step.limits import StepLimits
 
 
 @dataclass(frozen=True)

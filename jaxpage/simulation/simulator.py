@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from jaxpage.request import SequenceGroup
-from jaxpage.scheduling import Row, Scheduler, StepPlan
+from jaxpage.scheduling import Scheduler
 from jaxpage.simulation.accounting import Run, Served, State, TimeAverage
 from jaxpage.simulation.costs import CostModel
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
+from jaxpage.step.plan import Row, StepPlan
+from jaxpage.step.request import SequenceGroup
 
 
 class Simulator:

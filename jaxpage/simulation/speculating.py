@@ -14,16 +14,17 @@ import numpy as np
 
 from jaxpage.device.buckets import make_menu
 from jaxpage.memory import BlockManager, BlockPool
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.scheduling import Scheduler, StepLimits
+from jaxpage.scheduling import Scheduler
+from jaxpage.settings.speculative_config import MOST_DRAFTS
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
-from jaxpage.speculation import Draft, chain
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.costs import Shape
 from jaxpage.speculation.following import Following
 from jaxpage.speculation.speculation import Speculation
-from jaxpage.speculative_config import MOST_DRAFTS
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 NUM_DRAFTS = (1, 3, 7)
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 8, 400

@@ -1,6 +1,6 @@
 """Drafts of what may follow, and how many of them are worth their cost. Never imports jax."""
 
 from jaxpage.speculation.methods import make_proposer
-from jaxpage.speculation.proposal import Candidates, Draft, Proposer, chain
+from jaxpage.speculation.proposal import Proposer
 
-__all__ = ["Candidates", "Draft", "Proposer", "chain", "make_proposer"]
+__all__ = ["Proposer", "make_proposer"]

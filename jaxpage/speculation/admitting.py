@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from jaxpage.decoding.strategy import Strategy
-from jaxpage.speculation.proposal import Draft
+from jaxpage.step.draft import Draft
+from jaxpage.step.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxpage.request import Request, Sequence
-from jaxpage.speculation.proposal import Candidates, Draft, KeptGuesses
+from jaxpage.speculation.proposal import KeptGuesses
+from jaxpage.step.draft import Candidates, Draft
+from jaxpage.step.request import Request, Sequence
 
 
 class AheadProposer(KeptGuesses):

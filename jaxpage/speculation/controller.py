@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from jaxpage.scheduling.policy import StepLimits
+from jaxpage.settings.speculative_config import MOST_DRAFTS
 from jaxpage.speculation.costs import MOST_SURPRISING, Costs, Shape
 from jaxpage.speculation.estimates import FIRST_GUESS, FIRST_GUESS_TOGETHER, Acceptance
-from jaxpage.speculation.proposal import Draft
-from jaxpage.speculative_config import MOST_DRAFTS
+from jaxpage.step.draft import Draft
+from jaxpage.step.limits import StepLimits
 
 SHARE = 0.006  # of the time that may be lost by looking elsewhere
 CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it

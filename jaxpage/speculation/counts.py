@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxpage.decoding.edits import Append, Edit
-from jaxpage.request import SequenceGroup
-from jaxpage.scheduling.plan import StepPlan, depths_of
+from jaxpage.step.edits import Append, Edit
+from jaxpage.step.plan import StepPlan, depths_of
+from jaxpage.step.request import SequenceGroup
 
 
 class Verified(NamedTuple):

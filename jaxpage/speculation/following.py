@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jaxpage.scheduling.plan import Row, StepPlan
-from jaxpage.scheduling.policy import StepLimits
+from jaxpage.settings.speculative_config import MOST_DRAFTS
 from jaxpage.speculation.controller import MOST_NAP, Controller
 from jaxpage.speculation.costs import AheadCosts
-from jaxpage.speculative_config import MOST_DRAFTS
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.plan import Row, StepPlan
 
 KEEPS = 24  # steps for which it goes on following after drafts were last wanted or looked at: they may be wanted again
 PATIENCE = 80  # steps for which it follows at most until they are looked at

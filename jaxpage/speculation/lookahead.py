@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.speculation.proposal import Draft
-from jaxpage.speculative_config import Lookahead
+from jaxpage.settings.speculative_config import Lookahead
+from jaxpage.step.draft import Draft
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 AT_ONCE = 512  # tokens that are taken in when a sequence is asked: a millisecond. Long prompts take several steps
 MOST_KEYS = 1 << 14  # of a pool: some 20 MB if all are used

@@ -8,8 +8,9 @@ from collections.abc import Sequence as Ordered
 
 import numpy as np
 
-from jaxpage.request import Request, Sequence
-from jaxpage.speculation.proposal import Draft, KeptGuesses
+from jaxpage.speculation.proposal import KeptGuesses
+from jaxpage.step.draft import Draft
+from jaxpage.step.request import Request, Sequence
 
 Choices = tuple[tuple[int, ...], ...]  # of each draft: the ranks of the guesses that lead to it, its own last
 

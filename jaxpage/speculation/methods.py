@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.ahead import AheadProposer
 from jaxpage.speculation.lookahead import LookaheadProposer
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
-from jaxpage.speculative_config import SpeculativeConfig
 
 
 def make_proposer(config: SpeculativeConfig, vocab_size: int) -> Proposer:

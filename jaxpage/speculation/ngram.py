@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.speculation.proposal import Draft, chain
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 TokenIds = npt.NDArray[np.int32]  # [C]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.request import Request, Sequence, SequenceGroup
+from jaxpage.settings.speculative_config import MOST_DRAFTS
 from jaxpage.speculation.medusa import best_only, search
-from jaxpage.speculation.proposal import Draft
-from jaxpage.speculative_config import MOST_DRAFTS
+from jaxpage.step.draft import Draft
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 NUM_RECYCLED = 8  # W: tokens that are kept behind each
 MOST_TABLES = 16  # for as many salts, beside that of requests without; of 128,000 tokens one takes 4 MB

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 
-from jaxpage.decoding.edits import Append, Edit
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.scheduling.plan import Row, StepPlan, StepResult
-from jaxpage.scheduling.policy import StepLimits
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.following import Following
-from jaxpage.speculation.proposal import Draft, DrawObserver, LikeliestObserver, Observer, Proposer
+from jaxpage.speculation.proposal import DrawObserver, LikeliestObserver, Observer, Proposer
+from jaxpage.step.draft import Draft
+from jaxpage.step.edits import Append, Edit
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 logger = logging.getLogger(__name__)
 

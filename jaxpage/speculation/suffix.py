@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.speculation.proposal import Draft
+from jaxpage.settings.speculative_config import SuffixDecoding
 from jaxpage.speculation.suffix_tree import NOTHING, Guess, SuffixTree
-from jaxpage.speculative_config import SuffixDecoding
+from jaxpage.step.draft import Draft
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 AT_ONCE = 1024  # tokens taken in while every sequence is asked once: some milliseconds. Long prompts take several steps
 OWN_EDGES = 1 << 22  # of the trees of all sequences together: with more, sequences do without

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxpage.speculation.proposal import Draft, chain
+from jaxpage.step.draft import Draft, chain
 
 ROOT = 0
 _TOKEN_BITS = 32  # of an edge's key: node << 32 | token

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from jaxpage.request import Request, SequenceGroup
-from jaxpage.request import Sequence as Known
-from jaxpage.speculation.proposal import Draft, chain
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.request import Request, SequenceGroup
+from jaxpage.step.request import Sequence as Known
 
 Outputs = Mapping[tuple[int, ...], Sequence[Sequence[int]]]  # by prompt: of each of its samples
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.sampling_params import BeamSearchParams
+from jaxpage.settings.sampling_params import BeamSearchParams
 
 LogprobsOf = Callable[[tuple[int, ...]], np.ndarray]  # of every token behind these output tokens
 

@@ -6,8 +6,8 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jaxpage.request import SequenceGroup
-from jaxpage.speculation import Draft, chain
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.request import SequenceGroup
 
 NUM_TOKEN_IDS = 257  # of the small models
 MOST_DRAFTS = 7

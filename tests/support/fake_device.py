@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.decoding import Append, BeamStrategy, Draw, Edit, Finish, Fork, Score
+from jaxpage.decoding import BeamStrategy
 from jaxpage.engine.text import NoText
 from jaxpage.memory import BlockManager
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.scheduling import Scheduler, StepPlan
-from jaxpage.scheduling.plan import Row, Sample
+from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.queues import ByPriority, FirstCome
-from jaxpage.speculation import Draft
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.draft import Draft
+from jaxpage.step.edits import Append, Edit, Finish, Fork, Score
+from jaxpage.step.plan import Row, Sample, StepPlan
+from jaxpage.step.request import Request, Sequence, SequenceGroup
+from jaxpage.step.strategy import Draw
 from tests.support.beams import likeliest, random_logprobs
 
 EOS = 7

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.settings.sampling_params import SamplingParams
 
 
 class FakeLLM:

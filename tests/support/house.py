@@ -12,18 +12,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-WEST = {"memory", "scheduling", "decoding", "speculation"}
-EAST = {"layers", "models", "device", "checkpoints"}
-HALL = {"engine"}
-FRONT = {
-    "__init__",
-    "__main__",
-    "llm",
-    "cli",
-    "serving",
-    "bench",
-    "simulation",
+# The rooms of jaxpage: the floor and the wing of each, and which other rooms it may import. What stands in no room is of the ground floor
+# (errors, outputs, shapes) or a front door (llm).
+GROUND, WEST, EAST, HALL, FRONT = "ground", "west", "east", "hall", "front"
+ROOMS: dict[str, tuple[int, str, set[str]]] = {
+    "settings": (0, GROUND, set()),
+    "step": (0, GROUND, {"settings"}),
+    "memory": (1, WEST, set()),
+    "scheduling": (1, WEST, {"step", "memory"}),
+    "decoding": (1, WEST, {"step", "settings"}),
+    "speculation": (1, WEST, {"step", "settings"}),
+    "layers": (1, EAST, set()),
+    "models": (1, EAST, {"layers"}),
+    "checkpoints": (1, EAST, {"settings", "models"}),
+    "device": (1, EAST, {"settings", "step", "layers", "models"}),
 }
+_BELOW = set(ROOMS)
+ROOMS |= {"engine": (2, HALL, _BELOW), "replay": (2, HALL, _BELOW | {"engine"})}
+_BELOW = set(ROOMS)
+ROOMS |= {
+    "simulation": (3, FRONT, _BELOW | {"bench"}),
+    "bench": (3, FRONT, _BELOW | {"cli"}),
+    "serving": (3, FRONT, _BELOW),
+    "cli": (3, FRONT, _BELOW | {"bench", "serving", "simulation"}),
+}
+FRONT_DOORS = {"__init__", "__main__", "llm"}
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
 KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels"}
@@ -100,13 +113,16 @@ def place(module_name: str) -> tuple[int, str]:
         return 4, "tools"
     if top == "pallas_kernels":
         return 0, "kernels"
-    room = rest.partition(".")[0] or "__init__"
-    if room in FRONT:
-        return 3, "front"
-    for floor, wing, rooms in ((2, "hall", HALL), (1, "west", WEST), (1, "east", EAST)):
-        if room in rooms:
-            return floor, wing
-    return (0, "ground") if "." not in rest else (-1, room)
+    room = room_of(module_name)
+    if room in FRONT_DOORS:
+        return 3, FRONT
+    if room in ROOMS:
+        return ROOMS[room][:2]
+    return (0, GROUND) if "." not in rest else (-1, room)
+
+
+def room_of(module_name: str) -> str:
+    return module_name.partition(".")[2].partition(".")[0] or "__init__"
 
 
 def read_modules(root: Path) -> list[Module]:
@@ -164,7 +180,7 @@ def _import_laws(module: Module, item: Import) -> Iterator[str]:
         yield f"imports {top}: no code-carrying serialiser in the product"
     if wing == "kernels" and top not in KERNEL_IMPORTS and top not in sys.stdlib_module_names:
         yield f"pallas_kernels stands alone, but imports {item.target}"
-    if wing in ("west", "ground") and top in JAX:
+    if wing in (WEST, GROUND) and top in JAX:
         yield f"the host side never imports {top}"
     if top == "pallas_kernels" and wing not in ("kernels", "tools") and not module.name.startswith("jaxpage.device"):
         yield "only jaxpage/device/ binds pallas_kernels"
@@ -176,10 +192,14 @@ def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[s
     target_floor, target_wing = place(target)
     if target_floor > floor:
         yield f"floor {floor} imports {target} of floor {target_floor}: imports go down only"
-    elif {wing, target_wing} == {"west", "east"}:
+    elif {wing, target_wing} == {WEST, EAST}:
         yield f"the {wing} wing imports {target} of the {target_wing} wing"
-    elif wing == "tools" and target_wing != "front" and not target.startswith("tools"):
+    elif wing == "tools" and target_wing != FRONT and not target.startswith("tools"):
         yield f"tools import the front door only, not {target}"
+    else:
+        room, other = room_of(importer), room_of(target)
+        if room != other and room in ROOMS and other in ROOMS and other not in ROOMS[room][2]:
+            yield f"{room}/ does not import {other}/"
 
 
 def _never(module: Module) -> Iterator[tuple[int, str]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.speculation import Draft, Proposer, chain
+from jaxpage.speculation import Proposer
 from jaxpage.speculation.synthetic import Outputs, SyntheticProposer
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 Guessing = Callable[[Sequence, int, random.Random], Draft | None]
 

@@ -20,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from uvicorn.server import ServerState
 
 import jaxpage
-from jaxpage.config import EngineConfig
 from jaxpage.engine.build import Built, build_engine
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.capabilities import capabilities
@@ -30,6 +29,7 @@ from jaxpage.serving.listening import address_of, bound_socket
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import Serving
 from jaxpage.serving.startup import model_context
+from jaxpage.settings.engine_config import EngineConfig
 
 SMALL: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129}
 WAIT_SECONDS = 60.0  # for what is bound to happen: far beyond what it takes

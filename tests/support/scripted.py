@@ -9,9 +9,10 @@ import numpy as np
 
 from jaxpage import LLM
 from jaxpage.engine.engine import Engine
-from jaxpage.request import Request, Sequence, SequenceGroup
-from jaxpage.speculation import Draft, Proposer, chain
+from jaxpage.speculation import Proposer
 from jaxpage.speculation.speculation import Speculation
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 DRAFTING = {"method": "ngram", "num_speculative_tokens": 4}  # settings of the engines in which these stand
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import uvicorn
 
-from jaxpage.config import EngineConfig
 from jaxpage.engine.build import Built
 from jaxpage.serving.app import build_app
 from jaxpage.serving.capabilities import capabilities
@@ -18,6 +17,7 @@ from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.startup import model_context
+from jaxpage.settings.engine_config import EngineConfig
 
 
 class _Uvicorn(uvicorn.Server):

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxpage.engine.engine import Engine
 from jaxpage.memory import BlockManager
-from jaxpage.request import Sequence, SequenceGroup
 from jaxpage.serving.inspector.watching import Timeline, Track, Watcher
+from jaxpage.step.request import Sequence, SequenceGroup
 
 Snapshot = dict[str, Any]
 MOST_COPIES = 24  # of the last steps

@@ -8,12 +8,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpage.decoding import Edit
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.events import Events
 from jaxpage.outputs import RequestMetrics
-from jaxpage.request import SequenceGroup
-from jaxpage.scheduling.plan import Row, StepPlan, StepResult
+from jaxpage.step.edits import Edit
+from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.request import SequenceGroup
 
 logger = logging.getLogger(__name__)
 

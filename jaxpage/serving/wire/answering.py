@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.decoding.strategy import NO_TOKEN_LEFT
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError, as_api_error
 from jaxpage.serving.wire.fields import GenerationRequest
 from jaxpage.serving.wire.job import Job
 from jaxpage.serving.wire.logprobs import Entries, bounded, likeliest
+from jaxpage.step.strategy import NO_TOKEN_LEFT
 
 
 class Answer:

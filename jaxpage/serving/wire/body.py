@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from jaxpage.argument_checks import shown
 from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.settings.argument_checks import shown
 
 MAX_BODY_DEPTH = 128
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)

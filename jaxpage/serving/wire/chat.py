@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxpage.outputs import RequestOutput
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
@@ -19,6 +18,7 @@ from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
 from jaxpage.serving.wire.templates import render
 from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
 @quotes

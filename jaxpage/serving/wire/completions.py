@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpage.outputs import RequestOutput
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
@@ -15,6 +14,7 @@ from jaxpage.serving.wire.job import Job
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from pydantic import BaseModel
 
 from jaxpage.errors import CapacityError, UnsupportedError
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 _TYPES = {
     401: "authentication_error",

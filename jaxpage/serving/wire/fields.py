@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
-from jaxpage.argument_checks import INT32_MAX
-from jaxpage.sampling_params import (
+from jaxpage.settings.argument_checks import INT32_MAX
+from jaxpage.settings.sampling_params import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_CACHE_SALT_CHARACTERS,

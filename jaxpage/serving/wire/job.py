@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
 class Job(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from jaxpage.argument_checks import close_names, shown
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.serving.wire.neutral import ADDED, LABELS, NEUTRAL, is_neutral
+from jaxpage.settings.argument_checks import close_names, shown
 
 Request = TypeVar("Request", bound=BaseModel)
 _HONOURED_SOMEWHERE = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()

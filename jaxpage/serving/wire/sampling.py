@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error
 from jaxpage.serving.wire.fields import GenerationRequest, JsonObjectFormat, JsonSchemaFormat
 from jaxpage.serving.wire.schemas import check_schema
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 _AS_THEY_ARE = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from jaxpage.argument_checks import shown
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.structured_outputs import MAX_CHARACTERS
+from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.structured_outputs import MAX_CHARACTERS
 
 MAX_SCHEMA_DEPTH = 64
 _TYPES = {"null", "boolean", "object", "array", "number", "integer", "string"}

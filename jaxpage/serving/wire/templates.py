@@ -12,7 +12,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxpage.argument_checks import shown
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import (
@@ -25,6 +24,7 @@ from jaxpage.serving.wire.fields import (
     ToolMessage,
 )
 from jaxpage.serving.wire.render_time import templates_end_within
+from jaxpage.settings.argument_checks import shown
 
 # What the renderer itself gives a template.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxpage.argument_checks import shown
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import ChatCompletionRequest, NamedTool, TextFormat, Tool
@@ -13,6 +12,7 @@ from jaxpage.serving.wire.pieces import PieceParser, Plain
 from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
 from jaxpage.serving.wire.tools import MARKS, TOOL_PARSERS, NamedCall, named_schema, required, required_schema
+from jaxpage.settings.argument_checks import shown
 
 
 class ToolUse(NamedTuple):

@@ -1,6 +1,6 @@
 """Structured outputs in llguidance's terms: the text of a grammar, a tokenizer with an end of its own, and matchers within limits.
 
-Imported by the engine and by the process that tries grammars (`jaxpage.grammar_worker`), which must find the same.
+Imported by the engine and by the process that tries grammars (`jaxpage.decoding.grammar_worker`), which must find the same.
 """
 
 from __future__ import annotations

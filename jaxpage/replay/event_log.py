@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from jaxpage.argument_checks import shown
-from jaxpage.engine.events import Record, Recorder
 from jaxpage.errors import ConfigError, EventLogError
+from jaxpage.replay.recorder import Record, Recorder
+from jaxpage.settings.argument_checks import shown
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jaxpage.argument_checks import check_items, check_text, refuse
+from jaxpage.settings.argument_checks import check_items, check_text, refuse
 
 STRUCTURED_OUTPUT_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CHARACTERS = 65536  # of a value as JSON

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from jaxpage.argument_checks import close_names, shown
-from jaxpage.byte_sizes import LEAST, parse_bytes
 from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.settings.argument_checks import close_names, shown
+from jaxpage.settings.byte_sizes import LEAST, parse_bytes
 
 Problem = tuple[str, str]  # (setting, what is wrong with it)
 

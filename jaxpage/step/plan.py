@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.speculation import Candidates
+from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.step.draft import Candidates
 
 
 class Row(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.token_ids import TokenIds
+from jaxpage.settings.token_ids import TokenIds
 
 MASK_BITS = 32  # of a word: token v is in the set if bit v % 32 of word v // 32 is set
 

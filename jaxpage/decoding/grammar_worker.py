@@ -1,4 +1,4 @@
-"""A process that tries grammars before the engine compiles them: `python -m jaxpage.grammar_worker`, started by the engine.
+"""A process that tries grammars before the engine compiles them: `python -m jaxpage.decoding.grammar_worker`, started by the engine.
 
 llguidance's limits bound a mask, not the time and the memory that building a matcher takes ({"multipleOf": 1234567} took half a minute
 and 700 MB), and a thread in native code cannot be ended. Here each grammar is tried by a child that is killed when it has had its
@@ -19,8 +19,8 @@ import signal
 import sys
 from typing import Any, NoReturn
 
+from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.errors import UnsupportedError
-from jaxpage.grammars import matcher_of, problem_of, source_of, tokenizer_of
 
 _MAX_REPORT = 1 << 16
 _PR_SET_PDEATHSIG = 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from jaxpage.decoding.edits import Edit, Finish
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.shapes import NOTHING_ALLOWED
-from jaxpage.token_masks import Mask
+from jaxpage.step.edits import Edit, Finish
+from jaxpage.step.token_masks import Mask
 
 NO_TOKEN_LEFT = "what the request allows, forbids and penalises leaves no token that could be drawn"
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from jaxpage.config import EngineConfig
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings import InvalidSettings, Problem, Settings, UnsupportedSettings, nearest_name
-from jaxpage.speculative_config import SpeculativeConfig
-from jaxpage.yaml_loader import Located, load_mapping, parse_scalar
+from jaxpage.settings.base import InvalidSettings, Problem, Settings, UnsupportedSettings, nearest_name
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.settings.yaml_file import Located, load_mapping, parse_scalar
 
 PREFIX = "JAXPAGE_"
 OTHER_VARIABLES = frozenset({"JAXPAGE_DEBUG", "JAXPAGE_CACHE_DIR", "JAXPAGE_API_KEY"})  # read elsewhere; no settings

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxpage.argument_checks import (
+from jaxpage.settings.argument_checks import (
     check_bool,
     check_float,
     check_int,
@@ -21,8 +21,8 @@ from jaxpage.argument_checks import (
     check_token_id,
     refuse,
 )
-from jaxpage.structured_outputs import check_structured_outputs
-from jaxpage.token_ids import TokenIds
+from jaxpage.settings.structured_outputs import check_structured_outputs
+from jaxpage.settings.token_ids import TokenIds
 
 MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
 MAX_LOGPROBS = 20  # candidates that may be asked for per position

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

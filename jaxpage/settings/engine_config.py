@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
-from jaxpage.argument_checks import shown
-from jaxpage.settings import ByteSize, Problem, Settings
-from jaxpage.speculative_config import AcceptanceRule, SpeculativeConfig
+from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.base import ByteSize, Problem, Settings
+from jaxpage.settings.speculative_config import AcceptanceRule, SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
 _Count = Annotated[int, Field(ge=1, lt=2**31)]

@@ -17,18 +17,20 @@ from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
-from jaxpage.argument_checks import shown
-from jaxpage.decoding import BeamStrategy, Draw, Edit, Finish, Grammar, SamplingStrategy, Strategy
+from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.event_log import LogReader, encoded
-from jaxpage.engine.events import Record, Recorder, usual_draws
-from jaxpage.engine.log_header import compare_engines, header, logged_config, read_header
 from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
-from jaxpage.request import SequenceGroup
-from jaxpage.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.speculation import Candidates, Draft, chain
+from jaxpage.replay.event_log import LogReader, encoded
+from jaxpage.replay.log_header import compare_engines, header, logged_config, read_header
+from jaxpage.replay.recorder import Record, Recorder, usual_draws
+from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.draft import Candidates, Draft, chain
+from jaxpage.step.edits import Edit, Finish
+from jaxpage.step.request import SequenceGroup
+from jaxpage.step.strategy import Draw, Strategy
 
 _LEGENDS = {  # what the entries of a list are, for whoever reads a difference
     "rows": "[sequence, first position, tokens]",

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpage.argument_checks import shown
-from jaxpage.config import EngineConfig
 from jaxpage.device.sizing import MemoryPlan
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.event_log import LogReader
-from jaxpage.engine.events import Record
 from jaxpage.errors import EventLogError, JaxpageError
+from jaxpage.replay.event_log import LogReader
+from jaxpage.replay.recorder import Record
+from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The event log of an engine, and replays of it."""

@@ -1,0 +1,223 @@
+"""Makes a record of each event of an engine.
+
+A record is a JSON object. The log writes records to a file, a replay compares them with those of a file: both get them from here.
+The scheduler is a function of its events, so what these records hold is all that a replay needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from jaxpage.engine.events import Events
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.draft import Draft, chain
+from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Score
+from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.request import SequenceGroup
+
+Record = dict[str, Any]
+
+_NEUTRAL = SamplingParams()
+_NEUTRAL_BEAM = BeamSearchParams(1)
+
+
+class Recorder(Events):
+    """Turns events into records. What is empty is left out; block tables appear as what changed since a sequence's last row."""
+
+    def __init__(self, sink: Callable[[Record], None]) -> None:
+        self._sink = sink
+        self._step = 0  # the last that was planned
+        self._tables: dict[int, tuple[int, ...]] = {}  # by sequence id, as last recorded
+
+    def arrived(self, group: SequenceGroup) -> None:
+        request = group.request
+        self._record(
+            "arrival",
+            request_id=request.request_id,
+            sequences=group.sequence_ids,
+            prompt_token_ids=list(request.prompt_token_ids),
+            **({"beam": _given_beam(request.beam)} if request.beam else {"params": _given(request.params)}),
+            seed=request.seed,
+            eos_token_ids=sorted(request.eos_token_ids),
+            max_total_tokens=request.max_total_tokens,
+            **({"bad_word_token_ids": request.bad_word_token_ids} if request.bad_word_token_ids else {}),
+        )
+
+    def aborted(self, group: SequenceGroup) -> None:
+        self._record("abort", request_id=group.request.request_id)
+        self._forget(sequence.sequence_id for sequence in group.sequences)
+
+    def pinned(self, group: SequenceGroup, pin_id: int) -> None:
+        self._record("pin", request_id=group.request.request_id, pin_id=pin_id)
+        self._forget(sequence.sequence_id for sequence in group.sequences)
+
+    def unpinned(self, pin_id: int) -> None:
+        self._record("unpin", pin_id=pin_id)
+
+    def planned(self, plan: StepPlan) -> None:
+        self._step = plan.step_id
+        draws = [sample.row for sample in plan.samples]
+        drafts = [_drafts(row) for row in plan.rows if row.parents]
+        fields = {
+            "rows": [[row.sequence_id, row.start, len(row.token_ids)] for row in plan.rows],
+            "drafts": drafts,
+            "tables": self._table_changes(plan),
+            **{name: [list(pair) for pair in getattr(plan, name)] for name in ("swap_out", "swap_in", "copies")},
+            "preempted": list(plan.preempted),
+        }
+        present: Record = {name: value for name, value in fields.items() if value}
+        if draws != usual_draws(present):
+            present["draws"] = draws
+        self._record("plan", **present)
+
+    def drawn(self, plan: StepPlan, result: StepResult, edits: list[Edit]) -> None:
+        fields = {
+            "logprobs": _logprobs(plan, result),
+            "scores": [_scores(edit) for edit in edits if isinstance(edit, Score)],
+            "edits": _described(plan, result, edits),
+            "paths": _paths(plan, result),
+        }
+        present = {name: value for name, value in fields.items() if value}
+        self._record("result", tokens=result.token_ids.tolist(), **present)
+        self._forget(edit.sequence_id for edit in edits if isinstance(edit, Finish | Drop))
+
+    def failed(self, plan: StepPlan, error: Exception) -> None:
+        self._record("failure", error=f"{type(error).__name__}: {error}")
+        self._tables.clear()
+
+    def pages_rebuilt(self) -> None:
+        self._record("rebuild")
+
+    def prefix_cache_reset(self) -> None:
+        self._record("reset")
+
+    def closed(self) -> None:
+        self._record("end")
+
+    def _record(self, event: str, **fields: Any) -> None:
+        self._sink({"event": event, "step": self._step, **fields})
+
+    def _table_changes(self, plan: StepPlan) -> list[list[Any]]:
+        changes = []
+        for row in plan.rows:
+            before, table = self._tables.get(row.sequence_id, ()), row.block_table
+            if table is not before:
+                self._tables[row.sequence_id] = table
+                changes.append([row.sequence_id, len(table), *_changed_runs(before, table)])
+        return changes
+
+    def _forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._tables.pop(sequence_id, None)
+
+
+def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[int]]:
+    """What differs, as runs [first position, block, block, ...]; what was cut off shows in the table's length alone."""
+    runs: list[list[int]] = []
+    stop = -1  # of the last run
+    for position, (old, block) in enumerate(zip_longest(before, table)):
+        if block is None or block == old:
+            continue
+        if position != stop:
+            runs.append([position])
+        runs[-1].append(block)
+        stop = position + 1
+    return runs
+
+
+def _given(params: SamplingParams) -> Record:
+    """The parameters that are not at their default. The seed stands beside them, resolved."""
+    fields = (field.name for field in dataclasses.fields(params) if field.name != "seed")
+    return {name: getattr(params, name) for name in fields if getattr(params, name) != getattr(_NEUTRAL, name)}
+
+
+def _given_beam(beam: BeamSearchParams) -> Record:
+    """The width, and what is not at its default."""
+    fields = (field.name for field in dataclasses.fields(beam))
+    given = {name: getattr(beam, name) for name in fields if getattr(beam, name) != getattr(_NEUTRAL_BEAM, name)}
+    return {"beam_width": beam.beam_width, **given}
+
+
+def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
+    """[draw, rank, ids, bits] for each draw that asks: the drawn token and the likeliest, their log probabilities as float32 bits."""
+    return [
+        [
+            draw,
+            int(result.ranks[draw]),
+            [int(result.token_ids[draw]), *result.top_token_ids[draw, :num_top].tolist()],
+            np.append(result.logprobs[draw], result.top_logprobs[draw, :num_top]).view(np.int32).tolist(),
+        ]
+        for draw, sample in enumerate(plan.samples)
+        if (num_top := sample.num_logprobs) is not None
+    ]
+
+
+def _scores(edit: Score) -> list[Any]:
+    """[sequence, position, [rank, ids, bits], ...]: as `_logprobs`, for each token of the prompt from this position on."""
+    tokens = [
+        [
+            token.rank,
+            [token.token_id, *token.top_token_ids],
+            np.array((token.logprob, *token.top_logprobs), np.float32).view(np.int32).tolist(),
+        ]
+        for token in edit.logprobs
+    ]
+    return [edit.sequence_id, edit.position, *tokens]
+
+
+def usual_draws(plan: Record) -> list[int]:
+    """The rows that a recorded plan draws from unless it says otherwise: each once, or one with drafts behind each of its tokens."""
+    if "drafts" not in plan:
+        return list(range(len(plan["rows"])))
+    return [index for index, (_, _, num_tokens) in enumerate(plan["rows"]) for _ in range(num_tokens)]
+
+
+def _drafts(row: Row) -> list[Any]:
+    """[sequence, token ids], and parents where it is no chain: -1 for those that follow the last known token. Of drafts that were drawn
+    always, and behind them of each draft the ids and the float32 bits of what it was drawn from."""
+    draft = Draft(row.token_ids[-len(row.parents) :], tuple(parent - 1 for parent in row.parents))
+    record = [row.sequence_id, list(draft.token_ids)]
+    if row.q is not None:
+        return [*record, list(draft.parents), row.q.as_lists()]
+    return record if draft == chain(draft.token_ids) else [*record, list(draft.parents)]
+
+
+def _paths(plan: StepPlan, result: StepResult) -> list[list[int]]:
+    """Of each row which of its tokens are right drafts, one behind the other; nothing of a step without drafts."""
+    if result.paths is None:
+        return []
+    paths = []
+    first = 0  # of the row's tokens in the stream
+    for row, path in zip(plan.rows, result.paths.tolist(), strict=True):
+        paths.append([place - first for place in path if place > first])
+        first += len(row.token_ids)
+    return paths
+
+
+def _described(plan: StepPlan, result: StepResult, edits: list[Edit]) -> list[list[Any]]:
+    """What is more than a token. Where an end comes before the last token that was drawn for its sequence: behind how many of them."""
+    if result.paths is None:
+        num_draws = {}
+    else:
+        counts = (result.paths >= 0).sum(axis=1).tolist()
+        num_draws = {row.sequence_id: count for row, count in zip(plan.rows, counts, strict=True) if count > 1}
+    num_tokens = Counter(edit.sequence_id for edit in edits if type(edit) is Append) if num_draws else Counter()
+    described: list[list[Any]] = []
+    for edit in edits:
+        match edit:
+            case Finish():
+                sequence_id = edit.sequence_id
+                cut = num_tokens[sequence_id] < num_draws.get(sequence_id, 0)
+                at = [num_tokens[sequence_id]] if cut else []
+                described.append(["finish", sequence_id, edit.reason, edit.stop_reason, *at])
+            case Fork():
+                described.append(["fork", edit.parent_id, edit.child_id, edit.sample_index])
+            case Drop():
+                described.append(["drop", edit.sequence_id])
+    return described
