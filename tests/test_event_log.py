@@ -835,7 +835,7 @@ def test_an_engine_that_plans_otherwise(llm: LLM, crowd: Path) -> None:
         read_header(log)
         log.take()
         engine = new_engine(llm)
-        engine.scheduler.block_manager.prefix_index = None
+        engine.scheduler.block_manager.cached = None
         assert step_of(Replay(engine, log).run()) == found > 0
 
 

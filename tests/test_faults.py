@@ -223,7 +223,7 @@ def nothing_is_left(server: Running) -> bool:
 
     def look(engine: Engine) -> bool:
         engine.scheduler.check()
-        pool = engine.scheduler.block_manager.pool
+        pool = engine.scheduler.block_manager.groups[0].pool
         loop = server.loop
         kept = (engine._groups, engine._strategies, engine.metrics.requests, loop._live, loop._num_open)
         return pool.num_free == pool.num_usable and not any(kept)

@@ -44,7 +44,7 @@ from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.shape_costs import measure_shapes
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
@@ -235,13 +235,14 @@ def _scheduler(
         decoded=tuple(bucket.num_rows for bucket in menu.decode),
         streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
     )
-    manager = BlockManager(
+    tables = BlockTables(
         BlockPool(memory.num_blocks),
         config.block_size,
-        PrefixIndex(config.block_size) if config.enable_prefix_caching else None,
         host_pool=BlockPool(memory.num_host_blocks + 1) if memory.num_host_blocks else None,
         sliding_window=sliding_window(kvs, memory.max_model_len),
+        max_tokens=limits.max_tokens,
     )
+    manager = BlockManager([tables], PrefixIndex(config.block_size) if config.enable_prefix_caching else None)
     return Scheduler(
         limits,
         manager,

@@ -22,7 +22,7 @@ from jaxpage.device.step_inputs import adjustment_shapes
 from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError
-from jaxpage.memory.sliding import most_blocks
+from jaxpage.memory.block_tables import window_blocks
 from jaxpage.models.base import KVSpec, ModelSpec
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
@@ -162,7 +162,7 @@ def plan_memory(
     )
     window = sliding_window(kvs, plan.max_model_len)
     if window is not None:
-        most = most_blocks(window, max_num_batched_tokens(config, place), config.block_size)
+        most = window_blocks(window, max_num_batched_tokens(config, place), config.block_size)
         plan = replace(plan, most_sequence_blocks=most)
     plan = choose_num_blocks(
         plan,

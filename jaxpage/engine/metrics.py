@@ -39,8 +39,8 @@ class EngineMetrics:
     def scheduled(self, plan: StepPlan, group_of: dict[int, SequenceGroup], scheduler: Scheduler) -> None:
         """Books a step that is about to run."""
         now = self._step_began = time.monotonic()
-        pool = scheduler.block_manager.pool
-        used_blocks = pool.num_usable - pool.num_free
+        manager = scheduler.block_manager
+        used_blocks = manager.num_usable - manager.num_free
         self.memory.begin(scheduler.usage, used_blocks=used_blocks, num_preempted=len(plan.preempted))
         for row in plan.rows:
             metrics = self.requests[group_of[row.sequence_id].request.request_id]
@@ -88,21 +88,20 @@ class EngineMetrics:
 
     def memory_report(self, scheduler: Scheduler) -> MemoryReport:
         manager = scheduler.block_manager
-        return self.memory.report(num_blocks=manager.pool.num_usable, block_size=manager.block_size)
+        return self.memory.report(num_blocks=manager.num_usable, block_size=manager.block_size)
 
     def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
         manager, split = scheduler.block_manager, scheduler.usage()
-        pool = manager.pool
-        total, free, prefixes = pool.num_usable, pool.num_free, scheduler.prefix_counts
+        total, free, prefixes = manager.num_usable, manager.num_free, scheduler.prefix_counts
         return {
             "num_requests_running": scheduler.num_running,
             "num_requests_waiting": scheduler.num_waiting,
             "num_requests_swapped": scheduler.num_swapped,  # of those that wait
-            "kv_cache_usage_perc": (total - free) / total,
+            "kv_cache_usage_perc": manager.used_share,
             "num_blocks_total": total,
             "num_blocks_free": free,
-            "num_blocks_cached": pool.num_cached,  # of the free ones
-            "num_blocks_pinned": manager.num_pinned_blocks,
+            "num_blocks_cached": manager.num_cached,  # of the free ones
+            "num_blocks_pinned": sum(manager.num_pinned_blocks),
             "num_preemptions_total": dict(scheduler.num_preemptions),
             "prefix_cache_queries_total": prefixes.num_queried,  # in tokens, as vLLM counts; each request once
             "prefix_cache_hits_total": prefixes.num_hits,

@@ -36,6 +36,7 @@ _LEGENDS = {  # what the entries of a list are, for whoever reads a difference
     "rows": "[sequence, first position, tokens]",
     "drafts": "[sequence, token ids, parents where it is no chain, [ids, float32 bits] that each was drawn from]",
     "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
+    "further_tables": "[cache group, sequence, blocks, [first place that changed, block, block, ...], ...]",
     "swap_out": "[block, host block]",
     "swap_in": "[host block, block]",
     "copies": "[source block, destination block]",

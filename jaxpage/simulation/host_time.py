@@ -94,7 +94,7 @@ class Decoding:
 
     def new_waiting(self, *, is_first: bool = False) -> SequenceGroup:
         """A request that cannot run now: the first needs the whole pool, those behind it hardly anything."""
-        num_slots = self.scheduler.block_manager.pool.num_usable * BLOCK_SIZE
+        num_slots = self.scheduler.block_manager.num_usable * BLOCK_SIZE
         return self.new_group(num_slots - 1, num_slots) if is_first else self.new_group(SHORTEST_PROMPT, self.longest)
 
 
@@ -135,7 +135,7 @@ def planning_times(num_running: int) -> list[PlanningTime]:
         make_menu(num_running, Setup.max_num_batched_tokens),
         table_width=-(-sides[0].longest // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
-        num_blocks=sides[0].scheduler.block_manager.pool.num_blocks,
+        num_blocks=sides[0].scheduler.block_manager.groups[0].pool.num_blocks,
         vocab_size=max(num_running, 32_000),
     )
     building: dict[bool, list[float]] = {caching: [] for caching in cachings}

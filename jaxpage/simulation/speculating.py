@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxpage.device.buckets import make_menu
-from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.scheduling import Scheduler
 from jaxpage.settings.speculative_config import MOST_DRAFTS
 from jaxpage.simulation.scripts import ScriptedRequests
@@ -141,7 +141,7 @@ class SpeculativeLoop:
             streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
         )
         pool = BlockPool(1 + num_rows * (2 + (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS) // 16))
-        self.scheduler = Scheduler(self.limits, BlockManager(pool, 16, None), max_num_seqs=num_rows)
+        self.scheduler = Scheduler(self.limits, BlockManager([BlockTables(pool, 16)]), max_num_seqs=num_rows)
         self.controller = Controller(self.limits) if num_drafts is None else None
         self._following = Following(self.limits, self.controller, block_size=16) if device.follow else None
         if self.controller is not None:

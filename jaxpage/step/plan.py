@@ -17,8 +17,9 @@ from jaxpage.step.draft import Candidates
 class Row(NamedTuple):
     """The part of one sequence in a step: `token_ids` are computed at positions `start`, `start + 1`, ...
 
-    `block_table` covers every position up to the last of them; `start` tokens are already in it. A row with drafts is one known token and
-    a tree of what may follow it, each draft behind its parent; a token stands at the position that its depth in the tree gives it.
+    `block_table`, that of the first cache group, covers every position up to the last of them; `start` tokens are already in it. A row
+    with drafts is one known token and a tree of what may follow it, each draft behind its parent; a token stands at the position that its
+    depth in the tree gives it.
     """
 
     sequence_id: int
@@ -31,6 +32,7 @@ class Row(NamedTuple):
     first_scored: int = 0  # which of the row's tokens stands before the first of them
     num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
     next_token_id: int = -1  # what is known behind the row; -1: it is drawn
+    further_tables: tuple[tuple[int, ...], ...] = ()  # block tables of the other cache groups, in their order
 
     @property
     def context_length(self) -> int:

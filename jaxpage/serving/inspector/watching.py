@@ -168,7 +168,7 @@ class Watcher(Events):
         group_of = {s.sequence_id: group for group in scheduler.running for s in group.unfinished}
         for request_id in plan.preempted:
             if track := self.tracks.get(request_id):
-                swapped = any(s.sequence_id in scheduler.block_manager.swapped for s in track.group.unfinished)
+                swapped = any(scheduler.block_manager.is_swapped(s.sequence_id) for s in track.group.unfinished)
                 track.timeline.wait("swapped" if swapped else "preempted", self._began)
         rows = []
         for row in plan.rows:
