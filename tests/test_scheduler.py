@@ -73,7 +73,7 @@ def make_driver(
             if num_host_blocks
             else None,
             sliding_window=window,
-            max_tokens=max_tokens,
+            max_tokens=limits.longest_row,
         )
         for place, window in enumerate(windows)
     ]
@@ -162,7 +162,7 @@ class Scheduling(RuleBasedStateMachine):
         block_size, usable = scheduler.block_manager.block_size, scheduler.block_manager.groups[0].pool.num_usable
         most = -(-(num_prompt + max_tokens - 1) // block_size)
         if self.window:  # two positions more than it sees, and a step's tokens, wherever a block begins
-            span = self.window + 1 + scheduler.limits.max_tokens
+            span = self.window + 1 + scheduler.limits.longest_row
             most = min(most, max((first + span - 1) // block_size + 1 for first in range(block_size)))
         refused = n * most > usable or n > scheduler.max_num_seqs
         try:

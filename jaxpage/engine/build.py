@@ -240,7 +240,7 @@ def _scheduler(
         config.block_size,
         host_pool=BlockPool(memory.num_host_blocks + 1) if memory.num_host_blocks else None,
         sliding_window=sliding_window(kvs, memory.max_model_len),
-        max_tokens=limits.max_tokens,
+        max_tokens=limits.longest_row,
     )
     manager = BlockManager([tables], PrefixIndex(config.block_size) if config.enable_prefix_caching else None)
     return Scheduler(
