@@ -19,6 +19,7 @@ from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.engine.drafters import OpenDrafter, open_drafter
 from jaxpage.errors import CheckpointError
+from jaxpage.layers.context import ForwardContext
 from jaxpage.models.base import abstract, abstract_model
 from jaxpage.models.drafter import WithDrafter, join
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -70,7 +71,7 @@ def refusal(directory: Path, method: str, target: Target) -> str:
 
 
 def growing(
-    q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, /, *, scale: float, sliding_window: int | None = None
+    layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, /, *, scale: float, sliding_window: int | None = None
 ) -> tuple[jax.Array, Any]:
     """`Attend` over keys and values that are kept in a row: pages are those before, None at first."""
     k_CKH, v_CKH = (
@@ -86,7 +87,7 @@ def growing(
 
 
 def graph_of(drafter: OpenDrafter, dtype: str = "float32") -> Any:
-    return abstract(lambda: drafter.make(jnp.dtype(dtype)))[0]
+    return abstract(drafter.make(dtype))[0]
 
 
 class Run(NamedTuple):
@@ -107,7 +108,7 @@ def run(drafter: OpenDrafter, target: Target) -> Run:
         model = join(graph, parameters)
         feature = model.fuse(feature) if fuse else feature
         positions = start + jnp.arange(len(token_ids))
-        output, pages = model(token_ids, feature, positions, pages, growing)
+        output, pages = model(token_ids, feature, pages, ForwardContext(positions, growing))
         return feature, output, model.logits(output), pages
 
     behind = 0 if drafter.taps is None else 1  # which token stands at a place
@@ -322,9 +323,10 @@ def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Targe
     def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(LENGTH)
         model = nnx.merge(graph, parameters.model)
-        _, _, states = model(token_ids[:LENGTH], positions, (None,) * 7, growing, taps=drafter.taps)
+        context = ForwardContext(positions, growing, aux_hidden_states=drafter.taps)
+        _, _, states = model(token_ids[:LENGTH], (None,) * 7, context)
         module = join(graph_of(drafter), parameters)
-        output, _ = module(token_ids[1:], module.fuse(states), positions, (None,), growing)
+        output, _ = module(token_ids[1:], module.fuse(states), (None,), ForwardContext(positions, growing))
         return module.logits(output)
 
     features = head.fuse([target.states[tap].astype(np.float64) for tap in DEFAULT_TAPS])
@@ -342,7 +344,9 @@ def test_a_head_in_half_precision(tmp_path: Path, target: Target) -> None:
     @jax.jit
     def forward(parameters: WithDrafter) -> Any:
         module = join(graph, parameters)
-        output, _ = module(jnp.asarray(TOKENS[1:]), module.fuse(states), jnp.arange(LENGTH), (None,), growing)
+        output, _ = module(
+            jnp.asarray(TOKENS[1:]), module.fuse(states), (None,), ForwardContext(jnp.arange(LENGTH), growing)
+        )
         return output, module.logits(output)
 
     output, logits = forward(parameters)
@@ -491,7 +495,7 @@ def test_tables_of_one_vocabulary_may_be_padded_differently(tmp_path: Path, targ
     @jax.jit
     def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:
         module = join(graph, parameters)
-        output, _ = module(token_ids, None, jnp.arange(len(token_ids)), none, growing)
+        output, _ = module(token_ids, None, none, ForwardContext(jnp.arange(len(token_ids)), growing))
         return module.logits(output)
 
     ours = forward(drafter.load(target.parameters, "float32", jax.devices()[0], progress=False), tokens)

@@ -21,6 +21,7 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturbed
 from jaxpage.device.step_inputs import Flags, StepInputs
+from jaxpage.layers.context import ForwardContext
 from jaxpage.models.drafter import Drafter
 from jaxpage.settings.speculative_config import MOST_CANDIDATES
 
@@ -107,10 +108,11 @@ def extend(
     attend = make_attend(inputs, backend=backend, bucket=bucket)
 
     def compute(pages: KVPages) -> tuple[jax.Array, KVPages]:
+        context = ForwardContext(inputs.positions_T, attend)
         if drafter.taps is None:
-            return drafter(inputs.token_ids_T, None, inputs.positions_T, pages, attend)
+            return drafter(inputs.token_ids_T, None, pages, context)
         next_T = token_ids_R if bucket.verifies else _next_tokens(inputs, token_ids_R)
-        return drafter(jnp.maximum(next_T, 0), drafter.fuse(states), inputs.positions_T, pages, attend)
+        return drafter(jnp.maximum(next_T, 0), drafter.fuse(states), pages, context)
 
     shape = jax.eval_shape(compute, pages)[0]
     nothing = jnp.zeros(shape.shape, shape.dtype)
@@ -256,7 +258,8 @@ def _follow(drafting: StepDrafter, ends: Ends, tree: _Tree, index: Any) -> _Tree
     if drafter.taps is not None:
         feature = jnp.take_along_axis(tree.output_BXD, tree.branch_BX[:, :, None], axis=1).reshape(count, -1)
     attend = make_attend(inputs, backend=backend, bucket=Bucket(count, count, 1))
-    output, pages = drafter(tree.token_id_BX.reshape(-1), feature, position_BX.reshape(-1), pages, attend)
+    context = ForwardContext(position_BX.reshape(-1), attend)
+    output, pages = drafter(tree.token_id_BX.reshape(-1), feature, pages, context)
     return tree._replace(pages=pages, output_BXD=output.reshape(num_rows, width, -1))
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -46,7 +45,7 @@ class OpenDrafter:
 
     def graph(self, dtype: str) -> Any:
         """For `models.drafter.join`."""
-        return abstract(lambda: self.make(jnp.dtype(dtype)))[0]
+        return abstract(self.make(dtype))[0]
 
     @staticmethod
     def shape(menu: BucketMenu) -> TreeShape:

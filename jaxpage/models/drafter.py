@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import Attend
+from jaxpage.layers.context import ForwardContext
 from jaxpage.models.base import KVSpec, Pages
 
 
@@ -31,9 +31,8 @@ class Drafter(Protocol):
         self,
         token_ids_T: jax.Array,
         feature_TD: jax.Array | None,
-        positions_T: jax.Array,
         pages: Pages,
-        attend: Attend,
+        context: ForwardContext,
     ) -> tuple[jax.Array, Pages]:
         """One pass over a stream: what `logits` takes and what is the feature of the place behind [T, D], and the pages.
 
