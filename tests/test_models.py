@@ -23,6 +23,7 @@ from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.parameter import AXES
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import FAMILIES, load_family
+from tests.support.dense import dense_attend, logits_of
 from tests.support.hf_models import MODELS, config_json, make_model
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
@@ -30,23 +31,6 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 Parameters = dict[Any, Any]
 LENGTH = 40  # beyond every sliding window, and beyond the original lengths of llama3 and yarn
 TOLERANCE = 1e-4
-
-
-def dense_attend(window_error: int = 0) -> Callable[..., Any]:
-    """`Attend` over one whole sequence held in memory; `window_error` widens every sliding window."""
-
-    def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None):
-        num_tokens, num_heads, _ = q_TNH.shape
-        k_TNH, v_TNH = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k_TKH, v_TKH))
-        scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * scale
-        distance_QC = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None, :]
-        seen_QC = distance_QC >= 0
-        if sliding_window is not None:
-            seen_QC &= distance_QC < sliding_window + window_error
-        weights_NQC = jax.nn.softmax(jnp.where(jnp.asarray(seen_QC)[None], scores_NQC, -jnp.inf), axis=-1)
-        return jnp.einsum("NQC,CNH->QNH", weights_NQC.astype(v_TNH.dtype), v_TNH), layer_pages
-
-    return attend
 
 
 @functools.cache
@@ -87,32 +71,13 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
     return parameters
 
 
-def run(
-    family: Any, spec: Any, parameters: Parameters, token_ids: np.ndarray, *, attend: Any = None, dtype: Any = "float32"
-) -> np.ndarray:
-    """Logits [T, V] of one sequence, through `nnx.merge` of a pure dict inside `jax.jit`, as the engine does."""
-    graph, _ = abstract_model(family, spec, dtype)
-
-    @jax.jit
-    def forward(parameters: Parameters, token_ids_T: jax.Array) -> jax.Array:
-        model = nnx.merge(graph, parameters)
-        positions_T = jnp.arange(token_ids_T.shape[0])
-        pages = (None,) * spec.kv.num_layers
-        hidden_TD, _, _ = model(token_ids_T, pages, ForwardContext(positions_T, attend or dense_attend()))
-        return model.logits(hidden_TD)
-
-    logits = forward(jax.tree.map(lambda x: x.astype(dtype), parameters), jnp.asarray(token_ids, jnp.int32))
-    assert logits.dtype == jnp.float32
-    return np.asarray(logits)
-
-
 def largest_difference(name: str, **changes: Any) -> float:
     """How far the logits of a model, possibly changed on purpose, are from those of transformers."""
     state, token_ids, expected = oracle(name)
     family, spec = read_spec(name)
     spec = dataclasses.replace(spec, **changes.get("spec", {}))
     parameters = fill(family, spec, {**state, **changes.get("state", lambda _: {})(state)})
-    logits = run(family, spec, parameters, token_ids, attend=changes.get("attend"))
+    logits = logits_of(family, spec, parameters, token_ids, attend=changes.get("attend"))
     return float(np.abs(logits - expected).max())
 
 
@@ -162,6 +127,39 @@ def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
         np.testing.assert_allclose(states, expected[layer], atol=TOLERANCE)
         others = [other for number, other in enumerate(expected) if number != layer]
         assert min(np.abs(states - other).max() for other in others) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*TAPPED, "opt-350m-form"])
+def test_each_layer_tells_the_seam_its_number_its_window_and_its_scale(name):
+    family, spec = read_spec(name)
+    graph, parameters = abstract_model(family, spec, "float32")
+    seen = []
+
+    def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None):
+        seen.append((layer_index, layer_pages, sliding_window, scale))
+        return q_TNH, layer_pages + 1
+
+    def forward(parameters: Parameters, ids_T: jax.Array) -> Any:
+        context = ForwardContext(ids_T, attend)
+        hidden_TD, pages, _ = nnx.merge(graph, parameters)(ids_T, tuple(range(spec.kv.num_layers)), context)
+        assert pages == tuple(range(1, spec.kv.num_layers + 1))
+        return hidden_TD
+
+    jax.eval_shape(forward, parameters, jax.ShapeDtypeStruct((3,), jnp.int32))
+    scales = getattr(spec, "attention_scales", (spec.kv.head_width**-0.5,) * spec.kv.num_layers)
+    numbers = range(spec.kv.num_layers)
+    assert seen == list(zip(numbers, numbers, spec.kv.sliding_windows, scales, strict=True))
+
+
+def test_angles_are_computed_once_for_each_rope():
+    ropes = [
+        dataclasses.replace(read_spec("llama-grouped")[1].rope, **changes)
+        for changes in ({}, {}, {"attention_factor": 2.0})
+    ]
+    context = ForwardContext(jnp.arange(5), dense_attend())
+    first, again, other = map(context.angles, ropes)
+    assert first is again and first is not other
+    np.testing.assert_array_equal(other.cos_TE, 2 * ropes[0].angles(jnp.arange(5)).cos_TE)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -217,7 +215,8 @@ def test_only_what_carries_nothing_may_be_left_unused():
 def test_half_precision_runs_and_stays_close(name, dtype):
     state, token_ids, expected = oracle(name)
     family, spec = read_spec(name)
-    logits = run(family, spec, fill(family, spec, state), token_ids, dtype=dtype)
+    parameters = jax.tree.map(lambda x: x.astype(dtype), fill(family, spec, state))
+    logits = logits_of(family, spec, parameters, token_ids, dtype=dtype)
     assert np.abs(logits - expected).std() < 0.15 * expected.std()
 
 
