@@ -96,10 +96,8 @@ class Eagle(_Eagle):
     def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
         super().__init__(spec, 2 * spec.decoder.model_width, dtype=dtype)
         self.layers = nnx.List(
-            [
-                DecoderLayer(spec.decoder, index, name=f"layers.{index}", norm_first=index > 0, dtype=dtype)
-                for index in range(spec.decoder.kv.num_layers)
-            ]
+            DecoderLayer(spec.decoder, index, name=f"layers.{index}", norm_first=index > 0, dtype=dtype)
+            for index in range(spec.decoder.kv.num_layers)
         )
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
@@ -165,10 +163,8 @@ class Eagle3(_Eagle):
         self.state_norms = nnx.List(each) if spec.norm_each else None
         self.fusion = FusionLayer(spec, name="layers.0", dtype=dtype)
         self.layers = nnx.List(
-            [
-                DecoderLayer(decoder, index, name=f"layers.{index}", dtype=dtype)
-                for index in range(1, decoder.kv.num_layers)
-            ]
+            DecoderLayer(decoder, index, name=f"layers.{index}", dtype=dtype)
+            for index in range(1, decoder.kv.num_layers)
         )
         self.norm = norm(decoder.model_width, name="norm")
 

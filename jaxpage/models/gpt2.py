@@ -111,10 +111,7 @@ class Model(nnx.Module):
         )
         self.positions = Embedding(spec.max_position_embeddings, width, name="transformer.wpe", axis=None, dtype=dtype)
         self.layers = nnx.List(
-            [
-                DecoderLayer(spec, index, name=f"transformer.h.{index}", dtype=dtype)
-                for index in range(spec.kv.num_layers)
-            ]
+            DecoderLayer(spec, index, name=f"transformer.h.{index}", dtype=dtype) for index in range(spec.kv.num_layers)
         )
         self.norm = LayerNorm(width, name="transformer.ln_f", epsilon=spec.norm_epsilon, dtype=dtype)
 

@@ -59,13 +59,11 @@ class MedusaHeads(nnx.Module):
             return Linear(width, part, input_axis=None, bias=spec.bias, dtype=dtype)
 
         self.blocks = nnx.List(
-            [nnx.List([block(head, layer) for layer in range(spec.num_layers)]) for head in range(spec.num_heads)]
+            nnx.List(block(head, layer) for layer in range(spec.num_layers)) for head in range(spec.num_heads)
         )
         self.tables = nnx.List(
-            [
-                Embedding(rows, width, name=spec.table(head), aliases=aliases, dtype=dtype)
-                for head in range(1 if spec.one_table else spec.num_heads)
-            ]
+            Embedding(rows, width, name=spec.table(head), aliases=aliases, dtype=dtype)
+            for head in range(1 if spec.one_table else spec.num_heads)
         )
         known = spec.num_known
         self.token_map = None if known is None else parameter((known,), axes=("vocab",), dtype=jnp.int32)

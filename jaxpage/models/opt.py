@@ -126,10 +126,8 @@ class Model(nnx.Module):
         self.project_in = projection(narrow, width, "project_in")
         self.project_out = projection(width, narrow, "project_out")
         self.layers = nnx.List(
-            [
-                DecoderLayer(spec, index, name=f"{decoder}.layers.{index}", dtype=dtype)
-                for index in range(spec.kv.num_layers)
-            ]
+            DecoderLayer(spec, index, name=f"{decoder}.layers.{index}", dtype=dtype)
+            for index in range(spec.kv.num_layers)
         )
         norm_name = f"{decoder}.final_layer_norm"
         self.norm = LayerNorm(width, name=norm_name, affine=spec.affine_norms, dtype=dtype) if spec.final_norm else None

@@ -190,10 +190,7 @@ class RotaryDecoder(nnx.Module):
             spec.vocab_size, width, name="model.embed_tokens", tied=spec.tie_word_embeddings, dtype=dtype
         )
         self.layers = nnx.List(
-            [
-                DecoderLayer(spec, index, name=f"model.layers.{index}", dtype=dtype)
-                for index in range(spec.kv.num_layers)
-            ]
+            DecoderLayer(spec, index, name=f"model.layers.{index}", dtype=dtype) for index in range(spec.kv.num_layers)
         )
         self.norm = RMSNorm(width, name="model.norm", epsilon=spec.norm_epsilon, dtype=dtype)
 
