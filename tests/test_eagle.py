@@ -323,7 +323,7 @@ def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Targe
     def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(LENGTH)
         model = nnx.merge(graph, parameters.model)
-        context = ForwardContext(positions, growing, aux_hidden_states=drafter.taps)
+        context = ForwardContext(positions, growing, aux_layers=drafter.taps)
         _, _, states = model(token_ids[:LENGTH], (None,) * 7, context)
         module = join(graph_of(drafter), parameters)
         output, _ = module(token_ids[1:], module.fuse(states), (None,), ForwardContext(positions, growing))

@@ -118,7 +118,7 @@ def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
     def forward(parameters, token_ids_T):
         model, pages = nnx.merge(graph, parameters), (None,) * spec.kv.num_layers
         context = functools.partial(ForwardContext, jnp.arange(LENGTH), dense_attend())
-        return model(token_ids_T, pages, context(aux_hidden_states=wanted)), model(token_ids_T, pages, context())
+        return model(token_ids_T, pages, context(aux_layers=wanted)), model(token_ids_T, pages, context())
 
     (hidden, _, tapped), (plain, _, nothing) = forward(fill(family, spec, state), jnp.asarray(token_ids, jnp.int32))
     np.testing.assert_array_equal(hidden, plain)

@@ -180,7 +180,7 @@ def _hidden(
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
     num_layers = options.num_model_layers(pages)
     taps = (options.drafter.taps if options.drafter else None) or ()
-    context = ForwardContext(inputs.positions_T, attend, aux_hidden_states=taps)
+    context = ForwardContext(inputs.positions_T, attend, aux_layers=taps)
     hidden_TD, own_pages, states = model(inputs.token_ids_T, pages[:num_layers], context)
     return model, hidden_TD, own_pages + pages[num_layers:], states or (hidden_TD,)
 

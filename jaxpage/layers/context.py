@@ -42,13 +42,13 @@ class Attend(Protocol):
 class ForwardContext:
     """One pass of a model over a stream of tokens. It belongs to the trace in which it is made.
 
-    aux_hidden_states: of which layers the model hands out the hidden states that enter them (`models.base.Model`).
+    aux_layers: the layers whose entering hidden states, the auxiliary ones, the model hands out (`models.base.Model`).
     adapters: of each token; there are none yet.
     """
 
     positions_T: Int[Array, "T"]
     attend: Attend
-    aux_hidden_states: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     adapters: None = None
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 

@@ -63,7 +63,7 @@ class Model(Protocol):
     def __call__(self, token_ids_T: jax.Array, pages: Pages, context: ForwardContext) -> Hidden:
         """Hidden states [T, D] after the final norm, the pages as `attend` left them, and auxiliary hidden states.
 
-        These are, for each layer number in `context.aux_hidden_states`, what enters that layer [T, D]: 0 names what the first layer
+        These are, for each layer number in `context.aux_layers`, what enters that layer [T, D]: 0 names what the first layer
         sees, the number of layers what leaves the last one, before the final norm.
         """
 
@@ -106,7 +106,7 @@ def run_layers(
         entering.append(hidden_TD)
         new_pages.append(layer_pages)
     output_TD = hidden_TD if norm is None else norm(hidden_TD)
-    return output_TD, tuple(new_pages), tuple(entering[index] for index in context.aux_hidden_states)
+    return output_TD, tuple(new_pages), tuple(entering[index] for index in context.aux_layers)
 
 
 def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> list[Weight]:
