@@ -88,7 +88,7 @@ def test_logits_are_those_of_transformers(name):
     assert largest_difference(name) < TOLERANCE
 
 
-TAPPED = [
+DIFFERENT_LAYERS = [
     "llama-wide-heads",
     "mistral-window",
     "qwen2-upper-windows",
@@ -98,7 +98,7 @@ TAPPED = [
 ]
 
 
-@pytest.mark.parametrize("name", [*TAPPED, "opt-350m-form", "opt-no-final-norm"])
+@pytest.mark.parametrize("name", [*DIFFERENT_LAYERS, "opt-350m-form", "opt-no-final-norm"])
 def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
     """Before every layer, and behind the last one before the final norm; in the order asked for, twice if asked twice."""
     model = make_model(name)
@@ -120,16 +120,16 @@ def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
         context = functools.partial(ForwardContext, jnp.arange(LENGTH), dense_attend())
         return model(token_ids_T, pages, context(aux_layers=wanted)), model(token_ids_T, pages, context())
 
-    (hidden, _, tapped), (plain, _, nothing) = forward(fill(family, spec, state), jnp.asarray(token_ids, jnp.int32))
+    (hidden, _, found), (plain, _, nothing) = forward(fill(family, spec, state), jnp.asarray(token_ids, jnp.int32))
     np.testing.assert_array_equal(hidden, plain)
     assert nothing == ()
-    for layer, states in zip(wanted, tapped, strict=True):
+    for layer, states in zip(wanted, found, strict=True):
         np.testing.assert_allclose(states, expected[layer], atol=TOLERANCE)
         others = [other for number, other in enumerate(expected) if number != layer]
         assert min(np.abs(states - other).max() for other in others) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*TAPPED, "opt-350m-form"])
+@pytest.mark.parametrize("name", [*DIFFERENT_LAYERS, "opt-350m-form"])
 def test_each_layer_tells_the_seam_its_number_its_window_and_its_scale(name):
     family, spec = read_spec(name)
     graph, parameters = abstract_model(family, spec, "float32")

@@ -68,7 +68,7 @@ def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFile
     assert spec is not None
     if isinstance(spec, Eagle3Spec):
         logger.info(
-            "%s takes hidden states that enter layers %s of %d", directory, spec.taps, target.spec.kv.num_layers
+            "%s takes hidden states that enter layers %s of %d", directory, spec.aux_layers, target.spec.kv.num_layers
         )
     return EagleFiles(spec, plan, token_map)
 
@@ -129,7 +129,7 @@ def _spec(
         fc_bias="fc.bias" in stored,
         own_tokens=own["tokens"],
         own_head=own["head"],
-        taps=config.taps(target.spec.kv.num_layers) if method == "eagle3" else (),
+        aux_layers=config.aux_layers(target.spec.kv.num_layers) if method == "eagle3" else (),
     )
     if method == "eagle":
         return spec

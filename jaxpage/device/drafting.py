@@ -49,7 +49,7 @@ class DrafterOptions(NamedTuple):
     """What is fixed of a drafter for the life of an engine."""
 
     graph: Any  # its nnx graph definition
-    taps: tuple[int, ...] | None  # see `Drafter`
+    aux_layers: tuple[int, ...] | None  # see `Drafter`
     shape: TreeShape
     first_layer: int  # of its own in the pages: behind the target's
     num_blocks: int  # of the pool: where the scratch blocks begin
@@ -109,7 +109,7 @@ def extend(
 
     def compute(pages: KVPages) -> tuple[jax.Array, KVPages]:
         context = ForwardContext(inputs.positions_T, attend)
-        if drafter.taps is None:
+        if drafter.aux_layers is None:
             return drafter(inputs.token_ids_T, None, pages, context)
         next_T = token_ids_R if bucket.verifies else _next_tokens(inputs, token_ids_R)
         return drafter(jnp.maximum(next_T, 0), drafter.fuse(states), pages, context)
@@ -171,7 +171,7 @@ def draft_ahead(
     """
     options, levels = drafting.options, drafting.inputs.flags[Flags.LEVELS]
     others, pages = pages[: options.first_layer], pages[options.first_layer :]
-    takes_features = drafting.drafter.taps is not None
+    takes_features = drafting.drafter.aux_layers is not None
     ends = _ends(drafting.inputs, output_TD if takes_features else None, token_ids_R, last_B)
 
     def follow_and_grow(level: jax.Array, tree: _Tree) -> _Tree:
@@ -255,7 +255,7 @@ def _follow(drafting: StepDrafter, ends: Ends, tree: _Tree, index: Any) -> _Tree
         query_start=jnp.arange(count + 1, dtype=jnp.int32),
     )
     feature = None
-    if drafter.taps is not None:
+    if drafter.aux_layers is not None:
         feature = jnp.take_along_axis(tree.output_BXD, tree.branch_BX[:, :, None], axis=1).reshape(count, -1)
     attend = make_attend(inputs, backend=backend, bucket=Bucket(count, count, 1))
     context = ForwardContext(position_BX.reshape(-1), attend)

@@ -179,8 +179,8 @@ def _hidden(
     model = nnx.merge(options.graph, parameters.model if has_company else parameters)
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
     num_layers = options.num_model_layers(pages)
-    taps = (options.drafter.taps if options.drafter else None) or ()
-    context = ForwardContext(inputs.positions_T, attend, aux_layers=taps)
+    aux_layers = (options.drafter.aux_layers if options.drafter else None) or ()
+    context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers)
     hidden_TD, own_pages, states = model(inputs.token_ids_T, pages[:num_layers], context)
     return model, hidden_TD, own_pages + pages[num_layers:], states or (hidden_TD,)
 

@@ -21,7 +21,7 @@ class DraftModel(nnx.Module):
     those that it lacks are never drafted.
     """
 
-    taps = None
+    aux_layers = None
 
     def __init__(self, family: Family, spec: ModelSpec, *, vocab_size: int, dtype: DTypeLike):
         self.model = family.Model(spec, dtype=dtype)

@@ -39,7 +39,7 @@ class EagleSpec:
     fc_bias: bool = False
     own_tokens: bool = False  # it has a token table, and need not take the target's
     own_head: bool = False
-    taps: tuple[int, ...] = ()  # see models.drafter.Drafter: none but EAGLE-3 has any
+    aux_layers: tuple[int, ...] = ()  # see models.drafter.Drafter: none but EAGLE-3 has any
 
     def make(self, dtype: DTypeLike) -> _Eagle:
         return Eagle(self, dtype=dtype)
@@ -79,8 +79,8 @@ class _Eagle(nnx.Module):
         return self.spec.decoder.kv
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.spec.taps
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.spec.aux_layers
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         logits_BV = self.head.logits(output_BD)
@@ -154,12 +154,12 @@ class Eagle3(_Eagle):
     """
 
     def __init__(self, spec: Eagle3Spec, *, dtype: DTypeLike):
-        decoder, fused = spec.decoder, len(spec.taps) * spec.target_width
+        decoder, fused = spec.decoder, len(spec.aux_layers) * spec.target_width
         super().__init__(spec, fused, dtype=dtype)
         norm = partial(RMSNorm, epsilon=decoder.norm_epsilon, dtype=dtype)
         self.spec: Eagle3Spec = spec
         self.states_norm = norm(fused, name="input_norm", axis=None) if spec.norm_before_fc else None
-        each = [norm(spec.target_width, name=f"fc_norm.{index}") for index in range(len(spec.taps))]
+        each = [norm(spec.target_width, name=f"fc_norm.{index}") for index in range(len(spec.aux_layers))]
         self.state_norms = nnx.List(each) if spec.norm_each else None
         self.fusion = FusionLayer(spec, name="layers.0", dtype=dtype)
         self.layers = nnx.List(
