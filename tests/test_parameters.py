@@ -110,7 +110,7 @@ def test_of_products_that_are_incomplete_either_way_those_apart_are_missing(tmp_
 
 
 def to_int8(path: tuple[str | int, ...], module: nnx.Module) -> nnx.Module | None:
-    return Int8Linear(module) if isinstance(module, Linear) else None
+    return Int8Linear(module.spec) if isinstance(module, Linear) else None
 
 
 def quantized(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -200,6 +200,9 @@ class Toy(nnx.Module):
         wide = [tensor("left", 6, 2), tensor("right", 3, 6, transpose=True)]
         self.wide = parameter((6, 5), axes=(None, None), dtype="float32", sources=[concatenate(wide, axis=1)])
         thirds = [tensor("whole", 6, 9, transpose=True, rows=(3 * third, 3 * third + 3)) for third in range(3)]
+        self.scale = parameter((), axes=(), dtype="float32", sources=[tensor("scale")])
+        scales = stack([tensor(f"scale_of.{index}") for index in range(3)])
+        self.scales = parameter((3,), axes=("expert",), dtype="float32", sources=[scales])
         self.thirds = nnx.List([Third(third) for third in thirds])
 
 
@@ -210,12 +213,21 @@ class Third(nnx.Module):
 
 RNG = np.random.default_rng(1)
 PARTS = {f"{part}.{index}": (4, 6) for part in ("gate", "up") for index in range(3)}
-SHAPES = {**PARTS, "left": (6, 2), "right": (3, 6), "whole": (6, 9)}
-TENSORS = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+SHAPES = {
+    **PARTS,
+    "left": (6, 2),
+    "right": (3, 6),
+    "whole": (6, 9),
+    "scale": (),
+    **{f"scale_of.{index}": () for index in range(3)},
+}
+TENSORS = {name: np.asarray(RNG.standard_normal(shape), np.float32) for name, shape in SHAPES.items()}
 STACKED = np.stack([np.concatenate([TENSORS[f"gate.{index}"], TENSORS[f"up.{index}"]]) for index in range(3)])
 WANTED = {
     "gate_up": STACKED,
     "wide": np.concatenate([TENSORS["left"], TENSORS["right"].T], axis=1),
+    "scale": TENSORS["scale"],
+    "scales": np.stack([TENSORS[f"scale_of.{index}"] for index in range(3)]),
     "thirds": {third: {"kernel": TENSORS["whole"].T[3 * third : 3 * third + 3]} for third in range(3)},
 }
 
@@ -225,7 +237,7 @@ def test_a_parameter_is_stacked_joined_or_cut_out_of_what_is_stored(tmp_path: Pa
     for name, tensors in (("apart", TENSORS), ("together", together)):
         plan = check_weights(write(tmp_path / name, tensors), weights_of(Toy()))
         assert_same(loaded(plan), WANTED)
-        assert plan.tensors.keys() == tensors.keys() and plan.num_bytes("float32") == 4 * (144 + 30 + 54)
+        assert plan.tensors.keys() == tensors.keys() and plan.num_bytes("float32") == 4 * (144 + 30 + 54 + 4)
         assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), WANTED)
     graph, _ = abstract(Toy())
     np.testing.assert_array_equal(nnx.merge(graph, loaded(plan)).thirds[2].kernel[...], WANTED["thirds"][2]["kernel"])

@@ -140,5 +140,4 @@ def _assembled(
 def _oriented(piece: Piece, array: np.ndarray) -> np.ndarray:
     """A view of a stored tensor in the shape of the piece."""
     array = array.T if piece.transpose else array
-    num_new = len(piece.shape) - array.ndim
-    return array[piece.start : piece.start + piece.shape[num_new]][(None,) * num_new]
+    return (array if piece.rows is None else array[slice(*piece.rows)]).reshape(piece.shape)

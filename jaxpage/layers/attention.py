@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.linear import Linear, Part
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Rope
 
@@ -43,7 +43,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        ends = list(itertools.accumulate(part.rows for part in self.query_key_value.parts))
+        ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
         parts = jnp.split(self.query_key_value(x_TI), ends[:-1], axis=-1)
         q_TNH, k_TKH, v_TKH = (part.reshape(part.shape[0], -1, self.head_width) for part in parts)
         if self.query_norm is not None and self.key_norm is not None:
@@ -68,7 +68,7 @@ def query_key_value(num_in: int, num_queries: int, num_keys: int, *, name: str, 
 
     num_queries, num_keys: rows, head widths included. name: of the module that has these.
     """
-    return Linear(
+    return linear(
         num_in,
         Part(num_queries, "heads", f"{name}.q_proj"),
         Part(num_keys, "kv_heads", f"{name}.k_proj"),

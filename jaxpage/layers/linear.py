@@ -26,41 +26,29 @@ class Part:
     name: str | None
 
 
-class Linear(nnx.Module):
-    """`y = x @ kernel.T + bias`. The kernel is stored `[out, in]`, see `product`.
+@dataclass(frozen=True)
+class LinearSpec:
+    """What a linear layer is, whatever kind of weight it has.
 
-    What replaces it by path (`models.replacing`) finds its sizes and names in its attributes and declares its own with `declare`.
+    parts: one below the other. fused: the name of a module that has all of them in this order, in a checkpoint that has them so.
+    transposed: the checkpoint holds `[in, out]` (GPT-2's Conv1D).
     """
 
-    def __init__(
-        self,
-        num_in: int,
-        *parts: Part,
-        input_axis: str | None,
-        bias: bool,
-        dtype: DTypeLike,
-        fused: str | None = None,
-        transposed: bool = False,
-    ):
-        """
-        Args:
-            parts: one below the other.
-            fused: the name of a module that has all parts in this order, in a checkpoint that has them so.
-            transposed: the checkpoint holds `[in, out]` (GPT-2's Conv1D).
-        """
-        self.num_in, self.num_out, self.parts = num_in, sum(part.rows for part in parts), parts
-        self.input_axis, self.dtype = input_axis, jnp.dtype(dtype)
-        self.fused, self.transposed = fused, transposed
-        self.kernel = self.declare("weight", num_in)
-        self.bias = self.declare("bias") if bias else None
+    num_in: int
+    parts: tuple[Part, ...]
+    input_axis: str | None
+    bias: bool
+    dtype: DTypeLike
+    fused: str | None = None
+    transposed: bool = False
 
     def declare(self, name: str, *columns: int, dtype: DTypeLike | None = None) -> nnx.Param[jax.Array]:
         """A parameter `[out]` or `[out, in]` that is called so in the modules of the checkpoint; of this type, or of the layer's."""
         rows: Axis = tuple((part.axis, part.rows) for part in self.parts)
         return parameter(
-            (self.num_out, *columns),
+            (sum(part.rows for part in self.parts), *columns),
             axes=(rows if len(self.parts) > 1 else self.parts[0].axis, *(self.input_axis for _ in columns)),
-            dtype=dtype or self.dtype,
+            dtype=self.dtype if dtype is None else dtype,
             sources=self._sources(name, columns),
         )
 
@@ -70,8 +58,17 @@ class Linear(nnx.Module):
             return tensor(f"{module}.{name}", *(shape[::-1] if transpose else shape), transpose=transpose)
 
         apart = [one(part.name, part.rows) for part in self.parts if part.name is not None]
-        together = [one(self.fused, self.num_out)] if self.fused else []
+        together = [one(self.fused, sum(part.rows for part in self.parts))] if self.fused else []
         return [concatenate(apart), *together] if apart else together
+
+
+class Linear(nnx.Module):
+    """`y = x @ kernel.T + bias`. The kernel is stored `[out, in]`, see `product`."""
+
+    def __init__(self, spec: LinearSpec):
+        self.spec = spec
+        self.kernel = spec.declare("weight", spec.num_in)
+        self.bias = spec.declare("bias") if spec.bias else None
 
     @property
     def weight(self) -> jax.Array | Scaled:
@@ -82,21 +79,26 @@ class Linear(nnx.Module):
         return y_TO if self.bias is None else y_TO + self.bias[...][None, :]
 
 
+def linear(
+    num_in: int,
+    *parts: Part,
+    input_axis: str | None,
+    bias: bool,
+    dtype: DTypeLike,
+    fused: str | None = None,
+    transposed: bool = False,
+) -> Linear:
+    """See `LinearSpec`."""
+    return Linear(LinearSpec(num_in, parts, input_axis, bias, dtype, fused, transposed))
+
+
 class Int8Linear(Linear):
     """In place of a `Linear`: its modules of the checkpoint have a `weight` of int8 and a `weight_scale` for each row."""
 
-    def __init__(self, of: Linear):
-        super().__init__(
-            of.num_in,
-            *of.parts,
-            input_axis=of.input_axis,
-            bias=of.bias is not None,
-            dtype=of.dtype,
-            fused=of.fused,
-            transposed=of.transposed,
-        )
-        self.kernel = self.declare("weight", self.num_in, dtype=jnp.int8)
-        self.scale = self.declare("weight_scale")
+    def __init__(self, spec: LinearSpec):
+        super().__init__(spec)
+        self.kernel = spec.declare("weight", spec.num_in, dtype=jnp.int8)
+        self.scale = spec.declare("weight_scale")
 
     @property
     def weight(self) -> Scaled:

@@ -33,7 +33,7 @@ class Piece:
     """A tensor of the checkpoint, and the part of a parameter that it fills.
 
     stored_shape: in the checkpoint. transpose: the part is the transpose of the tensor (GPT-2's Conv1D).
-    start: the first row that is taken, counted after the transposition; more than none only where the tensor holds several parameters.
+    rows: from which row up to which it is taken, after the transposition, where the tensor holds several parameters. None: all.
     shape, offset: of the part and where it begins; they have the parameter's rank.
     aliases: other names for the same tensor. If a checkpoint has several of them, they must hold the same numbers.
     """
@@ -43,7 +43,7 @@ class Piece:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     transpose: bool = False
-    start: int = 0
+    rows: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
 
     @property
@@ -66,11 +66,11 @@ def tensor(
     rows: tuple[int, int] | None = None,
     aliases: tuple[str, ...] = (),
 ) -> Source:
-    """One tensor of this shape, its transpose, or the rows from the first up to the second number of it."""
+    """One tensor of this shape, its transpose, or rows of it (see `Piece`)."""
     filled = shape[::-1] if transpose else shape
-    start, stop = rows or (0, filled[0])
-    filled = (stop - start, *filled[1:])
-    return Source(filled, (Piece(name, shape, filled, (0,) * len(filled), transpose, start, aliases),))
+    if rows is not None:
+        filled = (rows[1] - rows[0], *filled[1:])
+    return Source(filled, (Piece(name, shape, filled, (0,) * len(filled), transpose, rows, aliases),))
 
 
 def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear, Part
+from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
@@ -71,7 +71,7 @@ class _Eagle(nnx.Module):
         self.spec = spec
         self.tokens = Embedding(spec.decoder.vocab_size, width, name=tokens_name, dtype=dtype)
         self.head = Embedding(rows, width, name=head_name, dtype=dtype)
-        self.fc = Linear(fused_width, Part(width, "embed", "fc"), input_axis=None, bias=spec.fc_bias, dtype=dtype)
+        self.fc = linear(fused_width, Part(width, "embed", "fc"), input_axis=None, bias=spec.fc_bias, dtype=dtype)
         self.token_map = parameter((rows,), axes=("vocab",), dtype=jnp.int32) if spec.token_map else None
 
     @property

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.attention import Attention
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding, token_tables
-from jaxpage.layers.linear import Linear, Part
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
@@ -76,7 +76,7 @@ class DecoderLayer(nnx.Module):
         def conv1d(num_in: int, *axes: str, input_axis: str, module: str) -> Linear:
             parts = [Part(inner if axis == "ffn" else width, axis, None) for axis in axes]
             fused = f"{name}.{module}"
-            return Linear(num_in, *parts, input_axis=input_axis, bias=True, dtype=dtype, fused=fused, transposed=True)
+            return linear(num_in, *parts, input_axis=input_axis, bias=True, dtype=dtype, fused=fused, transposed=True)
 
         self.attention_norm = LayerNorm(width, name=f"{name}.ln_1", epsilon=epsilon, dtype=dtype)
         self.attention = Attention(

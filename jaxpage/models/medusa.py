@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear, Part
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.parameter import parameter
 
 
@@ -56,7 +56,7 @@ class MedusaHeads(nnx.Module):
 
         def block(head: int, layer: int) -> Linear:
             part = Part(width, "embed", spec.block(head, layer))
-            return Linear(width, part, input_axis=None, bias=spec.bias, dtype=dtype)
+            return linear(width, part, input_axis=None, bias=spec.bias, dtype=dtype)
 
         self.blocks = nnx.List(
             nnx.List(block(head, layer) for layer in range(spec.num_layers)) for head in range(spec.num_heads)

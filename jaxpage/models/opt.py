@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding, token_tables
-from jaxpage.layers.linear import Linear, Part
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
@@ -75,9 +75,9 @@ class DecoderLayer(nnx.Module):
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
         width, inner, bias = spec.model_width, spec.feed_forward_width, spec.bias
 
-        def linear(num_in: int, num_out: int, module: str, output_axis: str, input_axis: str) -> Linear:
+        def projection(num_in: int, num_out: int, module: str, output_axis: str, input_axis: str) -> Linear:
             part = Part(num_out, output_axis, f"{name}.{module}")
-            return Linear(num_in, part, input_axis=input_axis, bias=bias, dtype=dtype)
+            return linear(num_in, part, input_axis=input_axis, bias=bias, dtype=dtype)
 
         def norm(module: str) -> LayerNorm:
             return LayerNorm(width, name=f"{name}.{module}", affine=spec.affine_norms, dtype=dtype)
@@ -86,11 +86,11 @@ class DecoderLayer(nnx.Module):
         self.attention = Attention(
             layer_index,
             query_key_value(width, width, width, name=f"{name}.self_attn", bias=bias, dtype=dtype),
-            linear(width, width, "self_attn.out_proj", "embed", "heads"),
+            projection(width, width, "self_attn.out_proj", "embed", "heads"),
             head_width=spec.kv.head_width,
         )
         self.mlp_norm = norm("final_layer_norm")
-        up, down = linear(width, inner, "fc1", "ffn", "embed"), linear(inner, width, "fc2", "embed", "ffn")
+        up, down = projection(width, inner, "fc1", "ffn", "embed"), projection(inner, width, "fc2", "embed", "ffn")
         self.mlp = MLP(up, down, activation=spec.activation)
         self.norm_first = spec.norm_first
 
@@ -116,7 +116,7 @@ class Model(nnx.Module):
             if not spec.projects:
                 return None
             part = Part(num_out, None, f"{decoder}.{module}")
-            return Linear(num_in, part, input_axis="embed", bias=False, dtype=dtype)
+            return linear(num_in, part, input_axis="embed", bias=False, dtype=dtype)
 
         self.tokens, self.head = token_tables(
             spec.vocab_size, narrow, name=f"{decoder}.embed_tokens", tied=spec.tie_word_embeddings, dtype=dtype

@@ -15,7 +15,7 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import token_tables
-from jaxpage.layers.linear import Linear, Part
+from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Rope
@@ -128,7 +128,7 @@ def make_attention(
     return Attention(
         layer_index,
         query_key_value(input_width or width, queries, keys, name=name, bias=spec.attention_input_bias, dtype=dtype),
-        Linear(
+        linear(
             queries,
             Part(width, "embed", f"{name}.o_proj"),
             input_axis="heads",
@@ -145,7 +145,7 @@ def make_attention(
 
 def make_mlp(spec: RotaryDecoderSpec, *, name: str, dtype: DTypeLike) -> GatedMLP:
     width, inner, bias = spec.model_width, spec.feed_forward_width, spec.mlp_bias
-    gate_up = Linear(
+    gate_up = linear(
         width,
         Part(inner, "ffn", f"{name}.gate_proj"),
         Part(inner, "ffn", f"{name}.up_proj"),
@@ -154,7 +154,7 @@ def make_mlp(spec: RotaryDecoderSpec, *, name: str, dtype: DTypeLike) -> GatedML
         bias=bias,
         dtype=dtype,
     )
-    down = Linear(inner, Part(width, "embed", f"{name}.down_proj"), input_axis="ffn", bias=bias, dtype=dtype)
+    down = linear(inner, Part(width, "embed", f"{name}.down_proj"), input_axis="ffn", bias=bias, dtype=dtype)
     return GatedMLP(gate_up, down, activation=spec.activation)
 
 
