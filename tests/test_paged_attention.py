@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +247,20 @@ def test_refusals_name_the_argument():
     case.query_start = case.query_start[:-1]
     with pytest.raises(ValueError, match="query_start must have 3 entries"):
         paged_attention(*case.arrays, scale=1.0)
+
+
+def test_an_old_gpu_gets_plain_xla_and_a_warning_with_every_reason(monkeypatch, caplog):
+    case = make_case(9, [4, 4], [1, 1])
+    old = SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
+    monkeypatch.setattr(jax, "devices", lambda: [old])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    got = paged_attention(*case.arrays, scale=0.3)
+    np.testing.assert_allclose(got, oracle(case, scale=0.3), atol=2e-6)
+    [warning] = caplog.messages
+    reasons = [f"{name}: needs a GPU of compute capability" for name in ("triton", "mosaic")]
+    assert all(reason in warning for reason in reasons) and "has 7.5" in warning
+    with pytest.raises(NotImplementedError, match="triton: needs a GPU of .* 8.0 or more, but Tesla T4 has 7.5"):
+        paged_attention(*case.arrays, scale=0.3, backend="triton")
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,14 @@ Ids are not checked on the device, where a source beyond the pages is clamped an
 
 from __future__ import annotations
 
-import functools
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt8
 
-from pallas_kernels.backends import first_that_takes
-from pallas_kernels.block_copy import triton, xla
+from pallas_kernels.kernel_set import Call
+from pallas_kernels.sets import first_that_takes
 
 Pages = TypeVar("Pages")  # any pytree of arrays [P, S, ...]
 
@@ -32,8 +31,8 @@ def copy_blocks(
     named as destination twice, but for the null block: pad the two with (0, 0).
 
     Args:
-        backend: "xla", "triton", or "auto": the kernels where JAX's default backend is a GPU.
-        interpret: run the kernels on CPU, operation by operation.
+        backend: one of `BACKENDS`, or "auto": kernels first where JAX's default backend is a GPU.
+        interpret: run the kernels on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it and its value.
@@ -43,10 +42,12 @@ def copy_blocks(
     source, destination = _pairs(source, destination)
     copied = first_that_takes(
         "copy_blocks",
-        functools.partial(xla.copy_blocks, leaves, source, destination),
-        functools.partial(triton.copy_blocks, leaves, source, destination, interpret=interpret),
+        lambda each: each.copy_blocks,
+        leaves,
+        source,
+        destination,
+        call=Call(interpret=interpret),
         backend=backend,
-        interpret=interpret,
     )
     return jax.tree.unflatten(tree, copied)
 
@@ -65,10 +66,12 @@ def copy_slots(
     source, destination = _pairs(source, destination)
     copied = first_that_takes(
         "copy_slots",
-        functools.partial(xla.copy_slots, leaves, source, destination),
-        functools.partial(triton.copy_slots, leaves, source, destination, interpret=interpret),
+        lambda each: each.copy_slots,
+        leaves,
+        source,
+        destination,
+        call=Call(interpret=interpret),
         backend=backend,
-        interpret=interpret,
     )
     return jax.tree.unflatten(tree, copied)
 
@@ -82,10 +85,11 @@ def gather_blocks(
     blocks = _ids("blocks", blocks)
     return first_that_takes(
         "gather_blocks",
-        functools.partial(xla.gather_blocks, leaves, blocks),
-        functools.partial(triton.gather_blocks, leaves, blocks, interpret=interpret),
+        lambda each: each.gather_blocks,
+        leaves,
+        blocks,
+        call=Call(interpret=interpret),
         backend=backend,
-        interpret=interpret,
     )
 
 
@@ -108,10 +112,12 @@ def scatter_blocks(
         )
     scattered = first_that_takes(
         "scatter_blocks",
-        functools.partial(xla.scatter_blocks, leaves, blocks, contents),
-        functools.partial(triton.scatter_blocks, leaves, blocks, contents, interpret=interpret),
+        lambda each: each.scatter_blocks,
+        leaves,
+        blocks,
+        contents,
+        call=Call(interpret=interpret),
         backend=backend,
-        interpret=interpret,
     )
     return jax.tree.unflatten(tree, scattered)
 

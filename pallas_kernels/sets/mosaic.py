@@ -1,24 +1,26 @@
-"""Paged attention for Hopper (sm_90a) by Pallas' Mosaic GPU backend: prompt chunks and wide verification first, decode as well.
+"""The kernel set of Pallas' Mosaic GPU backend, for Hopper (sm_90a): attention of prompt chunks and wide verification first, decode as
+well. What writes and moves pages is Triton's.
 
 The queries are gathered into tiles of 64 or 128 rows (query tokens times the query heads of one key/value head) outside of the kernel,
-and its results are gathered back. `mosaic_kernel` has the kernel, where the interpreter's one difference is told.
+and its results are gathered back. `mosaic.kernel` has the kernel, where the interpreter's one difference is told.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel, refuse_x64
-from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.mosaic_kernel import entry
-from pallas_kernels.paged_attention.mosaic_plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
-from pallas_kernels.paged_attention.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
-from pallas_kernels.paged_attention.tiles import Shape, Tiles, shape_of, tuned
-
-INTERPRETABLE = MOSAIC_INTERPRETABLE
+from pallas_kernels.arguments import Arguments
+from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel, x64_reason
+from pallas_kernels.kernel_set import Call, capability, described
+from pallas_kernels.mosaic.kernel import entry
+from pallas_kernels.mosaic.plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
+from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
+from pallas_kernels.sets import triton
+from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
 
 SHARED_BYTES = 227 * 1024  # that a program may have on sm_90
 _RESERVED_BYTES = 3072  # of it for barriers, and for what Mosaic reduces in
@@ -47,13 +49,11 @@ def heuristic(shape: Shape) -> Tiles:
     )
 
 
-def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax.Array:
+def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
     """Returns out_TNH in the queries' type.
 
     interpret: simulate the GPU's threads, barriers and copies on CPU, about half a second for each program that has something to see.
     """
-    refuse_x64()
-    _refuse(arguments, interpret)
     tiles = tiles or tuned("mosaic", shape_of(arguments)) or heuristic(shape_of(arguments))
     _refuse_tiles(arguments, tiles)
     group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
@@ -91,18 +91,21 @@ def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax
     return _per_token(arguments, plan, cut, out_RKXH)
 
 
-def _refuse(arguments: Arguments, interpret: bool) -> None:
+def supports(device: Any, call: Call) -> str | None:
+    reason = x64_reason()
+    if reason is None and call.interpret and not MOSAIC_INTERPRETABLE:
+        reason = f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
+    if reason is None and not call.interpret and capability(device) not in (None, (9, 0)):
+        reason = f"needs a GPU of compute capability 9.0, which alone has wgmma, but {described(device)}"
+    return reason or (_attention_reason(call.attention) if call.attention is not None else None)
+
+
+def _attention_reason(arguments: Arguments) -> str | None:
     dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
     head_width, block_size = arguments.q_TNH.shape[2], arguments.k_pages.shape[1]
     tree = arguments.tree_mask_TQ
     reason = None
-    if interpret and not INTERPRETABLE:
-        reason = f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
-    elif not interpret and (device := jax.devices()[0]).platform == "gpu" and device.compute_capability != "9.0":
-        reason = (
-            f"a GPU of compute capability {device.compute_capability} ({device.device_kind}): wgmma is of 9.0 alone"
-        )
-    elif dtype not in ("bfloat16", "float16"):
+    if dtype not in ("bfloat16", "float16"):
         reason = f"queries of {dtype}: wgmma's operands are bfloat16 or float16"
     elif page_dtype != dtype:
         reason = f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"
@@ -114,8 +117,7 @@ def _refuse(arguments: Arguments, interpret: bool) -> None:
         reason = "a tree mask with a sliding window"
     elif tree is not None and tree.shape[1] > _TREE_WIDTH:
         reason = f"tree_mask_TQ of width {tree.shape[1]}: a row's mask is kept in {_TREE_WIDTH} bits"
-    if reason:
-        raise NotImplementedError(reason)
+    return reason
 
 
 def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
@@ -230,3 +232,13 @@ def _per_token(arguments: Arguments, plan: Plan, cut: QueryTiles, out_RKXH: jax.
     seen_T = cut.valid_T & (cut.position_RQ[cut.tile_T, cut.offset_T] >= 0)  # tiles that see nothing wrote nothing
     out_TNH = jnp.where(seen_T[:, None, None, None], out_TKGH, 0.0).reshape(arguments.q_TNH.shape)
     return out_TNH.astype(arguments.q_TNH.dtype)
+
+
+SET = dataclasses.replace(
+    triton.SET,
+    name="mosaic",
+    attend=attend,
+    supports=supports,
+    tiles=heuristic,
+    interpretable=MOSAIC_INTERPRETABLE,
+)
