@@ -5,7 +5,8 @@ Ids are not checked on the device, where a source beyond the pages is clamped an
 
 from __future__ import annotations
 
-from typing import TypeVar
+import operator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +41,7 @@ def copy_blocks(
     """
     leaves, tree = _flattened(pages, axes=1)
     source, destination = _pairs(source, destination)
-    copied = first_that_takes(
-        "copy_blocks",
-        lambda each: each.copy_blocks,
-        leaves,
-        source,
-        destination,
-        call=Call(interpret=interpret),
-        backend=backend,
-    )
+    copied = _chosen("copy_blocks", backend, interpret, leaves, source, destination)
     return jax.tree.unflatten(tree, copied)
 
 
@@ -64,15 +57,7 @@ def copy_slots(
     same P and S."""
     leaves, tree = _flattened(pages, axes=2)
     source, destination = _pairs(source, destination)
-    copied = first_that_takes(
-        "copy_slots",
-        lambda each: each.copy_slots,
-        leaves,
-        source,
-        destination,
-        call=Call(interpret=interpret),
-        backend=backend,
-    )
+    copied = _chosen("copy_slots", backend, interpret, leaves, source, destination)
     return jax.tree.unflatten(tree, copied)
 
 
@@ -83,14 +68,7 @@ def gather_blocks(
     interpretation and errors are those of `copy_blocks`."""
     leaves, _ = _flattened(pages, axes=1)
     blocks = _ids("blocks", blocks)
-    return first_that_takes(
-        "gather_blocks",
-        lambda each: each.gather_blocks,
-        leaves,
-        blocks,
-        call=Call(interpret=interpret),
-        backend=backend,
-    )
+    return _chosen("gather_blocks", backend, interpret, leaves, blocks)
 
 
 def scatter_blocks(
@@ -110,16 +88,13 @@ def scatter_blocks(
         raise ValueError(
             f"contents must be uint8 {(blocks.shape[0], block_bytes)}, but are {contents.dtype} {contents.shape}"
         )
-    scattered = first_that_takes(
-        "scatter_blocks",
-        lambda each: each.scatter_blocks,
-        leaves,
-        blocks,
-        contents,
-        call=Call(interpret=interpret),
-        backend=backend,
-    )
+    scattered = _chosen("scatter_blocks", backend, interpret, leaves, blocks, contents)
     return jax.tree.unflatten(tree, scattered)
+
+
+def _chosen(operation: str, backend: str, interpret: bool, *arguments: Any) -> Any:
+    pick = operator.attrgetter(operation)
+    return first_that_takes(operation, pick, *arguments, call=Call(interpret=interpret), backend=backend)
 
 
 def _flattened(pages: Pages, *, axes: int) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:

@@ -66,6 +66,11 @@ class KernelSet:
         return not self.platforms or platform in self.platforms
 
 
+def first_reason(*reasons: tuple[Any, str]) -> str | None:
+    """The text of the first pair that begins with something true."""
+    return next((text for refused, text in reasons if refused), None)
+
+
 def capability(device: Any) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU, (0, 0) of a GPU of another maker, None of what is no GPU."""
     if device.platform != "gpu":

@@ -87,7 +87,7 @@ def test_an_old_gpu_is_refused_the_kernels_that_it_cannot_run():
         assert choose_backend(name, device) == Backend(name)
     with pytest.raises(
         UnsupportedError,
-        match="'triton' with kv_cache_dtype 'auto' needs a GPU of compute capability 8.0 or more, but a GPU has 7.5; use scan or reference",
+        match="'triton' with kv_cache_dtype 'auto': needs a GPU of compute capability 8.0 or more, but a GPU has 7.5; use scan or reference",
     ):
         choose_backend("triton", gpu("7.5"))
     for other in ("8.6", "10.0"):
@@ -104,7 +104,7 @@ def test_a_gpu_without_fp8_is_refused_pages_of_it():
         ("scan", "8.0", "fp8"),
     ):
         assert choose_backend(name, gpu(capability), kv_cache_dtype) == Backend(name)
-    with pytest.raises(UnsupportedError, match="'triton' with kv_cache_dtype 'fp8' needs .* 8.9 or more"):
+    with pytest.raises(UnsupportedError, match="'triton' with kv_cache_dtype 'fp8': needs .* 8.9 or more"):
         choose_backend("triton", gpu("8.0"), "fp8")
 
 
@@ -124,7 +124,7 @@ def attended(backend):
 
 
 def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
-    """What comes next need not be told to the engine: a set that is registered can be chosen."""
+    """A set that is registered can be chosen, and the engine does not know that it has one kernel for both."""
     scan = SETS["scan"]
 
     def write_and_attend(k_TKH, v_TKH, slots_T, arguments):

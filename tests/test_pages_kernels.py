@@ -356,7 +356,7 @@ def test_auto_is_the_kernel_on_a_gpu_and_xla_where_it_refuses(monkeypatch, caplo
     assert kernels(small) == 2 and kernels(larger) == 2 and not caplog.messages
     assert kernels(large) == kernels(large) == 0
     [warning] = caplog.messages  # once
-    assert "copy_blocks is left to plain XLA (scan), which is slower: triton: an array int8 (131073" in warning
+    assert "copy_blocks is left to plain XLA (scan), which is slow: triton: an array int8 (131073" in warning
     assert "; mosaic: an array int8" in warning
     with pytest.raises(
         NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"

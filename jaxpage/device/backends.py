@@ -41,7 +41,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
         )
     if reason := chosen.supports(device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))):
         raise UnsupportedError(
-            f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r} {reason}; use {' or '.join(XLA_BACKENDS)}"
+            f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {' or '.join(XLA_BACKENDS)}"
         )
     return Backend(name, interpret)
 

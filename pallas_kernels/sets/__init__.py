@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 SETS: dict[str, KernelSet] = {each.name: each for each in (triton.SET, mosaic.SET, scan.SET, reference.SET)}
 
 BACKENDS = tuple(SETS)
-DEFINITION = reference.SET.name
+DEFINITION = reference.SET.name  # of what the others must give
 XLA_BACKENDS = tuple(name for name, each in SETS.items() if not each.platforms)
 KERNEL_BACKENDS = tuple(name for name, each in SETS.items() if each.platforms)
 INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.interpretable)  # on CPU, with interpret=True
@@ -46,23 +46,17 @@ def first_that_takes(
         ValueError: no set has this name.
         NotImplementedError: no set takes the call; the text has every set's reason.
     """
-    device = jax.devices()[0]
-    options: dict[str, Any] = {"interpret": True} if call.interpret else {}
-    options |= {} if call.tiles is None else {"tiles": call.tiles}
-    refusals: list[str] = []
+    device, refusals = jax.devices()[0], list[str]()
+    options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
     for each in candidates(backend, jax.default_backend(), interpret=call.interpret):
-        reason = each.supports(device, call)
-        if reason is None:
-            try:
+        try:
+            if (reason := each.supports(device, call)) is None:
                 result = pick(each)(*arguments, **options)
-            except NotImplementedError as refusal:
-                reason = str(refusal)
-            else:
                 if refusals and not each.platforms:
-                    _warn_once(
-                        f"{operation} is left to plain XLA ({each.name}), which is slower: {'; '.join(refusals)}"
-                    )
+                    _warn_once(f"{operation} is left to plain XLA ({each.name}), which is slow: {'; '.join(refusals)}")
                 return result
+        except NotImplementedError as refusal:
+            reason = str(refusal)
         refusals.append(f"{each.name}: {reason}")
     raise NotImplementedError(f"no backend of {operation} takes this call: " + "; ".join(refusals))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel, x64_reason
-from pallas_kernels.kernel_set import Call, capability, described
+from pallas_kernels.kernel_set import Call, capability, described, first_reason
 from pallas_kernels.mosaic.kernel import entry
 from pallas_kernels.mosaic.plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
 from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
@@ -92,47 +92,48 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool 
 
 
 def supports(device: Any, call: Call) -> str | None:
-    reason = x64_reason()
-    if reason is None and call.interpret and not MOSAIC_INTERPRETABLE:
-        reason = f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
-    if reason is None and not call.interpret and capability(device) not in (None, (9, 0)):
-        reason = f"needs a GPU of compute capability 9.0, which alone has wgmma, but {described(device)}"
-    return reason or (_attention_reason(call.attention) if call.attention is not None else None)
+    if reason := x64_reason():
+        return reason
+    if call.interpret and not MOSAIC_INTERPRETABLE:
+        return f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
+    if not call.interpret and capability(device) not in (None, (9, 0)):
+        return f"needs a GPU of compute capability 9.0, which alone has wgmma, but {described(device)}"
+    return None if call.attention is None else _attention_reason(call.attention)
 
 
 def _attention_reason(arguments: Arguments) -> str | None:
     dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
-    head_width, block_size = arguments.q_TNH.shape[2], arguments.k_pages.shape[1]
-    tree = arguments.tree_mask_TQ
-    reason = None
-    if dtype not in ("bfloat16", "float16"):
-        reason = f"queries of {dtype}: wgmma's operands are bfloat16 or float16"
-    elif page_dtype != dtype:
-        reason = f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"
-    elif head_width % 64 or head_width > 256:
-        reason = f"head width {head_width}: a swizzled row has 64 elements, and registers hold up to 256"
-    elif block_size % 8:
-        reason = f"block size {block_size}: a swizzled tile has 8 rows"
-    elif tree is not None and arguments.sliding_window is not None:
-        reason = "a tree mask with a sliding window"
-    elif tree is not None and tree.shape[1] > _TREE_WIDTH:
-        reason = f"tree_mask_TQ of width {tree.shape[1]}: a row's mask is kept in {_TREE_WIDTH} bits"
-    return reason
+    width, block_size, tree = arguments.q_TNH.shape[2], arguments.k_pages.shape[1], arguments.tree_mask_TQ
+    tree_width = 0 if tree is None else tree.shape[1]
+    return first_reason(
+        (dtype not in ("bfloat16", "float16"), f"queries of {dtype}: wgmma's operands are bfloat16 or float16"),
+        (page_dtype != dtype, f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"),
+        (
+            width % 64 or width > 256,
+            f"head width {width}: a swizzled row has 64 elements, and registers hold up to 256",
+        ),
+        (block_size % 8, f"block size {block_size}: a swizzled tile has 8 rows"),
+        (tree is not None and arguments.sliding_window is not None, "a tree mask with a sliding window"),
+        (
+            tree_width > _TREE_WIDTH,
+            f"tree_mask_TQ of width {tree_width}: a row's mask is kept in {_TREE_WIDTH} bits",
+        ),
+    )
 
 
 def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
     group, block_size = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2], arguments.k_pages.shape[1]
-    reason = None
-    if tiles.query_rows not in (ROWS, 2 * ROWS):
-        reason = f"tiles.query_rows={tiles.query_rows}: one or two consumers of {ROWS} rows each"
-    elif group > tiles.query_rows:
-        reason = f"{group} query heads on a key/value head, more than tiles.query_rows={tiles.query_rows}"
-    elif tiles.num_warps != tiles.query_rows // 16:
-        reason = f"tiles.num_warps={tiles.num_warps}: {ROWS} query rows take 4"
-    elif tiles.context % 64:
-        reason = f"tiles.context={tiles.context}: no multiple of 64"
-    elif tiles.context % block_size and block_size % tiles.context:
-        reason = f"tiles.context={tiles.context}: neither a multiple nor a part of the block size, {block_size}"
+    rows, context = tiles.query_rows, tiles.context
+    reason = first_reason(
+        (rows not in (ROWS, 2 * ROWS), f"tiles.query_rows={rows}: one or two consumers of {ROWS} rows each"),
+        (group > rows, f"{group} query heads on a key/value head, more than tiles.query_rows={rows}"),
+        (tiles.num_warps != rows // 16, f"tiles.num_warps={tiles.num_warps}: {ROWS} query rows take 4"),
+        (context % 64, f"tiles.context={context}: no multiple of 64"),
+        (
+            context % block_size and block_size % context,
+            f"tiles.context={context}: neither a multiple nor a part of the block size, {block_size}",
+        ),
+    )
     if reason:
         raise NotImplementedError(reason)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import x64_reason
-from pallas_kernels.kernel_set import Call, KernelSet, capability, described
+from pallas_kernels.kernel_set import Call, KernelSet, capability, described, first_reason
 from pallas_kernels.query_tiles import QueryCut, mask_words, query_cut
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
 from pallas_kernels.triton import backend as tb
@@ -95,28 +95,27 @@ def supports(device: Any, call: Call) -> str | None:
     if has is not None and has < needed:
         pages = f" for pages of {call.page_dtype}" if needed == FLOAT8_CAPABILITY else ""
         return f"needs a GPU of compute capability {'.'.join(map(str, needed))} or more{pages}, but {described(device)}"
-    return x64_reason() or (_attention_reason(call.attention) if call.attention is not None else None)
+    return x64_reason() or (None if call.attention is None else _attention_reason(call.attention))
 
 
 def _attention_reason(arguments: Arguments) -> str | None:
-    block_size, num_kv_heads, width = arguments.k_pages.shape[1:]
-    reason = None
-    if arguments.tree_mask_TQ is not None and arguments.sliding_window is not None:
-        reason = "tree_mask_TQ with sliding_window"
-    elif arguments.q_TNH.dtype.name not in QUERY_DTYPES:
-        reason = f"q_TNH of {arguments.q_TNH.dtype} (only {', '.join(QUERY_DTYPES)})"
-    elif arguments.k_pages.dtype.name not in PAGE_DTYPES:
-        reason = f"k_pages of {arguments.k_pages.dtype} (only {', '.join(PAGE_DTYPES)})"
-    elif width > MAX_WIDTH:
-        reason = f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)"
-    elif (group := arguments.q_TNH.shape[1] // num_kv_heads) > MAX_GROUP:
-        reason = f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)"
-    elif block_size & (block_size - 1):
-        reason = f"k_pages with blocks of {block_size} slots (powers of two only)"
+    dtype, pages = arguments.q_TNH.dtype, arguments.k_pages
+    block_size, num_kv_heads, width = pages.shape[1:]
+    group = arguments.q_TNH.shape[1] // num_kv_heads
     # Pallas addresses arrays of up to 2^32 bytes with 32 bits and a sign, so the upper half of one-byte elements is out of reach.
-    elif arguments.k_pages.dtype.itemsize == 1 and 2**31 <= arguments.k_pages.size <= 2**32:
-        reason = f"k_pages of {arguments.k_pages.size} one-byte elements (fewer than 2^31 only)"
-    return reason
+    overflows = pages.dtype.itemsize == 1 and 2**31 <= pages.size <= 2**32
+    return first_reason(
+        (
+            arguments.tree_mask_TQ is not None and arguments.sliding_window is not None,
+            "tree_mask_TQ with sliding_window",
+        ),
+        (dtype.name not in QUERY_DTYPES, f"q_TNH of {dtype} (only {', '.join(QUERY_DTYPES)})"),
+        (pages.dtype.name not in PAGE_DTYPES, f"k_pages of {pages.dtype} (only {', '.join(PAGE_DTYPES)})"),
+        (width > MAX_WIDTH, f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)"),
+        (group > MAX_GROUP, f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)"),
+        (block_size & (block_size - 1), f"k_pages with blocks of {block_size} slots (powers of two only)"),
+        (overflows, f"k_pages of {pages.size} one-byte elements (fewer than 2^31 only)"),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="config")  # traced and lowered once for all layers of a model
