@@ -97,7 +97,7 @@ def write_and_attend(
 
     Returns the output of `paged_attention` and what `write_kv` returns. Raises as they do.
     """
-    arguments = Arguments(**attention)
+    arguments = Arguments(**{name: value for name, value in attention.items() if value is not None})
     pages = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
     k_TKH, v_TKH, *_, slots_T, _, _ = checked(k_TKH, v_TKH, *pages)
     call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
