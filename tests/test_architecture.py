@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -72,8 +73,23 @@ def test_the_host_side_runs_without_jax() -> None:
     ]
     assert len(names) > 10
     program = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
+    program += "from jaxpage.settings.engine_config import EngineConfig\nEngineConfig(attention_backend='scan')\n"
     program += "print(sorted({'jax', 'jaxlib', 'flax', 'pallas_kernels'} & set(sys.modules)))"
     assert run_python(program) == "[]"
+
+
+def test_jaxpage_names_no_kernel_set() -> None:
+    """A set is added in `pallas_kernels` alone. "cpu" is a platform, too."""
+    modules = house.read_modules(ROOT)
+    names = {Path(module.path).stem for module in modules if module.path.startswith("pallas_kernels/sets/")} - {"cpu"}
+    assert {"reference", "triton"} <= names
+    found = [
+        f"{module.path}:{node.lineno}: {node.value}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if module.path.startswith("jaxpage/") and isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert found == []
 
 
 PLANTED = [
