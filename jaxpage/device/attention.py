@@ -9,7 +9,7 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
-from jaxpage.layers.attention import Attend
+from jaxpage.layers.context import Attend
 from pallas_kernels import write_and_attend
 
 
@@ -18,6 +18,7 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket) -> Atte
     tree_mask_TQ = unpack_tree_mask(inputs.tree_mask_TU, bucket.max_query_len) if bucket.trees else None
 
     def attend(
+        layer_index: int,
         q_TNH: jax.Array,
         k_TKH: jax.Array,
         v_TKH: jax.Array,
