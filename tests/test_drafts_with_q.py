@@ -15,7 +15,7 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.replay.recorder import _drafts
 from jaxpage.replay.replay import _draft
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.settings.speculative_config import MOST_CANDIDATES
+from jaxpage.shapes import MOST_CANDIDATES
 from jaxpage.speculation.admitting import possible
 from jaxpage.step.draft import Candidates, Draft
 from jaxpage.step.plan import Row, Sample, StepPlan

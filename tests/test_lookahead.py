@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.speculative_config import Lookahead, SpeculativeConfig
+from jaxpage.settings.draft_settings import Lookahead
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import lookahead as under_test

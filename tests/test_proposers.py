@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.speculative_config import SpeculativeConfig, SuffixDecoding
+from jaxpage.settings.draft_settings import SuffixDecoding
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import Proposer, make_proposer
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.proposal import LikeliestObserver

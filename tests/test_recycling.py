@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.device import steps
 from jaxpage.errors import UnsupportedError
-from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation import recycling
 from jaxpage.speculation.medusa import search
 from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer

@@ -29,7 +29,6 @@ from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, num_parameters
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.settings.speculative_config import WITH_WEIGHTS
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
 def _drafting(config: EngineConfig) -> Drafting | None:
     """What has weights of its own, and with it the model, must be there: their headers say how large it is."""
     asked = config.speculative_config
-    if asked is None or asked.method not in WITH_WEIGHTS:
+    if asked is None or asked.model is None:
         return None
     return open_drafting(asked, draft_lengths(config), open_model(resolve_model(config.model, config.revision)))
 

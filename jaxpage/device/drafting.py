@@ -22,7 +22,7 @@ from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturbed
 from jaxpage.device.step_inputs import Flags, StepInputs
 from jaxpage.models.drafter import Drafter
-from jaxpage.settings.speculative_config import MOST_CANDIDATES
+from jaxpage.shapes import MOST_CANDIDATES
 
 # How a drafter chooses: as the target will draw, with its noise; the likeliest, whatever the noise; or by a draw of its own.
 Choice = Literal["coupled", "likeliest", "drawn"]

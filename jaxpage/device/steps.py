@@ -23,7 +23,7 @@ from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
 from jaxpage.device.verify import last_of, moves
 from jaxpage.models import medusa
 from jaxpage.models.drafter import join
-from jaxpage.settings.speculative_config import AcceptanceRule
+from jaxpage.settings.draft_settings import AcceptanceRule
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
 SCORED_AT_ONCE = 64

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpage.device.buckets import make_menu
 from jaxpage.memory import BlockManager, BlockPool
 from jaxpage.scheduling import Scheduler
-from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
 from jaxpage.speculation.controller import Controller

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
-from jaxpage.settings.speculative_config import Lookahead
+from jaxpage.settings.draft_settings import Lookahead
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
-from jaxpage.settings.speculative_config import SuffixDecoding
+from jaxpage.settings.draft_settings import SuffixDecoding
 from jaxpage.speculation.suffix_tree import NOTHING, Guess, SuffixTree
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence, SequenceGroup

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.settings.speculative_config import MOST_CANDIDATES
+from jaxpage.shapes import MOST_CANDIDATES
 
 
 class Candidates(NamedTuple):
