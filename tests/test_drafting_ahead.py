@@ -85,17 +85,17 @@ def prompts() -> list[list[int]]:
 def record(llm: LLM) -> list[tuple[tuple[int, ...], Draft]]:
     """Every draft from now on, behind which tokens."""
     drafts: list[tuple[tuple[int, ...], Draft]] = []
-    propose = type(llm._engine.speculation).propose
+    propose = type(llm._engine.speculator).propose
 
-    def listen(groups: Any) -> Any:
-        proposed = propose(llm._engine.speculation, groups)
-        for group in llm._engine.scheduler.running:
+    def listen(running: Any) -> Any:
+        proposed = propose(llm._engine.speculator, running)
+        for group in running:
             for sequence in group.unfinished:
-                if sequence.sequence_id in proposed:
-                    drafts.append((tuple(sequence.token_ids), proposed[sequence.sequence_id]))
+                if sequence.sequence_id in proposed.of:
+                    drafts.append((tuple(sequence.token_ids), proposed.of[sequence.sequence_id]))
         return proposed
 
-    llm._engine.propose = listen
+    llm._engine.speculator.propose = listen  # type: ignore[method-assign]
     return drafts
 
 

@@ -192,8 +192,8 @@ def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.Mon
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-    engine, speculation = llm._engine, llm._engine.speculation
-    assert speculation is not None
+    engine, speculator = llm._engine, llm._engine.speculator
+    proposer: Any = speculator.proposer  # type: ignore[attr-defined]
     texts: list[
         tuple[list[int], list[int]]
     ] = []  # what was computed up to a draw, and what is said to be likely behind it
@@ -213,10 +213,10 @@ def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.Mon
     def hears(salts: Any, token_ids: Any, likeliest_BW: np.ndarray) -> None:
         heard.extend(zip(token_ids, likeliest_BW.tolist(), strict=True))
 
-    observe = speculation.observe
+    observe = proposer.observe
     with monkeypatch.context() as patch:
-        patch.setattr(speculation, "observe", keeps)
-        patch.setattr(speculation._proposer, "heard", hears)
+        patch.setattr(proposer, "observe", keeps)
+        patch.setattr(proposer, "heard", hears)
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, cache_salt="of transformers")
         llm.generate(PROMPTS[:2], params, use_tqdm=False)
     assert len(texts) == len(heard) > 20

@@ -37,8 +37,8 @@ from jaxpage.engine.capacity import (
     sliding_window,
     step_menu,
 )
-from jaxpage.engine.drafting import open_drafting
-from jaxpage.engine.engine import Engine
+from jaxpage.engine.drafting import Drafting, open_drafting
+from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.shape_costs import measure_shapes
@@ -49,6 +49,7 @@ from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.limits import StepLimits
+from jaxpage.step.strategy import Strategy
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -72,13 +73,13 @@ def build_engine(
     progress: bool,
     verbose: bool | None = None,
     phase: Callable[[str], None] = lambda name: None,
+    parts: EngineParts | None = None,
 ) -> Built:
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
 
     progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: is told
-    what begins, one of PHASES.
+    what begins, one of PHASES. parts: of the engine, in place of its own.
     """
-    verbose = progress if verbose is None else verbose
     phase(PHASES[0])
     files = _opened(config)
     tokenizer = _tokenizer(config, files)
@@ -88,15 +89,14 @@ def build_engine(
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     drafting = open_drafting(config.speculative_config, draft_lengths(config), files)
-    weights_bytes, form = files.plan.num_bytes(dtype) + drafting.num_bytes(dtype), Form(dtype, config.kv_cache_dtype)
-    memory = plan_swapping(config, plan_memory(config, files.spec, place, form, weights_bytes, drafting))
+    memory = _memory_plan(config, files, place, dtype, drafting)
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", backend.name)
     for notice in notices(config, place, files.spec, memory):
         logger.warning(notice)
     menu = step_menu(config, place, memory)
-    if verbose:
+    if verbose := progress if verbose is None else verbose:
         _print_table(memory, dtype, config.kv_cache_dtype)
     phase(PHASES[2])
     put = functools.partial(jax.device_put, device=device)
@@ -111,7 +111,9 @@ def build_engine(
     phase(PHASES[3])
     executables = _compiled(config, menu, parameters, pages, options, may_rest=drafting.may_rest, progress=progress)
     scheduler = _scheduler(config, place, menu, memory, (files.spec.kv, *drafting.kvs))
-    speculation = drafting.speculation(scheduler.limits, menu, files.spec.vocab_size, config.block_size)
+    strategies: dict[int, Strategy] = {}
+    speculator = drafting.speculator(scheduler.limits, menu, files.spec.vocab_size, config.block_size, strategies)
+    chosen: EngineParts = {"speculator": speculator, **(parts or {})}
     engine = Engine(
         scheduler=scheduler,
         builder=_builder(menu, memory, table_width, files.spec.vocab_size),
@@ -125,15 +127,21 @@ def build_engine(
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=speculation,
+        strategies=strategies,
+        **chosen,
     )
-    if speculation is not None and speculation.controller is not None:
-        measure_shapes(engine.builder, engine.runner, speculation.controller, memory.num_blocks)
+    if (controller := getattr(engine.speculator, "controller", None)) is not None:
+        measure_shapes(engine.builder, engine.runner, controller, memory.num_blocks)
     scratch_bytes = kv_pages.num_bytes(pages) - memory.pool_bytes
     memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
         _print_compiled(memory, executables)
     return Built(engine, tokenizer, sampling_defaults, memory)
+
+
+def _memory_plan(config: EngineConfig, files: ModelFiles, place: Place, dtype: str, drafting: Drafting) -> MemoryPlan:
+    weights_bytes, form = files.plan.num_bytes(dtype) + drafting.num_bytes(dtype), Form(dtype, config.kv_cache_dtype)
+    return plan_swapping(config, plan_memory(config, files.spec, place, form, weights_bytes, drafting))
 
 
 def _builder(menu: BucketMenu, memory: MemoryPlan, table_width: int, vocab_size: int) -> BatchBuilder:

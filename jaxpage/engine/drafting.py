@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,13 @@ from jaxpage.engine.drafters import OpenDrafter, open_drafter
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
-from jaxpage.speculation import make_proposer
+from jaxpage.speculation import NoSpeculation, Speculator, make_proposer
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.following import Following
 from jaxpage.speculation.recycling import NUM_RECYCLED
-from jaxpage.speculation.speculation import Speculation
+from jaxpage.speculation.speculator import ProposingSpeculator
 from jaxpage.step.limits import StepLimits
+from jaxpage.step.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -79,21 +80,30 @@ class Drafting:
         num_blocks += self.num_scratch_blocks(menu, block_size)
         return tuple(layer for kv in self.kvs for layer in kv_pages.page_shapes(kv, num_blocks, block_size, dtype))
 
-    def speculation(self, limits: StepLimits, menu: BucketMenu, vocab_size: int, block_size: int) -> Speculation | None:
+    def speculator(
+        self,
+        limits: StepLimits,
+        menu: BucketMenu,
+        vocab_size: int,
+        block_size: int,
+        strategies: Mapping[int, Strategy],
+    ) -> Speculator:
         if self.config is None:
-            return None
+            return NoSpeculation()
         controller, following = _controller(self.config, limits), None
         if self.heads:
             following = Following(limits, controller, block_size=block_size, remembers=False)
         if self.drafter:
             most_levels = self.drafter.shape(menu).num_levels
             following = Following(limits, controller, block_size=block_size, most_levels=most_levels)
-        return Speculation(
+        return ProposingSpeculator(
             self.heads.proposer() if self.heads else make_proposer(self.config, vocab_size),
             limits,
             controller,
             vocab_size=vocab_size,
+            strategies=strategies,
             following=following,
+            learns_top_ids=self.config.method == "token_recycling",
         )
 
 

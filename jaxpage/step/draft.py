@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -109,6 +111,16 @@ class Draft(NamedTuple):
             tokens.append(self.token_ids[index])
             index = self.parents[index]
         return tuple(reversed(tokens))
+
+
+class Drafts(NamedTuple):
+    """What a speculator proposes for a step."""
+
+    of: Mapping[int, Draft] = MappingProxyType({})  # by sequence id
+    seconds: float = 0.0  # that it took to make them; what a device drafter takes is a part of its steps
+
+
+NO_DRAFTS = Drafts()
 
 
 def chain(token_ids: tuple[int, ...], q: Candidates | None = None) -> Draft:

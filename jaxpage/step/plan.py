@@ -88,6 +88,14 @@ class StepPlan:
     swap_in: tuple[tuple[int, int], ...] = ()  # (host block, block)
     copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     preempted: tuple[str, ...] = ()  # ids of the requests that gave up their blocks for this step
+    draft_depth: int | None = (
+        None  # tokens ahead that a device drafter drafts; 0: it only computes the step's tokens; None: it is off
+    )
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether block tables name blocks that are not filled before the step has run."""
+        return bool(self.swap_out or self.swap_in or self.copies)
 
     @cached_property
     def verifies(self) -> bool:
