@@ -280,7 +280,7 @@ def test_the_header_says_which_engine_it_was(llm: LLM, crowd: Path) -> None:
     first = records_of(crowd)[0]
     assert first["versions"]["jax"] == jax.__version__ and first["config"] == llm.config.model_dump()
     assert (first["engine"]["num_blocks"], first["engine"]["dtype"]) == (17, "float32")
-    assert first["weights_hash"] == weights_hash(llm._engine.runner.parameters)
+    assert first["weights_hash"] == weights_hash(llm._engine.runner.parameters["target"])
 
 
 def test_every_part_of_the_weights_is_hashed(llm: LLM) -> None:
@@ -1086,7 +1086,7 @@ def test_the_command_with_another_engine(
         assert capsys.readouterr().out.startswith("First difference: step 1 (line 10), tokens[")
         assert "Replaying all the same: the weights" in caplog.text
 
-        records[0]["weights_hash"] = weights_hash(strange._engine.runner.parameters)
+        records[0]["weights_hash"] = weights_hash(strange._engine.runner.parameters["target"])
         records[0]["versions"]["jax"] = "0.0.1"
         records[0]["config"]["seed"] = 3
         records[0]["engine"]["limits"]["max_rows"] = 5

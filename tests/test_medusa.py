@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,9 @@ from safetensors.numpy import load_file, save_file
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
 from jaxpage.device import steps
+from jaxpage.device.drafter import HeadDrafter
 from jaxpage.engine.capacity import draft_lengths
-from jaxpage.engine.draft_heads import open_heads
+from jaxpage.engine.drafters import open_heads
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.models import medusa
 from jaxpage.models.registry import load_family
@@ -46,7 +48,7 @@ from tests.support.medusa import (
     write_vllm,
 )
 
-CYCLE_SPEC = load_family(CYCLE).Spec.from_config(CYCLE)
+TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 
 # --- files
 
@@ -339,7 +341,7 @@ def run(
         right += sum(edit.drafted for edit in report.edits if isinstance(edit, Append))
 
     if heads is not None:
-        runner._parameters = own._replace(heads=jax.tree.map(jnp.asarray, parameters_of(heads)))
+        runner._parameters = {**own, "drafter": jax.tree.map(jnp.asarray, parameters_of(heads))}
     engine.speculator.observe = counting  # type: ignore[method-assign]
     try:
         reporters = [
@@ -423,7 +425,7 @@ def test_a_tree_that_was_searched_changes_no_text(plain: LLM, model: Path, heads
     with engine_with(model, settings, max_num_seqs=2) as llm:
         drafted, count = run(llm, SAMPLED)
         assert drafted == run(plain, SAMPLED)[0]
-        assert count.right and llm._engine.runner.executables.options.num_guesses == 2
+        assert count.right and llm._engine.runner.executables.options.drafter == HeadDrafter(2)
 
 
 def test_what_is_aborted_is_forgotten(chains: LLM) -> None:
@@ -469,7 +471,7 @@ def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LL
 
 def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
     stored = open_medusa(heads, model_width=WIDTH, vocab_size=WIDTH).num_bytes("float32")
-    assert stored == sum(leaf.nbytes for leaf in jax.tree.leaves(chains._engine.runner.parameters.heads))
+    assert stored == sum(leaf.nbytes for leaf in jax.tree.leaves(chains._engine.runner.parameters["drafter"]))
     assert stored == 4 * 3 * (2 * WIDTH * WIDTH + WIDTH)
 
 
@@ -521,8 +523,9 @@ def test_drafts_are_cut_to_shapes_from_their_end(
 ) -> None:
     config = EngineConfig(speculative_config={"method": "medusa", "model": str(heads), **settings})  # type: ignore[arg-type]
     assert draft_lengths(config) == lengths
-    found = open_heads(config.speculative_config, CYCLE_SPEC, max(lengths))
-    assert found is not None and found.choices == choices and found.num_guesses == num_guesses
+    assert config.speculative_config is not None
+    found = open_heads(config.speculative_config, TARGET)
+    assert found.choices == choices and found.num_guesses == num_guesses
 
 
 def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> None:
@@ -532,9 +535,9 @@ def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> No
         config = SpeculativeConfig(**settings, **more)  # type: ignore[arg-type]
         if wrong:
             with pytest.raises(ConfigError, match="asks for guess 9, of 8 tokens in all"):
-                open_heads(config, CYCLE_SPEC, 7)
+                open_heads(config, TARGET)
         else:
-            assert open_heads(config, CYCLE_SPEC, 7) is not None
+            assert open_heads(config, TARGET).choices
 
 
 def test_heads_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:

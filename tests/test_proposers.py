@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.draft_settings import SuffixDecoding
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import Proposer, ProposingSpeculator, make_proposer
+from jaxpage.speculation.methods import METHODS, Target
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
@@ -537,19 +538,19 @@ def test_what_this_version_does_not_do_is_refused(settings: dict[str, Any]) -> N
 
 
 def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> None:
-    ngram = make_proposer(SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), VOCAB)
+    target = Target(VOCAB)
+    ngram = make_proposer(SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), target)
     group = make_group("a", 0, [1, 9, 2, 1, 2])
     assert ask(ngram, group, 4) == chain((1, 2))
-    suffix = make_proposer(SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0), VOCAB)
+    suffix = make_proposer(SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0), target)
     assert ask(suffix, group, 4) == chain((1, 2))
-    lookahead = make_proposer(SpeculativeConfig(method="lookahead", num_speculative_tokens=3), VOCAB)
+    lookahead = make_proposer(SpeculativeConfig(method="lookahead", num_speculative_tokens=3), target)
     assert ask(lookahead, group, 3) == chain((1, 2))
-    recycling = make_proposer(SpeculativeConfig(method="token_recycling"), VOCAB)
+    recycling = make_proposer(SpeculativeConfig(method="token_recycling"), target)
     assert isinstance(recycling, RecyclingProposer) and ask(recycling, group, 3) is None
     recycling.heard([None] * 2, [1, 2], np.array([[3] * 8, [1] * 8], np.int32))
     assert ask(recycling, group, 3) == chain((1, 3))
-    with pytest.raises(ValueError, match="medusa"):
-        make_proposer(SpeculativeConfig(method="medusa"), VOCAB)
+    assert set(METHODS) == set(get_args(SpeculativeConfig.model_fields["method"].annotation))
 
 
 @pytest.mark.parametrize(

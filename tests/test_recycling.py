@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
-from jaxpage.device import steps
+from jaxpage.device import drafter
 from jaxpage.errors import UnsupportedError
 from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation import recycling
@@ -200,8 +200,8 @@ def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.Mon
     heard: list[tuple[int, list[int]]] = []
 
     def keeps(plan: StepPlan, result: StepResult) -> None:
-        assert result.likeliest is not None
-        for sample, likeliest in zip(plan.samples, result.likeliest.tolist(), strict=True):
+        assert result.guesses is not None
+        for sample, likeliest in zip(plan.samples, result.guesses.tolist(), strict=False):
             row, offset, path = plan.rows[sample.row], sample.offset, list[int]()
             while row.parents and offset:
                 path.insert(0, row.token_ids[offset])
@@ -237,11 +237,8 @@ def test_what_is_heard_is_what_transformers_says(
 
 
 def test_a_wrong_order_is_seen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def least_likely(logits_RV: Any, inputs: Any, count: int) -> Any:
-        return likeliest(-logits_RV, inputs, count)
-
-    likeliest = steps._likeliest
-    monkeypatch.setattr(steps, "_likeliest", least_likely)
+    top_ids = drafter.top_ids
+    monkeypatch.setattr(drafter, "top_ids", lambda logits_RV, count: top_ids(-logits_RV, count))
     with make_llm(directory, max_num_seqs=1, max_num_batched_tokens=16, speculative_config=DRAFTING) as llm:
         assert differs_from_transformers(llm, directory, monkeypatch) is not None
 

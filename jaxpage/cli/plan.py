@@ -18,7 +18,6 @@ from jaxpage.engine.capacity import (
     Form,
     Place,
     choose_dtype,
-    draft_lengths,
     kv_heads_per_device,
     notices,
     place_of,
@@ -114,7 +113,7 @@ def _drafting(config: EngineConfig) -> Drafting | None:
     asked = config.speculative_config
     if asked is None or asked.model is None:
         return None
-    return open_drafting(asked, draft_lengths(config), open_model(resolve_model(config.model, config.revision)))
+    return open_drafting(asked, open_model(resolve_model(config.model, config.revision)))
 
 
 def _place(memory: int | None, utilization: float) -> Place:

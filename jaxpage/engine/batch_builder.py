@@ -37,7 +37,7 @@ class Batch:
     num_draws: int
     num_rows: int
     num_scored: int  # tokens of the stream up to the last that is scored
-    rests: bool  # nothing is asked of what drafts on the device, nor what is likely behind the draws
+    draft_depth: int | None  # see `StepPlan`
 
 
 class BatchBuilder:
@@ -84,8 +84,7 @@ class BatchBuilder:
         fields["flags"][Flags.BIASED] = adjustments.bias_RE is not None
         fields["flags"][Flags.PENALISED] = adjustments.history_RC is not None
         fields["flags"][Flags.SCORED] = num_scored
-        fields["flags"][Flags.EXTENDS] = plan.draft_depth is not None
-        fields["flags"][Flags.LEVELS] = plan.draft_depth or 0
+        fields["flags"][Flags.DRAFT_DEPTH] = -1 if plan.draft_depth is None else plan.draft_depth
         self._check(fields)
         device, host = self.num_blocks, self.num_host_blocks + 1
         return Batch(
@@ -98,7 +97,7 @@ class BatchBuilder:
             num_draws=len(plan.samples),
             num_rows=len(plan.rows),
             num_scored=num_scored,
-            rests=plan.draft_depth is None,
+            draft_depth=plan.draft_depth,
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:

@@ -19,6 +19,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.device.buckets import BucketMenu
+from jaxpage.device.drafter import DeviceDrafter
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.sizing import MemoryPlan, gib
@@ -28,7 +29,6 @@ from jaxpage.engine.capacity import (
     Form,
     Place,
     choose_dtype,
-    draft_lengths,
     mixes,
     notices,
     place_of,
@@ -37,6 +37,7 @@ from jaxpage.engine.capacity import (
     sliding_window,
     step_menu,
 )
+from jaxpage.engine.drafters import Target
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.runner import Runner
@@ -88,7 +89,7 @@ def build_engine(
     device = jax.devices()[0]
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
-    drafting = open_drafting(config.speculative_config, draft_lengths(config), files)
+    drafting = open_drafting(config.speculative_config, files)
     memory = _memory_plan(config, files, place, dtype, drafting)
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
@@ -100,16 +101,16 @@ def build_engine(
         _print_table(memory, dtype, config.kv_cache_dtype)
     phase(PHASES[2])
     put = functools.partial(jax.device_put, device=device)
-    parameters: Any = load_weights(files.plan, dtype, put, progress=progress)
-    parameters = drafting.load(parameters, dtype, device, progress=progress)
+    weights = load_weights(files.plan, dtype, put, progress=progress)
+    parameters = {"target": weights, "drafter": drafting.load(dtype, put, progress=progress)}
     table_width = -(-memory.max_model_len // config.block_size)
-    options = _step_options(files, dtype, table_width, config, backend, by_row=place.is_cpu)
+    drafter = drafting.make(Target(dtype, files.spec.vocab_size, menu, memory.num_blocks, config.acceptance.name))
+    options = _step_options(files, dtype, table_width, config, backend, drafter, by_row=place.is_cpu)
     pool = (memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
-    pages = kv_pages.page_shapes(files.spec.kv, *pool)
-    options = drafting.in_steps(options, dtype, menu, pages)
-    pages += drafting.pages(menu, *pool)
+    pages = kv_pages.page_shapes(files.spec.kv, *pool) + drafting.pages(menu, *pool)
     phase(PHASES[3])
-    executables = _compiled(config, menu, parameters, pages, options, may_rest=drafting.may_rest, progress=progress)
+    both_ways = drafting.may_be_off
+    executables = _compiled(config, menu, parameters, pages, options, target_only=both_ways, progress=progress)
     scheduler = _scheduler(config, place, menu, memory, (files.spec.kv, *drafting.kvs))
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(scheduler.limits, menu, files.spec.vocab_size, config.block_size, strategies)
@@ -161,6 +162,7 @@ def _step_options(
     table_width: int,
     config: EngineConfig,
     backend: Backend,
+    drafter: DeviceDrafter | None,
     *,
     by_row: bool,
 ) -> StepOptions:
@@ -172,6 +174,7 @@ def _step_options(
         table_width,
         backend,
         sample_by_row=by_row,
+        drafter=drafter,
         acceptance=config.acceptance,
     )
 
@@ -195,9 +198,9 @@ def _opened(config: EngineConfig) -> ModelFiles:
     return files
 
 
-def _compiled(config: EngineConfig, *shapes: Any, may_rest: bool, progress: bool) -> Executables:
+def _compiled(config: EngineConfig, *shapes: Any, target_only: bool, progress: bool) -> Executables:
     try:
-        return Executables(*shapes, may_rest=may_rest, progress=progress)
+        return Executables(*shapes, target_only=target_only, progress=progress)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
 

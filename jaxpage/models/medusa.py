@@ -7,7 +7,7 @@ published formats of the weights are known here: of the authors, and of vLLM.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,15 +60,6 @@ class MedusaSpec:
         return Weight(path, name, shape, aliases=aliases)
 
 
-class WithHeads(NamedTuple):
-    """The parameters of a model and of heads that guess ahead of it."""
-
-    model: Any
-    heads: (
-        Any  # as `MedusaSpec.weights` has it, and "token_map" [rows] where a row of a table is not the token of that id
-    )
-
-
 def head_logits(heads: Any, head: int, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
     """Of one head, in float32."""
     x_BD = hidden_BD
@@ -91,6 +82,7 @@ def guess(heads: Any, hidden_BD: Float[Array, "B D"], num_guesses: int) -> Int[A
     """The token ids that each head takes for the likeliest, best first.
 
     Args:
+        heads: as `MedusaSpec.weights` has it, and "token_map" [rows] where a row of a table is not the token of that id.
         hidden_BD: behind the model's final norm. Head j guesses the token j + 2 behind the one that stands there.
         num_guesses: W, at most the rows of a table.
     """

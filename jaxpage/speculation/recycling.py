@@ -69,9 +69,10 @@ class RecyclingProposer(Proposer):
         return Draft(tuple(token_ids), tuple(parents)) if token_ids else None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        if plan.draft_depth and result.likeliest is not None:
+        if plan.draft_depth and result.guesses is not None:  # what is likely behind each draw
             token_ids = [plan.rows[sample.row].token_ids[sample.offset] for sample in plan.samples]
-            self.heard([sample.params.cache_salt for sample in plan.samples], token_ids, result.likeliest)
+            salts = [sample.params.cache_salt for sample in plan.samples]
+            self.heard(salts, token_ids, result.guesses[: len(token_ids)])
 
     def heard(self, salts: TokenIds[str | None], token_ids: TokenIds[int], likeliest_BW: npt.NDArray[np.int32]) -> None:
         """
