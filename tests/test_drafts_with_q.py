@@ -15,8 +15,8 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.replay.recorder import _drafts
 from jaxpage.replay.replay import _draft
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.settings.speculative_config import MOST_CANDIDATES
-from jaxpage.speculation.admitting import possible
+from jaxpage.shapes import MOST_CANDIDATES
+from jaxpage.speculation.speculator import filter_drafts
 from jaxpage.step.draft import Candidates, Draft
 from jaxpage.step.plan import Row, Sample, StepPlan
 
@@ -70,9 +70,8 @@ class Forbidding:
 
 def test_no_grammar_takes_out_what_was_drawn() -> None:
     """Of chosen drafts it does: what is certain to be wrong was not drawn by chance."""
-    assert_same(possible({7: DRAFT}, {7: Forbidding()}, 20)[7], DRAFT)  # type: ignore[dict-item]
-    assert not possible({7: DRAFT._replace(q=None)}, {7: Forbidding()}, 20)  # type: ignore[dict-item]
-    assert not possible({7: DRAFT}, {7: Forbidding()}, 6)  # type: ignore[dict-item]
+    assert_same(filter_drafts({7: DRAFT}, {7: Forbidding()})[7], DRAFT)  # type: ignore[dict-item]
+    assert not filter_drafts({7: DRAFT._replace(q=None)}, {7: Forbidding()})  # type: ignore[dict-item]
 
 
 def test_a_log_gives_them_back() -> None:

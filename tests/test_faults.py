@@ -112,7 +112,7 @@ def _dispatch(patch: pytest.MonkeyPatch, server: Running, injector: Injector) ->
 def _fetch(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> None:
     """The step fails behind its dispatch, as a device that runs out of memory does: the donated pages are gone."""
     executables = server.loop.engine.runner.executables
-    front = InFront(executables, "step", lambda bucket, **how: injector.behind(executables.step(bucket, **how)))
+    front = InFront(executables, "step", lambda *step: injector.behind(executables.step(*step)))
     patch.setattr(server.loop.engine.runner, "executables", front)
 
 

@@ -18,16 +18,18 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.speculative_config import Lookahead, SpeculativeConfig
+from jaxpage.settings.draft_settings import Lookahead
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import lookahead as under_test
 from jaxpage.speculation.controller import LEAST_NAP, SEEK_EVERY, Controller
 from jaxpage.speculation.lookahead import LookaheadProposer, Pool, Window
-from jaxpage.speculation.speculation import Speculation
-from jaxpage.step.draft import Draft
+from jaxpage.speculation.speculator import ProposingSpeculator
+from jaxpage.step.draft import NO_DRAFTS, Draft
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 from tests.support.drafting_engines import engines_that_draft, held, made_when_asked, right_drafts
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
@@ -311,18 +313,22 @@ class Hearing(LookaheadProposer):
 
 def test_draws_are_told_by_row_and_by_draft(caplog: pytest.LogCaptureFixture) -> None:
     proposer = Hearing()
-    speculation = Speculation(proposer, LIMITS, None, vocab_size=VOCAB)
+    speculator = ProposingSpeculator(proposer, LIMITS, None, vocab_size=VOCAB)
     rows = Row(3, 4, (7,), (1,)), Row(5, 9, (1, 2, 3), (2,), parents=(0, 0)), Row(6, 1, (4, 5), (3,), parents=(0,))
     numbers = np.array([9, 11, 12, NOT_FINITE, 14, 15], np.int32)
     nothing = np.empty((6, 0))
     result = StepResult(numbers, nothing, nothing, nothing, nothing)
-    speculation.observe(StepPlan(1, rows, ()), result)
+
+    def observe(*rows: Row) -> None:
+        speculator.observe(StepReport(NO_DRAFTS, StepPlan(1, rows, ()), result, [], []))
+
+    observe(*rows)
     told = [(5, 10, Draft((2, 3), (-1, -1)), [11, 12, NOT_FINITE]), (6, 2, Draft((5,), (-1,)), [14, 15])]
     assert proposer.heard == told
-    speculation.observe(StepPlan(2, rows[:1], ()), result)
+    observe(rows[0])
     assert proposer.heard == told, "of a step without drafts there is nothing to tell"
     for _ in range(2):
-        speculation.observe(StepPlan(3, rows, ()), result)
+        observe(*rows)
     assert len(proposer.heard) == 3 and "the proposer failed" in caplog.text
 
 
@@ -393,7 +399,7 @@ def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[
         mode = "swap" if engine == "swapping" else "recompute"
         assert after["num_preemptions_total"][mode] > before["num_preemptions_total"][mode]
     invariants(llm)
-    proposer = llm._engine.speculation._proposer  # type: ignore[union-attr]
+    proposer = llm._engine.speculator.proposer  # type: ignore[attr-defined]
     assert isinstance(proposer, LookaheadProposer) and not proposer._drafted and not proposer._pools
 
 
@@ -599,7 +605,7 @@ def test_it_does_not_lose(rate: float) -> None:
     for shape in ((2, 2), (1, 16)):
         controller.costs.at_start(shape, device.seconds(shape))
     auto.controller = controller
-    auto.speculation = Speculation(auto.speculation._proposer, auto.limits, controller, vocab_size=1 << 21)
+    auto.speculator = auto._new_speculator(controller)
     auto.run(900)
     got = auto.run(1000)
     none = 1 / device.seconds((2, 2))

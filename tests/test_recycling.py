@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
-from jaxpage.device import steps
+from jaxpage.device import drafter
 from jaxpage.errors import UnsupportedError
-from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation import recycling
 from jaxpage.speculation.medusa import search
 from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer
@@ -192,16 +192,16 @@ def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.Mon
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-    engine, speculation = llm._engine, llm._engine.speculation
-    assert speculation is not None
+    engine, speculator = llm._engine, llm._engine.speculator
+    proposer: Any = speculator.proposer  # type: ignore[attr-defined]
     texts: list[
         tuple[list[int], list[int]]
     ] = []  # what was computed up to a draw, and what is said to be likely behind it
     heard: list[tuple[int, list[int]]] = []
 
     def keeps(plan: StepPlan, result: StepResult) -> None:
-        assert result.likeliest is not None
-        for sample, likeliest in zip(plan.samples, result.likeliest.tolist(), strict=True):
+        assert result.guesses is not None
+        for sample, likeliest in zip(plan.samples, result.guesses.tolist(), strict=False):
             row, offset, path = plan.rows[sample.row], sample.offset, list[int]()
             while row.parents and offset:
                 path.insert(0, row.token_ids[offset])
@@ -213,10 +213,10 @@ def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.Mon
     def hears(salts: Any, token_ids: Any, likeliest_BW: np.ndarray) -> None:
         heard.extend(zip(token_ids, likeliest_BW.tolist(), strict=True))
 
-    observe = speculation.observe
+    observe = proposer.observe
     with monkeypatch.context() as patch:
-        patch.setattr(speculation, "observe", keeps)
-        patch.setattr(speculation._proposer, "heard", hears)
+        patch.setattr(proposer, "observe", keeps)
+        patch.setattr(proposer, "heard", hears)
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, cache_salt="of transformers")
         llm.generate(PROMPTS[:2], params, use_tqdm=False)
     assert len(texts) == len(heard) > 20
@@ -237,11 +237,8 @@ def test_what_is_heard_is_what_transformers_says(
 
 
 def test_a_wrong_order_is_seen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def least_likely(logits_RV: Any, inputs: Any, count: int) -> Any:
-        return likeliest(-logits_RV, inputs, count)
-
-    likeliest = steps._likeliest
-    monkeypatch.setattr(steps, "_likeliest", least_likely)
+    top_ids = drafter.top_ids
+    monkeypatch.setattr(drafter, "top_ids", lambda logits_RV, count: top_ids(-logits_RV, count))
     with make_llm(directory, max_num_seqs=1, max_num_batched_tokens=16, speculative_config=DRAFTING) as llm:
         assert differs_from_transformers(llm, directory, monkeypatch) is not None
 

@@ -27,9 +27,11 @@ from jaxpage.replay.log_header import config_hash
 from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replay import Report
 from jaxpage.shapes import NOTHING_ALLOWED
-from jaxpage.speculation.speculation import Speculation
+from jaxpage.speculation import ProposingSpeculator
+from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Append, Finish
 from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import DRAFTING, Guesses, Scripted, draft_with, mixed_up, without_drafts
@@ -267,8 +269,8 @@ def test_the_command_needs_no_proposer(directory: Path, tmp_path: Path, monkeypa
     def never(*_: Any) -> Any:
         raise AssertionError("a replay drafts nothing of its own")
 
-    monkeypatch.setattr(Speculation, "propose", never)
-    monkeypatch.setattr(Speculation, "verified", never)
+    monkeypatch.setattr(ProposingSpeculator, "propose", never)
+    monkeypatch.setattr(ProposingSpeculator, "observe", never)
     records[0]["config"]["speculative_config"] |= {"prompt_lookup_max": 9}
     records[0]["config_hash"] = config_hash(records[0]["config"])
     assert_identical(replay_module.replay(write(tmp_path / "b.jsonl", records), progress=False), path)
@@ -301,7 +303,8 @@ def test_everything_of_drafts_is_recorded() -> None:
     result = StepResult(token_ids, floats, token_ids, tops.astype(np.int32), tops.astype(np.float32), paths=paths)
     appended = [Append(4, 2, drafted=True), Append(4, 3, drafted=True), Append(4, 4), Append(5, 10)]
     ended = [Append(6, 6, drafted=True), Finish(6, "stop", "x")]
-    recorder.drawn(plan, result, [*appended, Finish(4, "length"), Finish(5, "length"), *ended])
+    edits = [*appended, Finish(4, "length"), Finish(5, "length"), *ended]
+    recorder.stepped(StepReport(Drafts(), plan, result, edits, []))
     assert json.loads(json.dumps(told)) == [
         {
             "event": "plan",

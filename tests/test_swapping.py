@@ -77,7 +77,7 @@ class Moves:
     def copy(self, pages, pairs):
         return self._copy(pages, pairs[:, 0], pairs[:, 1])
 
-    def step(self, bucket, *, rests=False):
+    def step(self, bucket, draft_depth=None):
         nothing = np.zeros((bucket.num_rows, 5), np.int32)
         return lambda parameters, pages, packed, adjustments: (StepOutput(nothing, nothing, nothing), pages)
 

@@ -118,7 +118,9 @@ def position_logits(
     options = StepOptions(graph, files.spec.vocab_size, context, width, backend, sample_by_row=True)
 
     def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
-        return logits_step(parameters, pages, unpack(packed, _BUCKET, width), bucket=_BUCKET, options=options)
+        return logits_step(
+            {"target": parameters}, pages, unpack(packed, _BUCKET, width), bucket=_BUCKET, options=options
+        )
 
     compiled = jax.jit(step, donate_argnums=1)
     pages = kv_pages.allocate(kv_pages.page_shapes(files.spec.kv, width + 1, config.block_size, page_dtype))

@@ -91,7 +91,7 @@ def step_shapes(
     )
     pages = page_shapes(spec.kv, num_blocks, block_size, page_dtype(kv_cache_dtype, dtype))
     step, rest = step_call(bucket, options)
-    return StepShapes(step, (parameters, pages, *rest), spec.kv.num_layers)
+    return StepShapes(step, ({"target": parameters, "drafter": None}, pages, *rest), spec.kv.num_layers)
 
 
 def _bytes(leaf: Any) -> int:

@@ -17,7 +17,6 @@ from jaxpage.engine.capacity import (
     Form,
     Place,
     choose_dtype,
-    draft_lengths,
     kv_heads_per_device,
     notices,
     place_of,
@@ -29,7 +28,6 @@ from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, model_weights
 from jaxpage.models.weights import Weight, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.settings.speculative_config import WITH_WEIGHTS
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -117,9 +115,9 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
 def _drafting(config: EngineConfig) -> Drafting | None:
     """What has weights of its own, and with it the model, must be there: their headers say how large it is."""
     asked = config.speculative_config
-    if asked is None or asked.method not in WITH_WEIGHTS:
+    if asked is None or asked.model is None:
         return None
-    return open_drafting(asked, draft_lengths(config), open_model(resolve_model(config.model, config.revision)))
+    return open_drafting(asked, open_model(resolve_model(config.model, config.revision)))
 
 
 def _place(memory: int | None, utilization: float) -> Place:

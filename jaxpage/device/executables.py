@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
+from jaxpage.device.drafter import DeviceDrafter, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, packed_size
@@ -30,12 +31,12 @@ logger = logging.getLogger(__name__)
 class CompiledStep(NamedTuple):
     """The executable of a bucket. `neutral` lies on the device and stands in for what a step does not adjust.
 
-    num_layers: of the pages, which it takes with the parameters of the model alone: heads or a drafter rest. None: it takes all.
+    off: the drafter whose parameters and layers it does not take: it is the target's alone.
     """
 
     executable: Any
     neutral: Adjustments
-    num_layers: int | None = None
+    off: DeviceDrafter | None = None
 
     def __call__(
         self, parameters: Any, pages: KVPages, packed: Any, adjustments: Adjustments | None = None
@@ -45,17 +46,17 @@ class CompiledStep(NamedTuple):
             filled = Adjustments(
                 *(own if given is None else given for given, own in zip(adjustments, filled, strict=True))
             )
-        if self.num_layers is None:
-            result: tuple[StepOutput, KVPages] = self.executable(parameters, pages, packed, filled)
-            return result
-        output, own_pages = self.executable(parameters.model, pages[: self.num_layers], packed, filled)
-        return output, own_pages + pages[self.num_layers :]
+        pages, others = split_layers(pages, self.off)
+        if self.off is not None:
+            parameters = {**parameters, "drafter": None}
+        output, pages = self.executable(parameters, pages, packed, filled)
+        return output, pages + others
 
 
 class Executables:
     """One executable per bucket, one that copies blocks and, if the menu swaps, two that move blocks from and to the host.
 
-    Where heads or a drafter may rest there is a second one for each bucket without drafts: that of the model alone.
+    Where a drafter may be off there is a second one for each bucket without drafts: that of the target alone.
 
     A shape that is not in the table is an error, never a compilation.
     """
@@ -67,13 +68,13 @@ class Executables:
         pages: KVPages,
         options: StepOptions,
         *,
-        may_rest: bool = False,
+        target_only: bool = False,
         progress: bool,
     ):
         """
         Args:
             parameters, pages: shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do.
-            may_rest: what drafts does not in every step.
+            target_only: the drafter may be off.
         """
         self.options = options
         self._compilations = _watch_compilations()
@@ -83,12 +84,11 @@ class Executables:
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
-        rested = menu.decode + menu.chunk if may_rest else ()
-        self._resting = {bucket: f"resting {bucket}" for bucket in rested}  # keys of the table
-        self._num_model_layers = options.num_model_layers(pages)
-        for bucket, key in self._resting.items():
-            own = parameters.model, pages[: self._num_model_layers]
-            jobs[key] = functools.partial(_compile_step, *own, bucket, options.alone)
+        alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
+        self._target_only = {bucket: f"target only {bucket}" for bucket in alone}  # keys of the table
+        for bucket, key in self._target_only.items():
+            own = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
+            jobs[key] = functools.partial(_compile_step, *own, bucket, options._replace(drafter=None))
         self._neutral = {num_draws: _neutral(num_draws, options) for num_draws in {b.num_draws for b in menu.buckets}}
         jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies, options.attention_backend)
         if menu.num_swapped:
@@ -107,11 +107,12 @@ class Executables:
         """Of those, what was in the persistent cache."""
         return self._compilations.num_found - self._num_found_before
 
-    def step(self, bucket: Bucket, *, rests: bool = False) -> CompiledStep:
-        """rests: nothing is asked of heads or of a drafter."""
-        neutral = self._neutral[bucket.num_draws]
-        if rests and bucket in self._resting:
-            return CompiledStep(self._table[self._resting[bucket]], neutral, self._num_model_layers)
+    def step(self, bucket: Bucket, draft_depth: int | None = None) -> CompiledStep:
+        """draft_depth: see `StepPlan`. Without one it is the target's alone, where there is such a one."""
+        neutral, drafter = self._neutral[bucket.num_draws], self.options.drafter
+        is_off = draft_depth is None or (draft_depth == 0 and drafter is not None and not drafter.num_layers)
+        if is_off and bucket in self._target_only:
+            return CompiledStep(self._table[self._target_only[bucket]], neutral, drafter)
         return CompiledStep(self._table[bucket], neutral)
 
     @property

@@ -15,7 +15,7 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.step.token_masks import num_mask_words
 
 MAX_BIASES = 1024  # E: entries of logit_bias of one draw
-NUM_FLAGS = 8
+NUM_FLAGS = 7
 
 
 class StepInputs(NamedTuple):
@@ -53,12 +53,11 @@ class StepInputs(NamedTuple):
 class Flags:
     """Places in `StepInputs.flags`: what any row of the step asks for. The rest of the step's work is not done.
 
-    SCORED is a number: of the tokens of the stream, up to the last whose `scored_T` is wanted. EXTENDS: whether a drafter computes the
-    step's tokens too; LEVELS: how many tokens ahead it then drafts, or heads guess, which guess all or none; above 0 also: what is
-    likely behind the draws is to be told, where tokens are recycled.
+    SCORED is a number: of the tokens of the stream, up to the last whose `scored_T` is wanted. So is DRAFT_DEPTH: `StepPlan.draft_depth`,
+    and -1 for None.
     """
 
-    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, EXTENDS, LEVELS = range(NUM_FLAGS)
+    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, DRAFT_DEPTH = range(NUM_FLAGS)
 
 
 class Adjustments(NamedTuple):

@@ -37,7 +37,7 @@ class Batch:
     num_draws: int
     num_rows: int
     num_scored: int  # tokens of the stream up to the last that is scored
-    rests: bool  # nothing is asked of what drafts on the device, nor what is likely behind the draws
+    draft_depth: int | None  # see `StepPlan`
 
 
 class BatchBuilder:
@@ -61,13 +61,8 @@ class BatchBuilder:
         self.vocab_size = vocab_size
         self.num_host_blocks = num_host_blocks
 
-    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS, levels: int | None = None) -> Batch:
-        """
-        Args:
-            masks: by place among the plan's samples: the tokens that a grammar admits.
-            levels: how many tokens ahead a drafter drafts behind the draws; None: it does not even compute the step's tokens. Where
-                tokens are recycled 1 or None: see `Speculation.levels`.
-        """
+    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS) -> Batch:
+        """masks: by place among the plan's samples: the tokens that a grammar admits."""
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
         bucket = self.menu.choose(
@@ -89,8 +84,7 @@ class BatchBuilder:
         fields["flags"][Flags.BIASED] = adjustments.bias_RE is not None
         fields["flags"][Flags.PENALISED] = adjustments.history_RC is not None
         fields["flags"][Flags.SCORED] = num_scored
-        fields["flags"][Flags.EXTENDS] = levels is not None
-        fields["flags"][Flags.LEVELS] = levels or 0
+        fields["flags"][Flags.DRAFT_DEPTH] = -1 if plan.draft_depth is None else plan.draft_depth
         self._check(fields)
         device, host = self.num_blocks, self.num_host_blocks + 1
         return Batch(
@@ -103,7 +97,7 @@ class BatchBuilder:
             num_draws=len(plan.samples),
             num_rows=len(plan.rows),
             num_scored=num_scored,
-            rests=levels is None,
+            draft_depth=plan.draft_depth,
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:

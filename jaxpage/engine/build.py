@@ -19,6 +19,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.device.buckets import BucketMenu
+from jaxpage.device.drafter import DeviceDrafter
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.sizing import MemoryPlan, gib
@@ -28,7 +29,6 @@ from jaxpage.engine.capacity import (
     Form,
     Place,
     choose_dtype,
-    draft_lengths,
     mixes,
     notices,
     place_of,
@@ -37,8 +37,9 @@ from jaxpage.engine.capacity import (
     sliding_window,
     step_menu,
 )
-from jaxpage.engine.drafting import open_drafting
-from jaxpage.engine.engine import Engine
+from jaxpage.engine.drafters import Target
+from jaxpage.engine.drafting import Drafting, open_drafting
+from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.shape_costs import measure_shapes
@@ -49,6 +50,7 @@ from jaxpage.models.base import KVSpec, abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.limits import StepLimits
+from jaxpage.step.strategy import Strategy
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -72,13 +74,13 @@ def build_engine(
     progress: bool,
     verbose: bool | None = None,
     phase: Callable[[str], None] = lambda name: None,
+    parts: EngineParts | None = None,
 ) -> Built:
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
 
     progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: is told
-    what begins, one of PHASES.
+    what begins, one of PHASES. parts: of the engine, in place of its own.
     """
-    verbose = progress if verbose is None else verbose
     phase(PHASES[0])
     files = _opened(config)
     tokenizer = _tokenizer(config, files)
@@ -87,31 +89,32 @@ def build_engine(
     device = jax.devices()[0]
     place = place_of(device, config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
-    drafting = open_drafting(config.speculative_config, draft_lengths(config), files)
-    weights_bytes, form = files.plan.num_bytes(dtype) + drafting.num_bytes(dtype), Form(dtype, config.kv_cache_dtype)
-    memory = plan_swapping(config, plan_memory(config, files.spec, place, form, weights_bytes, drafting))
+    drafting = open_drafting(config.speculative_config, files)
+    memory = _memory_plan(config, files, place, dtype, drafting)
     backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
     if backend.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", backend.name)
     for notice in notices(config, place, files.spec, memory):
         logger.warning(notice)
     menu = step_menu(config, place, memory)
-    if verbose:
+    if verbose := progress if verbose is None else verbose:
         _print_table(memory, dtype, config.kv_cache_dtype)
     phase(PHASES[2])
     put = functools.partial(jax.device_put, device=device)
-    parameters: Any = load_weights(files.plan, dtype, put, progress=progress)
-    parameters = drafting.load(parameters, dtype, device, progress=progress)
+    weights = load_weights(files.plan, dtype, put, progress=progress)
+    parameters = {"target": weights, "drafter": drafting.load(dtype, put, progress=progress)}
     table_width = -(-memory.max_model_len // config.block_size)
-    options = _step_options(files, dtype, table_width, config, backend, by_row=place.is_cpu)
+    drafter = drafting.make(Target(dtype, files.spec.vocab_size, menu, memory.num_blocks, config.acceptance.name))
+    options = _step_options(files, dtype, table_width, config, backend, drafter, by_row=place.is_cpu)
     pool = (memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
-    pages = kv_pages.page_shapes(files.spec.kv, *pool)
-    options = drafting.in_steps(options, dtype, menu, pages)
-    pages += drafting.pages(menu, *pool)
+    pages = kv_pages.page_shapes(files.spec.kv, *pool) + drafting.pages(menu, *pool)
     phase(PHASES[3])
-    executables = _compiled(config, menu, parameters, pages, options, may_rest=drafting.may_rest, progress=progress)
+    both_ways = drafting.may_be_off
+    executables = _compiled(config, menu, parameters, pages, options, target_only=both_ways, progress=progress)
     scheduler = _scheduler(config, place, menu, memory, (files.spec.kv, *drafting.kvs))
-    speculation = drafting.speculation(scheduler.limits, menu, files.spec.vocab_size, config.block_size)
+    strategies: dict[int, Strategy] = {}
+    speculator = drafting.speculator(scheduler.limits, menu, files.spec.vocab_size, config.block_size, strategies)
+    chosen: EngineParts = {"speculator": speculator, **(parts or {})}
     engine = Engine(
         scheduler=scheduler,
         builder=_builder(menu, memory, table_width, files.spec.vocab_size),
@@ -125,15 +128,21 @@ def build_engine(
         eos_token_ids=_eos_token_ids(files),
         max_model_len=memory.max_model_len,
         seed=config.seed,
-        speculation=speculation,
+        strategies=strategies,
+        **chosen,
     )
-    if speculation is not None and speculation.controller is not None:
-        measure_shapes(engine.builder, engine.runner, speculation.controller, memory.num_blocks)
+    if (controller := getattr(engine.speculator, "controller", None)) is not None:
+        measure_shapes(engine.builder, engine.runner, controller, memory.num_blocks)
     scratch_bytes = kv_pages.num_bytes(pages) - memory.pool_bytes
     memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
         _print_compiled(memory, executables)
     return Built(engine, tokenizer, sampling_defaults, memory)
+
+
+def _memory_plan(config: EngineConfig, files: ModelFiles, place: Place, dtype: str, drafting: Drafting) -> MemoryPlan:
+    weights_bytes, form = files.plan.num_bytes(dtype) + drafting.num_bytes(dtype), Form(dtype, config.kv_cache_dtype)
+    return plan_swapping(config, plan_memory(config, files.spec, place, form, weights_bytes, drafting))
 
 
 def _builder(menu: BucketMenu, memory: MemoryPlan, table_width: int, vocab_size: int) -> BatchBuilder:
@@ -153,6 +162,7 @@ def _step_options(
     table_width: int,
     config: EngineConfig,
     backend: Backend,
+    drafter: DeviceDrafter | None,
     *,
     by_row: bool,
 ) -> StepOptions:
@@ -164,6 +174,7 @@ def _step_options(
         table_width,
         backend,
         sample_by_row=by_row,
+        drafter=drafter,
         acceptance=config.acceptance,
     )
 
@@ -187,9 +198,9 @@ def _opened(config: EngineConfig) -> ModelFiles:
     return files
 
 
-def _compiled(config: EngineConfig, *shapes: Any, may_rest: bool, progress: bool) -> Executables:
+def _compiled(config: EngineConfig, *shapes: Any, target_only: bool, progress: bool) -> Executables:
     try:
-        return Executables(*shapes, may_rest=may_rest, progress=progress)
+        return Executables(*shapes, target_only=target_only, progress=progress)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
 

@@ -27,11 +27,10 @@ from jaxpage.memory.block_tables import window_blocks
 from jaxpage.models.base import KVSpec, ModelSpec
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.settings.speculative_config import MOST_CANDIDATES
+from jaxpage.shapes import MOST_CANDIDATES
 
 BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
-AUTO_DRAFTS = (1, 3, 7)  # with the token before them powers of two
 
 
 @dataclass(frozen=True)
@@ -100,15 +99,8 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
 
 
 def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
-    """How many drafts a sequence may have in a step: the one number that is asked for, or a few to choose from."""
-    if config.speculative_config is None:
-        return ()
-    wanted, choices = config.speculative_config.num_speculative_tokens, config.speculative_config.medusa_choices
-    if config.speculative_config.method == "lookahead":
-        return (config.speculative_config.lookahead.num_drafts,)
-    if wanted == "auto" and choices is not None:  # a given tree, or less of it
-        return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
-    return AUTO_DRAFTS if wanted == "auto" else (wanted,)
+    """How many drafts a sequence may have in a step."""
+    return config.speculative_config.draft_lengths if config.speculative_config else ()
 
 
 def max_num_batched_tokens(config: EngineConfig, place: Place) -> int:

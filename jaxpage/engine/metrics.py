@@ -12,8 +12,9 @@ from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.scheduling import Scheduler
 from jaxpage.speculation.counts import SpeculationCounts
-from jaxpage.step.edits import Append, Edit
+from jaxpage.step.edits import Append
 from jaxpage.step.plan import StepPlan
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 
 
@@ -48,10 +49,9 @@ class EngineMetrics:
                 metrics.first_scheduled_time = now
                 metrics.num_cached_tokens = group_of[row.sequence_id].num_cached_tokens or 0
 
-    def committed(
-        self, plan: StepPlan, edits: list[Edit], groups: list[SequenceGroup], group_of: dict[int, SequenceGroup]
-    ) -> None:
+    def stepped(self, report: StepReport, group_of: dict[int, SequenceGroup]) -> None:
         """Books a step that happened; one that failed has computed nothing."""
+        plan, edits = report.plan, report.edits
         now = time.monotonic()
         self.engine_steps_total += 1
         self.memory.end(now - self._step_began)
@@ -71,8 +71,9 @@ class EngineMetrics:
             metrics.num_drafts += 1
             metrics.num_draft_tokens += num_tokens
             metrics.num_accepted_tokens += num_accepted
+        self.speculation.took(plan, report.drafts.seconds, now - self._step_began)
         advanced = {id(group_of[sequence_id]) for sequence_id in appended if sequence_id in group_of}
-        for group in groups:
+        for group in report.groups:
             metrics = self.requests[group.request.request_id]
             metrics.num_preemptions = group.num_preemptions
             if id(group) in advanced:

@@ -36,7 +36,7 @@ class Runner:
         self.swap_in(batch.swap_in)
         for pairs in batch.copies:
             self._pages = self.executables.copy(self._pages, pairs)
-        step = self.executables.step(batch.bucket, rests=batch.rests)
+        step = self.executables.step(batch.bucket, batch.draft_depth)
         output, self._pages = step(self._parameters, self._pages, batch.packed, batch.adjustments)
         result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
         if batch.num_scored:
@@ -44,10 +44,7 @@ class Runner:
         if batch.bucket.verifies:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
         if output.guesses is not None:
-            count = batch.num_rows if batch.bucket.verifies else batch.num_draws
-            result = replace(result, guesses=np.asarray(output.guesses)[:count])
-        if output.likeliest is not None and not batch.rests:
-            result = replace(result, likeliest=np.asarray(output.likeliest)[: batch.num_draws])
+            result = replace(result, guesses=np.asarray(output.guesses))
         self._under_way = False
         return result
 

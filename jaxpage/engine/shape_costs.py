@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from jaxpage.device.buckets import Bucket
 from jaxpage.engine.batch_builder import BatchBuilder
@@ -50,7 +51,7 @@ def _seconds(
         for shape, plan in plans.items():
             for levels, seconds in zip(parts, found[shape], strict=True):
                 started = time.monotonic()
-                runner.run(builder.build(plan, levels=levels))
+                runner.run(builder.build(replace(plan, draft_depth=levels)))
                 seconds.append(time.monotonic() - started)
     return {shape: [min(seconds[1:]) for seconds in runs] for shape, runs in found.items()}
 

@@ -33,6 +33,7 @@ _FIELDS = {"versions": dict, "device": str, "config": dict, "config_hash": str, 
 def header(config: EngineConfig, engine: Engine, memory: MemoryPlan) -> Record:
     """Which engine it is: all that decides its schedule and its tokens, besides the events. Reads all weights once."""
     parameters = engine.runner.parameters
+    target = parameters["target"]
     return {
         "event": "header",
         "format": FORMAT,
@@ -40,9 +41,9 @@ def header(config: EngineConfig, engine: Engine, memory: MemoryPlan) -> Record:
         "device": f"{memory.device} of {platform.machine()}",
         "config": config.model_dump(),
         "config_hash": config_hash(config.model_dump()),
-        "weights_hash": weights_hash(parameters),
+        "weights_hash": weights_hash(target if parameters["drafter"] is None else parameters),
         "engine": {
-            "dtype": str(jax.tree.leaves(parameters)[0].dtype),
+            "dtype": str(jax.tree.leaves(target)[0].dtype),
             "max_model_len": memory.max_model_len,
             "num_blocks": memory.num_blocks,
             "swap_space_blocks": memory.num_host_blocks,

@@ -19,6 +19,7 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 
 Record = dict[str, Any]
@@ -78,7 +79,8 @@ class Recorder(Events):
             present["draws"] = draws
         self._record("plan", **present)
 
-    def drawn(self, plan: StepPlan, result: StepResult, edits: list[Edit]) -> None:
+    def stepped(self, report: StepReport) -> None:
+        plan, result, edits = report.plan, report.result, report.edits
         fields = {
             "logprobs": _logprobs(plan, result),
             "scores": [_scores(edit) for edit in edits if isinstance(edit, Score)],

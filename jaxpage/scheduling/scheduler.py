@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.open_plan import OpenPlan
 from jaxpage.scheduling.roster import Roster
-from jaxpage.step.draft import Draft
+from jaxpage.step.draft import NO_DRAFTS, Draft, Drafts
 from jaxpage.step.edits import Append, Edit, Score
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import Sequence, SequenceGroup
 
-NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
 Members = tuple[SequenceGroup, list[Sequence]]  # a group and those of its sequences that are not finished
 
 
@@ -34,11 +32,11 @@ class Scheduler(Roster):
     _last_was_chunk = False  # where the two kinds of steps alternate: whose turn it is
     _num_steps = 0  # that were planned
 
-    def plan(self, drafts: Mapping[int, Draft] = NO_DRAFTS) -> StepPlan | None:
+    def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
         """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts.
 
-        drafts: by sequence id, what may follow. They are suggestions: as many are verified as fit in a step in which everybody decodes,
-        and in the blocks that are free.
+        drafts: what may follow. They are suggestions: as many are verified as fit in a step in which everybody decodes, and in the blocks
+        that are free.
         """
         step = OpenPlan()
         decoding, computing = self._divide()
@@ -61,8 +59,8 @@ class Scheduler(Roster):
         if not step.work:
             assert not self._groups, "there are unfinished groups, and none can run"
             return None
-        if drafts:
-            self._plan_drafts(step, drafts)
+        if drafts.of:
+            self._plan_drafts(step, drafts.of)
         self._num_steps += 1
         return step.freeze(self._num_steps, self.block_manager)
 

@@ -20,7 +20,7 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.queues import ByPriority, FirstCome
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.step.draft import Draft
+from jaxpage.step.draft import Draft, Drafts
 from jaxpage.step.edits import Append, Edit, Finish, Fork, Score
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, Sequence, SequenceGroup
@@ -333,7 +333,7 @@ class Driver:
         if not drafts:
             return self.scheduler.plan()
         without = copy.deepcopy(self.scheduler).plan()
-        plan = self.scheduler.plan(drafts)
+        plan = self.scheduler.plan(Drafts(drafts))
         assert plan is not None and without is not None
         assert len(plan.rows) == len(without.rows), "a draft is in somebody's way"
         bare = [
