@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import logging
 import math
@@ -27,7 +28,7 @@ from jaxpage.speculation.suffix_tree import SuffixTree
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.request import SequenceGroup
-from tests.support import proposers
+from tests.support import house, proposers
 from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
@@ -551,6 +552,30 @@ def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> No
     recycling.heard([None] * 2, [1, 2], np.array([[3] * 8, [1] * 8], np.int32))
     assert ask(recycling, group, 3) == chain((1, 3))
     assert set(METHODS) == set(get_args(SpeculativeConfig.model_fields["method"].annotation))
+
+
+# Where methods are named; and the parts of drafters, which have names of their own.
+HOMES = ("jaxpage/speculation/", "jaxpage/settings/", "jaxpage/models/medusa", "jaxpage/checkpoints/eagle_", "tools/")
+
+
+def decisions_by_method(tree: ast.AST) -> list[int]:
+    """Lines that compare something with the name of a method, or look something up by it."""
+    found: list[int] = []
+    for node in ast.walk(tree):
+        names: list[Any] = node.keys if isinstance(node, ast.Dict) else []
+        if isinstance(node, ast.Compare):
+            names = [part for side in (node.left, *node.comparators) for part in getattr(side, "elts", [side])]
+        found += [node.lineno for name in names if isinstance(name, ast.Constant) and name.value in METHODS]
+    return found
+
+
+def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
+    planted = "method == 'ngram'\nby_name = {'medusa': 1}\nmethod in ('eagle', 'suffix')"
+    assert set(decisions_by_method(ast.parse(planted))) == {1, 2, 3}
+    modules = house.read_modules(Path(__file__).parents[1])
+    found = {module.path for module in modules if decisions_by_method(module.tree)}
+    field = "jaxpage/serving/wire/neutral.py"  # OpenAI's `suffix`
+    assert {path for path in found if not path.startswith(HOMES)} == {field}
 
 
 @pytest.mark.parametrize(

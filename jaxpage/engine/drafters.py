@@ -26,6 +26,7 @@ from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.medusa import MedusaHeads
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
+from jaxpage.speculation.methods import METHODS, DrafterKind
 from jaxpage.speculation.recycling import NUM_RECYCLED
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class HeadFiles:
 
 @dataclass(frozen=True)
 class NoFiles:
-    """Of token recycling, which drafts with what the target says."""
+    """What drafts is the target itself: its likeliest tokens."""
 
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
 
@@ -212,12 +213,11 @@ def _model(config: SpeculativeConfig) -> str:
     return config.model
 
 
-_OPENERS: Mapping[str, Callable[[SpeculativeConfig, ModelFiles], DrafterFiles]] = {
-    "medusa": open_heads,
-    "draft_model": open_draft_model,
-    "eagle": _open_eagle,
-    "eagle3": _open_eagle,
-    "token_recycling": lambda config, target: NoFiles(),
+_OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], DrafterFiles]] = {
+    "heads": open_heads,
+    "eagle_head": _open_eagle,
+    "model": open_draft_model,
+    "top_ids": lambda config, target: NoFiles(),
 }
 
 
@@ -227,5 +227,5 @@ def open_drafter(config: SpeculativeConfig, target: ModelFiles) -> DrafterFiles 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedError: there is no drafter, or it does not fit the target.
     """
-    opener = _OPENERS.get(config.method)
-    return opener(config, target) if opener else None
+    kind = METHODS[config.method].drafter
+    return None if kind is None else _OPENERS[kind](config, target)

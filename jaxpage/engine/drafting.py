@@ -14,7 +14,7 @@ from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.drafter import DeviceDrafter
 from jaxpage.device.kv_pages import KVPages
-from jaxpage.engine.drafters import DrafterFiles, Target, open_drafter, tree_shape
+from jaxpage.engine.drafters import DrafterFiles, NoFiles, Target, open_drafter, tree_shape
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -75,31 +75,25 @@ class Drafting:
     ) -> Speculator:
         if self.config is None:
             return NoSpeculation()
-        controller, following = _controller(self.config, limits), None
-        is_recycled = self.config.method == "token_recycling"
-        if self.drafter and not is_recycled:
-            most_levels = tree_shape(menu).num_levels
-            remembers = bool(self.kvs)
+        proposer = make_proposer(self.config, methods.Target(vocab_size, getattr(self.drafter, "choices", ())))
+        controller = following = None
+        if self.config.num_speculative_tokens == "auto":
+            controller = Controller(limits, together=proposer.num_together, steps_to_show=proposer.warm_up_steps)
+        learns_top_ids = isinstance(self.drafter, NoFiles)
+        if self.drafter and not learns_top_ids:
+            most_levels, remembers = tree_shape(menu).num_levels, bool(self.kvs)
             following = Following(
                 limits, controller, block_size=block_size, most_levels=most_levels, remembers=remembers
             )
         return ProposingSpeculator(
-            make_proposer(self.config, methods.Target(vocab_size, getattr(self.drafter, "choices", ()))),
+            proposer,
             limits,
             controller,
             vocab_size=vocab_size,
             strategies=strategies,
             following=following,
-            learns_top_ids=is_recycled,
+            learns_top_ids=learns_top_ids,
         )
-
-
-def _controller(config: SpeculativeConfig, limits: StepLimits) -> Controller | None:
-    if config.num_speculative_tokens != "auto":
-        return None
-    if config.method != "lookahead":
-        return Controller(limits)
-    return Controller(limits, together=config.lookahead.num_drafts, steps_to_show=config.lookahead.ngram)
 
 
 def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Drafting:

@@ -131,6 +131,7 @@ class LookaheadProposer(Proposer):
     """The samples of a request share their n-grams, those of the text and those that were drawn; each has a window of its own."""
 
     def __init__(self, sizes: Lookahead) -> None:
+        self.num_together, self.warm_up_steps = sizes.num_drafts, sizes.ngram
         self._sizes = sizes
         self._drafted: dict[int, _Drafted] = {}  # by sequence id
         self._pools: dict[str, Pool] = {}  # by request id

@@ -1,10 +1,10 @@
-"""The methods of speculation: of each how its proposer is made, from its settings and the drafter that it needs on the device."""
+"""The methods of speculation: of each how its proposer is made from its settings, and what it needs beside the model on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.ahead import AheadProposer
@@ -15,6 +15,9 @@ from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
 
+# What drafts on the device: heads or layers on the model's hidden states, another model, or the model's own likeliest tokens.
+DrafterKind = Literal["heads", "eagle_head", "model", "top_ids"]
+
 
 class Target(NamedTuple):
     """The model that is drafted for, and what is known of the drafter beside it."""
@@ -23,20 +26,27 @@ class Target(NamedTuple):
     choices: Choices = ()  # of heads: the tree of their guesses
 
 
-METHODS: Mapping[str, Callable[[SpeculativeConfig, Target], Proposer]] = MappingProxyType(
+class Method(NamedTuple):
+    make: Callable[[SpeculativeConfig, Target], Proposer]
+    drafter: DrafterKind | None = None  # None: it drafts on the host
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "ngram": lambda config, target: NGramProposer(*config.prompt_lookup),
-        "suffix": lambda config, target: SuffixProposer(config.suffix_decoding, tree=config.tree),
-        "lookahead": lambda config, target: LookaheadProposer(config.lookahead),
-        "token_recycling": lambda config, target: RecyclingProposer(target.vocab_size, tree=config.tree),
-        "medusa": lambda config, target: MedusaProposer(target.choices),
-        "draft_model": lambda config, target: AheadProposer(),
-        "eagle": lambda config, target: AheadProposer(),
-        "eagle3": lambda config, target: AheadProposer(),
+        "ngram": Method(lambda config, target: NGramProposer(*config.prompt_lookup)),
+        "suffix": Method(lambda config, target: SuffixProposer(config.suffix_decoding, tree=config.tree)),
+        "lookahead": Method(lambda config, target: LookaheadProposer(config.lookahead)),
+        "token_recycling": Method(
+            lambda config, target: RecyclingProposer(target.vocab_size, tree=config.tree), "top_ids"
+        ),
+        "medusa": Method(lambda config, target: MedusaProposer(target.choices), "heads"),
+        "draft_model": Method(lambda config, target: AheadProposer(), "model"),
+        "eagle": Method(lambda config, target: AheadProposer(), "eagle_head"),
+        "eagle3": Method(lambda config, target: AheadProposer(), "eagle_head"),
     }
 )
 
 
 def make_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
     """`config` is one that `problems` and `refused` have nothing against."""
-    return METHODS[config.method](config, target)
+    return METHODS[config.method].make(config, target)

@@ -18,6 +18,9 @@ class Proposer:
     A guess shows in how long steps take. So what one request is told must not come from another, unless both have the same `cache_salt`.
     """
 
+    num_together: int = 1  # drafts of a sequence that are asked for and verified all or not at all
+    warm_up_steps: int = 1  # steps one behind the other after which drafts show what they are worth
+
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """At most so many drafts behind the known tokens, which only ever grow. None: nothing comes to mind.
 
