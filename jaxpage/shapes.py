@@ -11,8 +11,9 @@
 | F | feed-forward width | W | candidates kept per row |
 | E | entries of a bias | U | words of a mask over the vocabulary |
 | J | tokens that are guessed ahead (Medusa's heads) | X | branches that a drafter follows (Y = X * X: candidates) |
+| Z | cache groups | | |
 
-Arrays on the device, or bound for it, carry their axes as a suffix: `hidden_TD`, `block_table_BM`, `logits_BV`.
+Arrays on the device, or bound for it, carry their axes as a suffix: `hidden_TD`, `block_table_ZBM`, `logits_BV`.
 Host lists and integers keep plain names. Lengths count tokens; any other unit stands in the name (`_bytes`, `_seconds`, `_blocks`).
 """
 

@@ -87,7 +87,7 @@ def test_a_log_gives_them_back() -> None:
 def test_a_step_is_told_what_each_draft_was_drawn_from() -> None:
     """Of chosen drafts, and of what is no draft, the token itself."""
     menu = make_menu(4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MOST_CANDIDATES)
-    builder = BatchBuilder(menu, table_width=4, block_size=16, num_blocks=9, vocab_size=20)
+    builder = BatchBuilder(menu, table_width=4, block_size=16, blocks=[range(1, 9)], vocab_size=20)
     rows = (
         Row(0, 0, (6, 9), (1,), parents=(0,)),
         Row(1, 3, (1, *DRAFT.token_ids), (2,), parents=(0, 0, 1, 2), q=DRAFT.q),

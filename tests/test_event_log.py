@@ -886,7 +886,7 @@ class Chances:
     pages_are_lost = False
 
     def run(self, batch: Any) -> StepResult:
-        seed = zlib.crc32(batch.packed.tobytes() + b"".join(pairs.tobytes() for pairs in batch.copies))
+        seed = zlib.crc32(batch.packed.tobytes() + b"".join(pairs.tobytes() for _, pairs in batch.copies))
         rng = np.random.default_rng(seed)
         result = self.results(rng, batch.num_draws, -1 if seed % 20 == 0 else 0)
         return dataclasses.replace(result, scored=self.results(rng, batch.num_scored, 0) if batch.num_scored else None)

@@ -22,7 +22,6 @@ from safetensors.numpy import load_file, save_file
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.checkpoints.medusa_files import MedusaFiles, load_medusa, open_medusa
 from jaxpage.device import steps
-from jaxpage.device.drafter import HeadDrafter
 from jaxpage.engine.capacity import draft_lengths
 from jaxpage.engine.drafters import open_heads
 from jaxpage.errors import CheckpointError, ConfigError
@@ -438,7 +437,7 @@ def test_a_tree_that_was_searched_changes_no_text(plain: LLM, model: Path, heads
     with engine_with(model, settings, max_num_seqs=2) as llm:
         drafted, count = run(llm, SAMPLED)
         assert drafted == run(plain, SAMPLED)[0]
-        assert count.right and llm._engine.runner.executables.options.drafter == HeadDrafter(2)
+        assert count.right and llm._engine.runner.executables.options.drafter.num_guesses == 2
 
 
 def test_what_is_aborted_is_forgotten(chains: LLM) -> None:

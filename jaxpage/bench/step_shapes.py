@@ -14,6 +14,7 @@ from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import step_call
 from jaxpage.device.kv_pages import page_dtype, page_shapes
+from jaxpage.device.step_inputs import TableShape
 from jaxpage.device.steps import StepOptions
 from jaxpage.models.base import abstract_model
 from jaxpage.models.registry import load_family
@@ -85,7 +86,8 @@ def step_shapes(
         graph=graph,
         vocab_size=spec.vocab_size,
         context=table_width * block_size,
-        table_width=table_width,
+        tables=TableShape(1, table_width),
+        layer_groups=(0,) * spec.kv.num_layers,
         attention_backend=Backend(backend),
         sample_by_row=False,
     )

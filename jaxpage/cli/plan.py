@@ -137,6 +137,12 @@ def _bytes_per_token(plan: MemoryPlan) -> int:
     return plan.block_bytes // plan.block_size
 
 
+def _bytes_per_token_text(plan: MemoryPlan) -> str:
+    beyond = plan.block_bytes - sum(window.block_bytes for window in plan.windows)
+    behind = f"; {beyond // plan.block_size:,} behind the windows" if plan.windows else ""
+    return f"{_bytes_per_token(plan):,}{behind}"
+
+
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
     """(tokens of each user, blocks of each user, users that fit), for lengths up to the longest."""
     doubling = (SHORTEST << power for power in range(32))
@@ -154,7 +160,7 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
         ("dtype", f"{form.dtype}; of keys and values: {form.kv_cache_dtype}"),
         ("devices", f"{form.tensor_parallel_size}{', each as follows' if form.tensor_parallel_size > 1 else ''}"),
         *plan.rows(),
-        ("KV bytes per token", f"{_bytes_per_token(plan):,}"),
+        ("KV bytes per token", _bytes_per_token_text(plan)),
     ]
     if chosen.refused:
         rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
+from jaxpage.device.cache_groups import in_groups
 from jaxpage.device.drafter import TargetStep
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
@@ -53,10 +54,14 @@ class ModelDrafter:
 
     graph: Any  # its nnx graph definition
     own_aux_layers: tuple[int, ...] | None  # see `Drafter`
-    num_layers: int
+    layer_groups: tuple[int, ...]  # the cache group of each of its layers
     shape: TreeShape
-    num_blocks: int  # of the pool: where the scratch blocks begin
+    num_blocks: tuple[int, ...]  # P of each cache group's pool: where the scratch blocks begin
     choice: Choice = "coupled"  # "drawn" is for chains
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_groups)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -72,7 +77,7 @@ class ModelDrafter:
         drafting = _Drafting(join(self.graph, parameters), self, target)
         output_TD, pages = _extend(drafting, pages)
         if target.bucket.trees:  # the right drafts of a chain are in place
-            slots = moves(target.paths_BQ, target.inputs.slots_T, target.inputs.query_start)
+            slots = moves(target.paths_BQ, target.inputs.slots_ZT[0], target.inputs.query_start)
             pages = copy_slots(pages, *slots, target.backend)
         if target.last_B.shape[0] > self.shape.most_rows:
             return None, pages
@@ -82,7 +87,7 @@ class ModelDrafter:
 class Ends(NamedTuple):
     """Where drafting begins: behind the token that was drawn for each row."""
 
-    block_table_BM: Int[Array, "B M"]
+    block_table_ZBM: Int[Array, "Z B M"]
     position_B: Int[Array, "B"]  # of that token
     token_id_B: Int[Array, "B"]
     draws: Draws  # what it was drawn with
@@ -111,9 +116,9 @@ class _Drafting(NamedTuple):
 
 def _extend(drafting: _Drafting, pages: KVPages) -> tuple[Float[Array, "T D"], KVPages]:
     """The drafter's layers over the step's own stream, behind the target's; zeros, and nothing is done, where the step does not ask."""
-    drafter, _, target = drafting
+    drafter, options, target = drafting
     inputs, token_ids_R = target.inputs, target.token_ids_R
-    attend = make_attend(inputs, backend=target.backend, bucket=target.bucket)
+    attend = make_attend(inputs, backend=target.backend, bucket=target.bucket, layer_groups=options.layer_groups)
 
     def compute(pages: KVPages) -> tuple[jax.Array, KVPages]:
         context = ForwardContext(inputs.positions_T, attend)
@@ -144,7 +149,7 @@ def _ends(target: TargetStep, output_TD: jax.Array | None) -> Ends:
     token_B = inputs.drawn_token_R[last_B]
     row_B = jnp.searchsorted(inputs.query_start[1:], token_B, side="right")
     return Ends(
-        inputs.block_table_BM[row_B],
+        inputs.block_table_ZBM[:, row_B],
         draws.position_R,
         jnp.maximum(target.token_ids_R[last_B], 0),
         draws,
@@ -246,66 +251,79 @@ def _follow(drafting: _Drafting, ends: Ends, tree: _Tree, index: Any) -> _Tree:
     backend = target.backend
     num_rows, width = tree.token_id_BX.shape
     count, block_size = num_rows * width, tree.pages[0].k_pages.shape[1]
-    first_block_BX = _first_blocks(num_rows, options, block_size)
-    pages = tree.pages if width == 1 else _inherit(tree, ends, first_block_BX, index, options, backend)
+    first_block_ZBX = _first_blocks(num_rows, options, block_size)
+    pages = tree.pages if width == 1 else _inherit(tree, ends, first_block_ZBX, index, options, backend)
     position_BX = jnp.broadcast_to(ends.position_B[:, None] + index, (num_rows, width))
     inputs = target.inputs._replace(
-        slots_T=(first_block_BX * block_size + ends.position_B[:, None] % block_size + index).reshape(-1),
-        block_table_BM=_scratch_tables(ends, first_block_BX, options, block_size),
+        slots_ZT=(first_block_ZBX * block_size + ends.position_B[:, None] % block_size + index).reshape(-1, count),
+        block_table_ZBM=_scratch_tables(ends, first_block_ZBX, options, block_size),
         context_len_B=position_BX.reshape(-1) + 1,
         query_start=jnp.arange(count + 1, dtype=jnp.int32),
     )
     feature = None
     if drafter.aux_layers is not None:
         feature = jnp.take_along_axis(tree.output_BXD, tree.branch_BX[:, :, None], axis=1).reshape(count, -1)
-    attend = make_attend(inputs, backend=backend, bucket=Bucket(count, count, 1))
+    attend = make_attend(inputs, backend=backend, bucket=Bucket(count, count, 1), layer_groups=options.layer_groups)
     context = ForwardContext(position_BX.reshape(-1), attend)
     output, pages = drafter(tree.token_id_BX.reshape(-1), feature, pages, context)
     return tree._replace(pages=pages, output_BXD=output.reshape(num_rows, width, -1))
 
 
 def _inherit(
-    tree: _Tree, ends: Ends, first_block_BX: jax.Array, index: Any, options: ModelDrafter, backend: Backend
+    tree: _Tree, ends: Ends, first_block_ZBX: jax.Array, index: Any, options: ModelDrafter, backend: Backend
 ) -> KVPages:
     """A branch goes on from what stands in the scratch of the one that it continues."""
     block_size, place_J = tree.pages[0].k_pages.shape[1], jnp.arange(options.shape.num_levels)
     offset_B1J = (ends.position_B % block_size)[:, None, None] + place_J
+    num_groups = len(options.num_blocks)
     source, destination = (
-        jnp.where(place_J < index, block_BX[:, :, None] * block_size + offset_B1J, 0).reshape(-1)
-        for block_BX in (jnp.take_along_axis(first_block_BX, tree.branch_BX, axis=1), first_block_BX)
+        jnp.where(place_J < index, block_ZBX[..., None] * block_size + offset_B1J, 0).reshape(num_groups, -1)
+        for block_ZBX in (jnp.take_along_axis(first_block_ZBX, tree.branch_BX[None], axis=2), first_block_ZBX)
     )
-    return copy_slots(tree.pages, source, destination, backend)
+    return in_groups(
+        tree.pages,
+        options.layer_groups,
+        lambda group, pages: copy_slots(pages, source[group], destination[group], backend),
+    )
 
 
-def _first_blocks(num_rows: int, options: ModelDrafter, block_size: int) -> Int[Array, "B X"]:
+def _first_blocks(num_rows: int, options: ModelDrafter, block_size: int) -> Int[Array, "Z B X"]:
     """Of the scratch blocks of each branch, which lie one behind the other."""
     branches = jnp.arange(num_rows * options.shape.num_branches, dtype=jnp.int32).reshape(num_rows, -1)
-    return options.num_blocks + branches * options.shape.scratch_blocks(block_size)
+    return jnp.array(options.num_blocks)[:, None, None] + branches * options.shape.scratch_blocks(block_size)
 
 
 def _fork_last_blocks(pages: KVPages, ends: Ends, options: ModelDrafter, backend: Backend) -> KVPages:
     """Copies of the block in which each row ends, for each of its branches: what is written behind it stays out of the row's own."""
-    block_size, last = pages[0].k_pages.shape[1], ends.block_table_BM.shape[1] - 1
+    block_size, last = pages[0].k_pages.shape[1], ends.block_table_ZBM.shape[2] - 1
     place_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
-    source_B1 = jnp.take_along_axis(ends.block_table_BM, place_B1, axis=1)
+    source_ZB1 = jnp.take_along_axis(ends.block_table_ZBM, place_B1[None], axis=2)
     first_block = _first_blocks(ends.position_B.shape[0], options, block_size)
     begins_in_it = (ends.position_B % block_size > 0)[:, None]
     source, destination = (
-        jnp.where(begins_in_it, block, 0) for block in (jnp.broadcast_to(source_B1, first_block.shape), first_block)
+        jnp.where(begins_in_it, block, 0).reshape(len(options.num_blocks), -1)
+        for block in (jnp.broadcast_to(source_ZB1, first_block.shape), first_block)
     )
-    return copy_blocks(pages, source.reshape(-1), destination.reshape(-1), backend)
+    return in_groups(
+        pages,
+        options.layer_groups,
+        lambda group, pages: copy_blocks(pages, source[group], destination[group], backend),
+    )
 
 
 def _scratch_tables(
-    ends: Ends, first_block_BX: jax.Array, options: ModelDrafter, block_size: int
-) -> Int[Array, "BX M"]:
+    ends: Ends, first_block_ZBX: jax.Array, options: ModelDrafter, block_size: int
+) -> Int[Array, "Z BX M"]:
     """Block tables of the branches: the row's own up to the block in which it ends, and scratch from there on."""
     num_scratch = options.shape.scratch_blocks(block_size)
-    table = jnp.pad(ends.block_table_BM, ((0, 0), (0, num_scratch)))  # a draft may go beyond the longest sequence
-    place_B1M = jnp.arange(table.shape[1]) - (ends.position_B // block_size)[:, None, None]
-    scratch_BXM = first_block_BX[:, :, None] + place_B1M
-    tables = jnp.where((place_B1M >= 0) & (place_B1M < num_scratch), scratch_BXM, table[:, None])
-    return tables.reshape(-1, table.shape[1])
+    table_ZBM = jnp.pad(
+        ends.block_table_ZBM, ((0, 0), (0, 0), (0, num_scratch))
+    )  # a draft may go beyond the longest sequence
+    num_groups, _, table_width = table_ZBM.shape
+    place_B1M = jnp.arange(table_width) - (ends.position_B // block_size)[:, None, None]
+    scratch_ZBXM = first_block_ZBX[..., None] + place_B1M
+    tables = jnp.where((place_B1M >= 0) & (place_B1M < num_scratch), scratch_ZBXM, table_ZBM[:, :, None])
+    return tables.reshape(num_groups, -1, table_width)
 
 
 def _bits(values: jax.Array) -> jax.Array:

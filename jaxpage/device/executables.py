@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
+from jaxpage.device.cache_groups import in_groups
 from jaxpage.device.drafter import DeviceDrafter, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import gather_blocks, scatter_blocks
@@ -54,7 +55,7 @@ class CompiledStep(NamedTuple):
 
 
 class Executables:
-    """One executable per bucket, one that copies blocks and, if the menu swaps, two that move blocks from and to the host.
+    """One executable per bucket; for each cache group one that copies blocks and, if the menu swaps, two that swap them.
 
     Where a drafter may be off there is a second one for each bucket without drafts: that of the target alone.
 
@@ -87,13 +88,15 @@ class Executables:
         alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}  # keys of the table
         for bucket, key in self._target_only.items():
-            own = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
-            jobs[key] = functools.partial(_compile_step, *own, bucket, options._replace(drafter=None))
+            target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
+            jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None))
         self._neutral = {num_draws: _neutral(num_draws, options) for num_draws in {b.num_draws for b in menu.buckets}}
-        jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies, options.attention_backend)
-        if menu.num_swapped:
-            jobs["gather"] = functools.partial(_compile_gather, pages, menu.num_swapped, options.attention_backend)
-            jobs["scatter"] = functools.partial(_compile_scatter, pages, menu.num_swapped, options.attention_backend)
+        for group in range(options.tables.num_groups):
+            own, backend = self._of_group(pages, group), options.attention_backend
+            jobs[f"copy {group}"] = functools.partial(_compile_copy, own, menu.num_copies, backend)
+            if menu.num_swapped:
+                jobs[f"gather {group}"] = functools.partial(_compile_gather, own, menu.num_swapped, backend)
+                jobs[f"scatter {group}"] = functools.partial(_compile_scatter, own, menu.num_swapped, backend)
         self._table = _run_all(jobs, progress)
         self.compile_seconds = time.monotonic() - started
 
@@ -115,20 +118,27 @@ class Executables:
             return CompiledStep(self._table[self._target_only[bucket]], neutral, drafter)
         return CompiledStep(self._table[bucket], neutral)
 
-    @property
-    def copy(self) -> Callable[[KVPages, Any], KVPages]:
-        executable: Callable[[KVPages, Any], KVPages] = self._table["copy"]
-        return executable
+    def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
+        """Copies blocks of a cache group: see `copy_step`."""
+        copy = self._table[f"copy {group}"]
+        return in_groups(
+            pages, self.options.layer_groups, lambda other, own: copy(own, pairs) if other == group else own
+        )
 
-    @property
-    def gather(self) -> Callable[[KVPages, Any], jax.Array]:
-        executable: Callable[[KVPages, Any], jax.Array] = self._table["gather"]
-        return executable
+    def gather(self, pages: KVPages, group: int, blocks: Any) -> jax.Array:
+        contents: jax.Array = self._table[f"gather {group}"](self._of_group(pages, group), blocks)
+        return contents
 
-    @property
-    def scatter(self) -> Callable[[KVPages, Any, Any], KVPages]:
-        executable: Callable[[KVPages, Any, Any], KVPages] = self._table["scatter"]
-        return executable
+    def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
+        scatter = self._table[f"scatter {group}"]
+        return in_groups(
+            pages,
+            self.options.layer_groups,
+            lambda other, own: scatter(own, blocks, contents) if other == group else own,
+        )
+
+    def _of_group(self, pages: KVPages, group: int) -> KVPages:
+        return tuple(layer for layer, other in zip(pages, self.options.layer_groups, strict=True) if other == group)
 
     def close(self) -> None:
         self._table = {}
@@ -162,7 +172,7 @@ def _watch_compilations() -> _Compilations:
 
 def step_call(bucket: Bucket, options: StepOptions) -> tuple[Any, tuple[Any, ...]]:
     """The jitted step of a bucket, and the shapes of what it takes behind the parameters and the pages, which are donated."""
-    packed = jax.ShapeDtypeStruct((packed_size(bucket, options.table_width),), jnp.int32)
+    packed = jax.ShapeDtypeStruct((packed_size(bucket, options.tables),), jnp.int32)
     step = functools.partial(model_step, bucket=bucket, options=options)
     return jax.jit(step, donate_argnums=1), (packed, _adjustment_shapes(bucket.num_draws, options))
 

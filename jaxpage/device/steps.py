@@ -18,7 +18,7 @@ from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
-from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
+from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, TableShape, unpack
 from jaxpage.device.verify import last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.settings.draft_settings import AcceptanceRule
@@ -33,7 +33,8 @@ class StepOptions(NamedTuple):
     graph: Any  # the model's nnx graph definition
     vocab_size: int  # V
     context: int  # C: positions of the longest sequence
-    table_width: int  # M
+    tables: TableShape
+    layer_groups: tuple[int, ...]  # the cache group of each layer, a drafter's behind the model's
     attention_backend: Backend
     sample_by_row: bool
     drafter: DeviceDrafter | None = None  # beside the model, its target
@@ -74,7 +75,7 @@ def model_step(
         parameters: {"target": the model's, "drafter": those of what drafts beside it, or None}.
         pages: of all layers, a drafter's behind the model's.
     """
-    inputs = unpack(packed, bucket, options.table_width)
+    inputs = unpack(packed, bucket, options.tables)
     pages, own_pages = split_layers(pages, options.drafter)
     output, target, pages = _target_step(parameters["target"], pages, inputs, adjustments, bucket, options)
     if options.drafter is not None:
@@ -104,8 +105,8 @@ def _target_step(
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
     if bucket.max_query_len > 1 and not bucket.verifies:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)
-    if bucket.trees:  # the right drafts of a chain are in place
-        source, destination = moves(paths, inputs.slots_T, inputs.query_start)
+    if bucket.trees:  # the right drafts of a chain are in place; there are no windows, so there is one cache group
+        source, destination = moves(paths, inputs.slots_ZT[0], inputs.query_start)
         pages = copy_slots(pages, source, destination, backend)
     target = TargetStep(inputs, bucket, backend, by_row, hidden_TD, states, logits_RV, token_ids_R, paths, last_B)
     return StepOutput(drawn, scored, paths), target, pages
@@ -149,7 +150,7 @@ def _hidden(
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
     """The model, its hidden states, its pages, and what of the hidden states a drafter takes."""
     model = nnx.merge(options.graph, parameters)
-    attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
+    attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket, layer_groups=options.layer_groups)
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers)
     hidden_TD, pages, states = model(inputs.token_ids_T, pages, context)
@@ -157,7 +158,7 @@ def _hidden(
 
 
 def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:
-    """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer. Donate `pages`."""
+    """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer of a cache group. Donate `pages`."""
     return copy_blocks(pages, pairs[:, 0], pairs[:, 1], backend)
 
 

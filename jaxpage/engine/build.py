@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,25 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.device.buckets import BucketMenu
+from jaxpage.device.cache_groups import CacheGroup, group_of_layers
 from jaxpage.device.drafter import DeviceDrafter
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
+from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.sizing import MemoryPlan, gib
+from jaxpage.device.step_inputs import TableShape
 from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.capacity import (
     Form,
     Place,
     choose_dtype,
+    groups_of,
     mixes,
     notices,
     place_of,
     plan_memory,
     plan_swapping,
-    sliding_window,
     step_menu,
 )
 from jaxpage.engine.drafters import Target
@@ -45,8 +48,8 @@ from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.shape_costs import measure_shapes
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
-from jaxpage.models.base import KVSpec, abstract_model
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex, pool_ids
+from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.limits import StepLimits
@@ -103,26 +106,30 @@ def build_engine(
     put = functools.partial(jax.device_put, device=device)
     weights = load_weights(files.plan, dtype, put, progress=progress)
     parameters = {"target": weights, "drafter": drafting.load(dtype, put, progress=progress)}
-    table_width = -(-memory.max_model_len // config.block_size)
-    drafter = drafting.make(Target(dtype, files.spec.vocab_size, menu, memory.num_blocks, config.acceptance.name))
-    options = _step_options(files, dtype, table_width, config, backend, drafter, by_row=place.is_cpu)
-    pool = (memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
-    pages = kv_pages.page_shapes(files.spec.kv, *pool) + drafting.pages(menu, *pool)
+    groups = groups_of(config, files.spec, Form(dtype, config.kv_cache_dtype), drafting)
+    layer_groups, counts = group_of_layers(groups), memory.blocks_of_groups(memory.num_blocks)
+    tables = TableShape(len(groups), -(-memory.max_model_len // config.block_size))
+    drafter = drafting.make(Target(dtype, files.spec.vocab_size, menu, layer_groups, counts, config.acceptance.name))
+    options = _step_options(files, dtype, tables, layer_groups, config, backend, drafter, by_row=place.is_cpu)
+    pages = _pages(config, files, drafting, menu, [counts[group] for group in layer_groups], dtype)
     phase(PHASES[3])
     both_ways = drafting.may_be_off
     executables = _compiled(config, menu, parameters, pages, options, target_only=both_ways, progress=progress)
-    scheduler = _scheduler(config, place, menu, memory, (files.spec.kv, *drafting.kvs))
+    scheduler = _scheduler(config, place, menu, memory, groups)
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(scheduler.limits, menu, files.spec.vocab_size, config.block_size, strategies)
     chosen: EngineParts = {"speculator": speculator, **(parts or {})}
     engine = Engine(
         scheduler=scheduler,
-        builder=_builder(menu, memory, table_width, files.spec.vocab_size),
+        builder=_builder(menu, memory, tables.width, files.spec.vocab_size),
         runner=Runner(
             parameters,
             functools.partial(kv_pages.allocate, pages),
             executables,
-            HostPages(memory.num_host_blocks, memory.block_bytes),
+            [
+                HostPages(len(blocks), group.block_bytes)
+                for group, blocks in zip(groups, _host_blocks(memory), strict=True)
+            ],
         ),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(files),
@@ -132,7 +139,7 @@ def build_engine(
         **chosen,
     )
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
-        measure_shapes(engine.builder, engine.runner, controller, memory.num_blocks)
+        measure_shapes(engine.builder, engine.runner, controller)
     scratch_bytes = kv_pages.num_bytes(pages) - memory.pool_bytes
     memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
@@ -150,16 +157,35 @@ def _builder(menu: BucketMenu, memory: MemoryPlan, table_width: int, vocab_size:
         menu,
         table_width=table_width,
         block_size=memory.block_size,
-        num_blocks=memory.num_blocks,
+        blocks=pool_ids(memory.blocks_of_groups(memory.num_blocks)),
         vocab_size=vocab_size,
-        num_host_blocks=memory.num_host_blocks,
+        host_blocks=_host_blocks(memory),
     )
+
+
+def _host_blocks(memory: MemoryPlan) -> list[range]:
+    """Ids of the host's pools; of each cache group."""
+    return pool_ids(memory.blocks_of_groups(memory.num_host_blocks + 1))
+
+
+def _pages(
+    config: EngineConfig,
+    files: ModelFiles,
+    drafting: Drafting,
+    menu: BucketMenu,
+    num_blocks: Sequence[int],
+    dtype: str,
+) -> KVPages:
+    """Shapes of all layers; num_blocks: of the pool of each."""
+    rest, own = (config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype)), files.spec.kv.num_layers
+    return kv_pages.page_shapes(files.spec.kv, num_blocks[:own], *rest) + drafting.pages(menu, num_blocks[own:], *rest)
 
 
 def _step_options(
     files: ModelFiles,
     dtype: str,
-    table_width: int,
+    tables: TableShape,
+    layer_groups: tuple[int, ...],
     config: EngineConfig,
     backend: Backend,
     drafter: DeviceDrafter | None,
@@ -170,8 +196,9 @@ def _step_options(
     return StepOptions(
         graph,
         files.spec.vocab_size,
-        table_width * config.block_size,
-        table_width,
+        tables.width * config.block_size,
+        tables,
+        layer_groups,
         backend,
         sample_by_row=by_row,
         drafter=drafter,
@@ -234,7 +261,7 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
 
 
 def _scheduler(
-    config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kvs: tuple[KVSpec, ...]
+    config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, groups: Sequence[CacheGroup]
 ) -> Scheduler:
     limits = StepLimits(
         max_rows=config.max_num_seqs,
@@ -246,14 +273,19 @@ def _scheduler(
         decoded=tuple(bucket.num_rows for bucket in menu.decode),
         streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
     )
-    tables = BlockTables(
-        BlockPool(memory.num_blocks),
-        config.block_size,
-        host_pool=BlockPool(memory.num_host_blocks + 1) if memory.num_host_blocks else None,
-        sliding_window=sliding_window(kvs, memory.max_model_len),
-        max_tokens=limits.longest_row,
-    )
-    manager = BlockManager([tables], PrefixIndex(config.block_size) if config.enable_prefix_caching else None)
+    tables = [
+        BlockTables(
+            BlockPool(blocks.stop, first=blocks.start),
+            config.block_size,
+            host_pool=BlockPool(host_blocks.stop, first=host_blocks.start) if host_blocks else None,
+            sliding_window=group.sliding_window,
+            max_tokens=limits.longest_row,
+        )
+        for group, blocks, host_blocks in zip(
+            groups, pool_ids(memory.blocks_of_groups(memory.num_blocks)), _host_blocks(memory), strict=True
+        )
+    ]
+    manager = BlockManager(tables, PrefixIndex(config.block_size) if config.enable_prefix_caching else None)
     return Scheduler(
         limits,
         manager,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import jax
@@ -11,8 +10,10 @@ import jax
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import prefers_mixed_steps
 from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
+from jaxpage.device.cache_groups import CacheGroup, cache_groups
 from jaxpage.device.sizing import (
     MemoryPlan,
+    WindowBlocks,
     available_bytes,
     available_host_bytes,
     choose_num_blocks,
@@ -24,7 +25,7 @@ from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.memory.block_tables import window_blocks
-from jaxpage.models.base import KVSpec, ModelSpec
+from jaxpage.models.base import ModelSpec
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
@@ -109,10 +110,23 @@ def max_num_batched_tokens(config: EngineConfig, place: Place) -> int:
     return BATCHED_TOKENS_ON_CPU if place.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
 
 
-def sliding_window(kvs: Iterable[KVSpec], max_model_len: int) -> int | None:
-    """How far back any layer looks, if that is less than all: blocks farther back are free."""
-    windows = [max_model_len if window is None else window for kv in kvs for window in kv.sliding_windows]
-    return max(windows) if max(windows) < max_model_len else None
+def groups_of(
+    config: EngineConfig, spec: ModelSpec, form: Form, drafting: Drafting | None = None
+) -> tuple[CacheGroup, ...]:
+    """As a device has them: each its share of the heads.
+
+    Raises ConfigError: `max_model_len` is beyond the model's positions, or the heads cannot be divided among the devices.
+    """
+    longest = spec.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
+    kv = replace(spec.kv, num_kv_heads=kv_heads_per_device(spec, form.tensor_parallel_size))
+    return cache_groups(
+        (kv, *(drafting.kvs if drafting else ())),
+        longest=config.max_model_len or longest,
+        block_size=config.block_size,
+        dtype=kv_pages.page_dtype(form.kv_cache_dtype, form.dtype),
+    )
 
 
 def plan_memory(
@@ -133,30 +147,41 @@ def plan_memory(
         ConfigError: `max_model_len` is beyond the model's positions, or the heads cannot be divided among the devices.
         CapacityError: the weights leave no room, or one sequence of `max_model_len` does not fit; with the numbers.
     """
-    longest = spec.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
-    kv = replace(spec.kv, num_kv_heads=kv_heads_per_device(spec, form.tensor_parallel_size))
-    kvs, menu = (kv, *(drafting.kvs if drafting else ())), step_menu(config, place)
-    page_dtype = kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
-    block_bytes = [kv_pages.bytes_per_block(each, config.block_size, page_dtype) for each in kvs]
-    workspace_bytes = _workspace_estimate(spec, config.max_model_len or longest, menu)
+    first, *further = groups = groups_of(config, spec, form, drafting)
+    longest, menu = config.max_model_len or spec.max_position_embeddings, step_menu(config, place)
+    workspace_bytes = _workspace_estimate(spec, longest, menu)
     if drafting is not None:
-        workspace_bytes += sum(block_bytes[1:]) * drafting.num_scratch_blocks(menu, config.block_size)
+        page_dtype = kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
+        scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
+        workspace_bytes += kv_pages.num_bytes(scratch)
+    longest_row = max_num_batched_tokens(config, place)
+
+    def most_at_a_time(group: CacheGroup) -> int:
+        if group.sliding_window is None:
+            return -(-longest // config.block_size)
+        return window_blocks(group.sliding_window, longest_row, config.block_size)
+
     plan = MemoryPlan(
         device=place.name,
         available_bytes=place.available_bytes,
         weights_bytes=-(-weights_bytes // form.tensor_parallel_size),
         workspace_bytes=workspace_bytes,
-        block_bytes=sum(block_bytes),
+        block_bytes=sum(group.block_bytes for group in groups),
         block_size=config.block_size,
         num_blocks=0,
-        max_model_len=config.max_model_len or longest,
+        max_model_len=longest,
+        most_sequence_blocks=None if first.sliding_window is None else most_at_a_time(first),
+        windows=tuple(
+            WindowBlocks(
+                group.sliding_window,
+                group.block_bytes,
+                most_at_a_time(group),
+                config.max_num_seqs * most_at_a_time(group),
+            )
+            for group in further
+            if group.sliding_window is not None
+        ),
     )
-    window = sliding_window(kvs, plan.max_model_len)
-    if window is not None:
-        most = window_blocks(window, max_num_batched_tokens(config, place), config.block_size)
-        plan = replace(plan, most_sequence_blocks=most)
     plan = choose_num_blocks(
         plan,
         wanted=config.num_blocks,
@@ -179,7 +204,7 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
     """What lets a sequence of `max_model_len` tokens into the pool: a shorter one, or a larger pool if there is room for it."""
     shorter = f"Lower max_model_len to {plan.num_slots} or less"
     num_blocks = 1 + plan.blocks_for(plan.max_model_len)
-    num_bytes = num_blocks * plan.block_bytes
+    num_bytes = plan.bytes_of(num_blocks)
     if num_bytes > plan.free_bytes:
         return f"{shorter}: {num_blocks} blocks would take {gib(num_bytes)}, and {gib(plan.free_bytes)} are free for the pool."
     by_bytes = config.kv_cache_memory_bytes is not None

@@ -42,7 +42,8 @@ class Target(NamedTuple):
     dtype: str
     vocab_size: int
     menu: BucketMenu
-    num_blocks: int  # of the pool
+    layer_groups: tuple[int, ...]  # the cache group of each layer, the drafter's behind the model's
+    num_blocks: tuple[int, ...]  # P of each cache group
     acceptance: str  # the rule's name
 
 
@@ -127,8 +128,8 @@ class ModelDrafterFiles:
         choice: Choice = "coupled" if target.acceptance == "coupled" else "likeliest"
         if target.acceptance == "rejection" and shape.num_branches == 1:
             choice = "drawn"
-        num_layers = self.kv.num_layers
-        return ModelDrafter(self.graph(target.dtype), self.aux_layers, num_layers, shape, target.num_blocks, choice)
+        own_groups = target.layer_groups[-self.kv.num_layers :]
+        return ModelDrafter(self.graph(target.dtype), self.aux_layers, own_groups, shape, target.num_blocks, choice)
 
 
 def tree_shape(menu: BucketMenu) -> TreeShape:

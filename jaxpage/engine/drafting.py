@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,10 @@ class Drafting:
         return self.drafter.kvs if self.drafter else ()
 
     @property
+    def num_layers(self) -> int:
+        return sum(kv.num_layers for kv in self.kvs)
+
+    @property
     def may_be_off(self) -> bool:
         """Whether a drafter on the device may have no part in a step."""
         return self.drafter is not None and self.config is not None and self.config.num_speculative_tokens == "auto"
@@ -60,10 +65,14 @@ class Drafting:
     def make(self, target: Target) -> DeviceDrafter | None:
         return self.drafter.make(target) if self.drafter else None
 
-    def pages(self, menu: BucketMenu, num_blocks: int, block_size: int, dtype: DTypeLike) -> KVPages:
-        """Shapes of the layers behind the model's."""
-        num_blocks += self.num_scratch_blocks(menu, block_size)
-        return tuple(layer for kv in self.kvs for layer in kv_pages.page_shapes(kv, num_blocks, block_size, dtype))
+    def pages(self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
+        """Shapes of the layers behind the model's. num_blocks: of the pool of each layer."""
+        counts = iter([count + self.num_scratch_blocks(menu, block_size) for count in num_blocks])
+        return tuple(
+            layer
+            for kv in self.kvs
+            for layer in kv_pages.page_shapes(kv, [*itertools.islice(counts, kv.num_layers)], block_size, dtype)
+        )
 
     def speculator(
         self,

@@ -1,7 +1,7 @@
 """Who owns which KV block: a pool with reference counts, block tables, and an index of prefixes. Integers only; no device."""
 
 from jaxpage.memory.block_manager import BlockManager, Counts, Pin, Prefix
-from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
+from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool, pool_ids
 from jaxpage.memory.block_tables import BlockTables
 from jaxpage.memory.memory_history import MemoryHistory, MemoryReport, MemorySample
 from jaxpage.memory.memory_split import MemorySplit
@@ -20,4 +20,5 @@ __all__ = [
     "Pin",
     "Prefix",
     "PrefixIndex",
+    "pool_ids",
 ]

@@ -9,6 +9,15 @@ from collections.abc import Iterable
 NULL_BLOCK = 0  # takes the writes of padding; never handed out
 
 
+def pool_ids(counts: Iterable[int]) -> list[range]:
+    """Of pools with so many blocks each, the null block included, which all of them share: no other id is in two of them."""
+    ids, start = [], NULL_BLOCK + 1
+    for count in counts:
+        ids.append(range(start, start + count - 1))
+        start = ids[-1].stop
+    return ids
+
+
 class BlockPool:
     """Blocks from `first` to num_blocks - 1, each free or used with a reference count. Every operation but `forget` takes constant time.
 

@@ -24,7 +24,7 @@ from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # 2: drafts
+FORMAT = 3  # 3: cache groups; parameters are fused
 _HASHED_AT_ONCE = 4  # arrays, each of which may be copied to the host
 _PACKAGES = ("jaxpage", "jax", "jaxlib", "llguidance")
 _FIELDS = {"versions": dict, "device": str, "config": dict, "config_hash": str, "weights_hash": str, "engine": dict}
@@ -47,6 +47,9 @@ def header(config: EngineConfig, engine: Engine, memory: MemoryPlan) -> Record:
             "max_model_len": memory.max_model_len,
             "num_blocks": memory.num_blocks,
             "swap_space_blocks": memory.num_host_blocks,
+            "cache_groups": [
+                [group.sliding_window, group.pool.num_usable] for group in engine.scheduler.block_manager.groups
+            ],
             "vocab_size": engine.builder.vocab_size,
             "limits": dataclasses.asdict(engine.scheduler.limits),
             "buckets": [list(dataclasses.astuple(bucket)) for bucket in engine.builder.menu.buckets],

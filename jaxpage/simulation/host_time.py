@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from jaxpage.device.buckets import make_menu
 from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.memory import pool_ids
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.traces import Arrival
@@ -135,7 +136,7 @@ def planning_times(num_running: int) -> list[PlanningTime]:
         make_menu(num_running, Setup.max_num_batched_tokens),
         table_width=-(-sides[0].longest // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
-        num_blocks=sides[0].scheduler.block_manager.groups[0].pool.num_blocks,
+        blocks=pool_ids([sides[0].scheduler.block_manager.groups[0].pool.num_blocks]),
         vocab_size=max(num_running, 32_000),
     )
     building: dict[bool, list[float]] = {caching: [] for caching in cachings}

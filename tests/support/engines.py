@@ -126,5 +126,5 @@ class LogitsWitness:
 
     def _logits_of(self, bucket: Any, parameters: Any, pages: Any, packed: Any) -> jax.Array:
         options = self._real.options
-        inputs = unpack(packed, bucket, options.table_width)
+        inputs = unpack(packed, bucket, options.tables)
         return logits_step(parameters, pages, inputs, bucket=bucket, options=options)[0]
