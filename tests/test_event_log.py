@@ -82,7 +82,7 @@ def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None, **parts: Any
 def logged(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
     """The LLM as it was when it was built, and a log of what is done with it until it is shut down."""
     engine = llm._engine = new_engine(llm, tokenizer=tokenizer)
-    engine.events = EventLog(path, header(llm.config, engine, llm.memory))
+    engine.events = EventLog(path, header(llm.config, engine, llm.spec))
     llm._calls, llm.tokenizer = Calls(engine), tokenizer
     try:
         yield engine
@@ -408,7 +408,7 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
     ("change", "message"),
     [
         ({"event": "arrival"}, "it does not begin with a header"),
-        ({"format": 1}, "the log has format 1; this version reads format 2"),
+        ({"format": 2}, "the log has format 2; this version reads format 3"),
         ({"engine": None}, "engine of the header must be a dict, got None"),
         ({"config": {"max_num_seq": 2}}, "max_num_seq: unknown setting; did you mean 'max_num_seqs'"),
         ({"engine": {"num_blocks": "many"}}, "num_blocks: must be a valid integer, got 'many'"),
@@ -1021,7 +1021,7 @@ def test_every_history_can_be_replayed_and_every_number_counts(
 
 HEADER = {
     "event": "header",
-    "format": 2,
+    "format": 3,
     "versions": {},
     "device": "",
     "config": {},

@@ -321,7 +321,7 @@ def test_a_step_that_stops_half_way_loses_the_pages_and_not_the_host():
 def test_closing_frees_the_memory_of_the_host():
     runner = make_runner()
     runner.executables.close = lambda: None
-    rows = weakref.ref(runner._host_pages._rows)
+    rows = weakref.ref(runner._host_pages[0]._rows)
     assert rows() is not None
     runner.close()
     assert rows() is None

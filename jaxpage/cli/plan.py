@@ -20,10 +20,10 @@ from jaxpage.engine.capacity import (
     kv_heads_per_device,
     notices,
     place_of,
-    plan_memory,
     refused_settings,
 )
 from jaxpage.engine.drafting import Drafting, open_drafting
+from jaxpage.engine.engine_spec import describe_engine
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, model_weights
 from jaxpage.models.weights import Weight, num_bytes
@@ -59,12 +59,12 @@ class Subject:
         weights_bytes = num_bytes(self.weights, form.dtype)
         weights_bytes += self.drafting.num_bytes(form.dtype) if self.drafting else 0
         try:
-            plan = plan_memory(self.config, self.spec, self.place, form, weights_bytes, self.drafting)
+            spec = describe_engine(self.config, self.spec, self.place, form, weights_bytes, self.drafting, swaps=False)
         except (CapacityError, ConfigError) as error:
             return Option(form, refused, None, 0, error)
         num_devices = form.tensor_parallel_size
         num_copies = num_devices * kv_heads_per_device(self.spec, num_devices) // self.spec.kv.num_kv_heads
-        return Option(form, refused, plan, num_copies, None)
+        return Option(form, refused, spec.memory, num_copies, None)
 
 
 @dataclass(frozen=True)

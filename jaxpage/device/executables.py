@@ -22,6 +22,7 @@ from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.cache_groups import in_groups
 from jaxpage.device.drafter import DeviceDrafter, split_layers
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.mesh import DeviceMesh
 from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, packed_size
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
@@ -69,6 +70,7 @@ class Executables:
         pages: KVPages,
         options: StepOptions,
         *,
+        mesh: DeviceMesh,
         target_only: bool = False,
         progress: bool,
     ):
@@ -90,7 +92,9 @@ class Executables:
         for bucket, key in self._target_only.items():
             target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
             jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None))
-        self._neutral = {num_draws: _neutral(num_draws, options) for num_draws in {b.num_draws for b in menu.buckets}}
+        self._neutral = {
+            num_draws: _neutral(num_draws, options, mesh) for num_draws in {b.num_draws for b in menu.buckets}
+        }
         for group in range(options.tables.num_groups):
             own, backend = self._of_group(pages, group), options.attention_backend
             jobs[f"copy {group}"] = functools.partial(_compile_copy, own, menu.num_copies, backend)
@@ -190,9 +194,9 @@ def _adjustment_shapes(num_draws: int, options: StepOptions) -> Adjustments:
     return adjustment_shapes(num_draws, vocab_size=options.vocab_size, context=options.context)
 
 
-def _neutral(num_draws: int, options: StepOptions) -> Adjustments:
+def _neutral(num_draws: int, options: StepOptions, mesh: DeviceMesh) -> Adjustments:
     return jax.tree.map(
-        lambda shape: jax.device_put(np.zeros(shape.shape, shape.dtype)), _adjustment_shapes(num_draws, options)
+        lambda shape: mesh.put(np.zeros(shape.shape, shape.dtype)), _adjustment_shapes(num_draws, options)
     )
 
 

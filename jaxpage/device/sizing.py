@@ -66,10 +66,10 @@ class MemoryPlan:
         sizes = (self.block_bytes - sum(further), *further)
         return sum(math.prod(pair) for pair in zip(sizes, self.blocks_of_groups(num_blocks), strict=True))
 
-    def most_blocks(self, num_bytes: float) -> int:
+    def most_blocks(self, num_bytes: int) -> int:
         """The blocks that the first group can have, the null block included, where all groups take no more than so many bytes."""
-        least = int(num_bytes // self.block_bytes)
-        most = int(num_bytes // (self.block_bytes - sum(window.block_bytes for window in self.windows)))
+        least = num_bytes // self.block_bytes
+        most = num_bytes // (self.block_bytes - sum(window.block_bytes for window in self.windows))
         return least + bisect.bisect_right(range(least + 1, most + 1), num_bytes, key=self.bytes_of)
 
     @property
@@ -166,7 +166,7 @@ def choose_num_blocks(
         if pool_bytes is not None:
             wanted = plan.most_blocks(pool_bytes)
         elif plan.device.startswith("cpu"):
-            wanted = 1 + _halved(_useful_on_host(plan, max_num_seqs), plan.most_blocks(free * HOST_SHARE) - 1)
+            wanted = 1 + _halved(_useful_on_host(plan, max_num_seqs), plan.most_blocks(int(free * HOST_SHARE)) - 1)
         else:
             wanted = 1 + _rounded(plan.most_blocks(free) - 1)
     plan = replace(plan, num_blocks=wanted)
@@ -188,7 +188,7 @@ def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
     return max(1, min(max(usual, plan.blocks_for(plan.max_model_len)), plan.most_blocks(MOST_BYTES_ON_HOST) - 1))
 
 
-def _halved(number: int, most: float) -> int:
+def _halved(number: int, most: int) -> int:
     """The number, or half of it as often as needed to come to `most`."""
     while number > most:
         number //= 2
@@ -211,7 +211,7 @@ def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: i
     taken = plan.weights_bytes + plan.workspace_bytes + plan.pool_bytes if plan.device.startswith("cpu") else 0
     free = max(0, available - taken)
     if wanted is None:
-        fitting = max(0, plan.most_blocks(free * HOST_SHARE) - 1)
+        fitting = max(0, plan.most_blocks(int(free * HOST_SHARE)) - 1)
         return replace(plan, num_host_blocks=_halved(plan.num_blocks - 1, fitting))
     plan = replace(plan, num_host_blocks=wanted)
     if plan.host_pool_bytes > free:

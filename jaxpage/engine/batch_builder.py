@@ -229,11 +229,11 @@ def _moves(
         return ()
     ids, moves, num_moved = np.array(pairs, np.int32), [], 0
     for group, pools in enumerate(zip(sources, destinations, strict=True)):
-        first, stop = ([getattr(pool, end) for pool in pools] for end in ("start", "stop"))
+        first, stop = np.array([(pool.start, pool.stop) for pool in pools], np.int32).T
         own = ids[((ids >= first) & (ids < stop)).all(axis=1)] - first + 1
-        padded = np.zeros((-(-len(own) // size) * size, 2), np.int32)
-        padded[: len(own)] = own
-        moves += [(group, part) for part in padded.reshape(-1, size, 2)]
+        for start in range(0, len(own), max(1, size)):
+            part = own[start : start + size]
+            moves.append((group, np.pad(part, ((0, size - len(part)), (0, 0)))))
         num_moved += len(own)
     if num_moved < len(ids):
         allowed = [f"{of[0].start} to {of[0].stop - 1}" for of in (sources, destinations)]

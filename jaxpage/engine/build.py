@@ -6,53 +6,38 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import Backend, choose_backend
-from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.cache_groups import CacheGroup, group_of_layers
-from jaxpage.device.drafter import DeviceDrafter
+from jaxpage.device.backends import choose_backend
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
-from jaxpage.device.step_inputs import TableShape
 from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.capacity import (
-    Form,
-    Place,
-    choose_dtype,
-    groups_of,
-    mixes,
-    notices,
-    place_of,
-    plan_memory,
-    plan_swapping,
-    step_menu,
-)
+from jaxpage.engine.capacity import Form, choose_dtype, notices, place_of
 from jaxpage.engine.drafters import Target
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.engine import Engine, EngineParts
+from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.shape_costs import measure_shapes
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex, pool_ids
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.step.limits import StepLimits
 from jaxpage.step.strategy import Strategy
 from jaxpage.tables import aligned
 
@@ -68,7 +53,11 @@ class Built:
     engine: Engine
     tokenizer: Any | None
     sampling_defaults: dict[str, Any]  # of SamplingParams, from generation_config.json
-    memory: MemoryPlan
+    spec: EngineSpec
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return self.spec.memory
 
 
 def build_engine(
@@ -89,121 +78,110 @@ def build_engine(
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
     phase(PHASES[1])
-    device = jax.devices()[0]
-    place = place_of(device, config.gpu_memory_utilization)
-    dtype = choose_dtype(config, place, files.plan.stored_dtype())
+    mesh = make_mesh()
     drafting = open_drafting(config.speculative_config, files)
-    memory = _memory_plan(config, files, place, dtype, drafting)
-    backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
-    if backend.interpret:
-        logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", backend.name)
-    for notice in notices(config, place, files.spec, memory):
-        logger.warning(notice)
-    menu = step_menu(config, place, memory)
+    spec = _describe(config, files, mesh, drafting)
     if verbose := progress if verbose is None else verbose:
-        _print_table(memory, dtype, config.kv_cache_dtype)
+        _print(aligned([*spec.rows()], num_words=2))
     phase(PHASES[2])
-    put = functools.partial(jax.device_put, device=device)
-    weights = load_weights(files.plan, dtype, put, progress=progress)
-    parameters = {"target": weights, "drafter": drafting.load(dtype, put, progress=progress)}
-    groups = groups_of(config, files.spec, Form(dtype, config.kv_cache_dtype), drafting)
-    layer_groups, counts = group_of_layers(groups), memory.blocks_of_groups(memory.num_blocks)
-    tables = TableShape(len(groups), -(-memory.max_model_len // config.block_size))
-    drafter = drafting.make(Target(dtype, files.spec.vocab_size, menu, layer_groups, counts, config.acceptance.name))
-    options = _step_options(files, dtype, tables, layer_groups, config, backend, drafter, by_row=place.is_cpu)
-    pages = _pages(config, files, drafting, menu, [counts[group] for group in layer_groups], dtype)
+    dtype = spec.form.dtype
+    weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
+    parameters = {"target": weights, "drafter": drafting.load(dtype, mesh.put, progress=progress)}
     phase(PHASES[3])
-    both_ways = drafting.may_be_off
-    executables = _compiled(config, menu, parameters, pages, options, target_only=both_ways, progress=progress)
-    scheduler = _scheduler(config, place, menu, memory, groups)
+    pages, options = (
+        _pages(spec, files, drafting),
+        _step_options(spec, config, files, drafting, by_row=mesh.first.platform == "cpu"),
+    )
+    executables = _compiled(
+        config, spec.menu, parameters, pages, options, target_only=drafting.may_be_off, mesh=mesh, progress=progress
+    )
     strategies: dict[int, Strategy] = {}
-    speculator = drafting.speculator(scheduler.limits, menu, files.spec.vocab_size, config.block_size, strategies)
+    speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
     chosen: EngineParts = {"speculator": speculator, **(parts or {})}
     engine = Engine(
-        scheduler=scheduler,
-        builder=_builder(menu, memory, tables.width, files.spec.vocab_size),
-        runner=Runner(
-            parameters,
-            functools.partial(kv_pages.allocate, pages),
-            executables,
-            [
-                HostPages(len(blocks), group.block_bytes)
-                for group, blocks in zip(groups, _host_blocks(memory), strict=True)
-            ],
-        ),
+        scheduler=_scheduler(config, spec),
+        builder=_builder(spec),
+        runner=Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec)),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(files),
-        max_model_len=memory.max_model_len,
+        max_model_len=spec.memory.max_model_len,
         seed=config.seed,
         strategies=strategies,
         **chosen,
     )
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
         measure_shapes(engine.builder, engine.runner, controller)
-    scratch_bytes = kv_pages.num_bytes(pages) - memory.pool_bytes
-    memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
+    scratch_bytes = kv_pages.num_bytes(pages) - spec.memory.pool_bytes
+    memory = replace(spec.memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
-        _print_compiled(memory, executables)
-    return Built(engine, tokenizer, sampling_defaults, memory)
+        _print([_of_cache(memory, executables)])
+    return Built(engine, tokenizer, sampling_defaults, replace(spec, memory=memory))
 
 
-def _memory_plan(config: EngineConfig, files: ModelFiles, place: Place, dtype: str, drafting: Drafting) -> MemoryPlan:
-    weights_bytes, form = files.plan.num_bytes(dtype) + drafting.num_bytes(dtype), Form(dtype, config.kv_cache_dtype)
-    return plan_swapping(config, plan_memory(config, files.spec, place, form, weights_bytes, drafting))
+def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, drafting: Drafting) -> EngineSpec:
+    """Warns of what is not as somebody may think."""
+    kernels = choose_backend(config.attention_backend, mesh.first, config.kv_cache_dtype)
+    if kernels.interpret:
+        logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
+    place = place_of(mesh.first, config.gpu_memory_utilization)
+    form = Form(choose_dtype(config, place, files.plan.stored_dtype()), config.kv_cache_dtype)
+    weights_bytes = files.plan.num_bytes(form.dtype) + drafting.num_bytes(form.dtype)
+    spec = describe_engine(config, files.spec, place, form, weights_bytes, drafting, kernels=kernels)
+    for notice in notices(config, place, files.spec, spec.memory):
+        logger.warning(notice)
+    return spec
 
 
-def _builder(menu: BucketMenu, memory: MemoryPlan, table_width: int, vocab_size: int) -> BatchBuilder:
-    return BatchBuilder(
-        menu,
-        table_width=table_width,
-        block_size=memory.block_size,
-        blocks=pool_ids(memory.blocks_of_groups(memory.num_blocks)),
-        vocab_size=vocab_size,
-        host_blocks=_host_blocks(memory),
-    )
-
-
-def _host_blocks(memory: MemoryPlan) -> list[range]:
-    """Ids of the host's pools; of each cache group."""
-    return pool_ids(memory.blocks_of_groups(memory.num_host_blocks + 1))
-
-
-def _pages(
-    config: EngineConfig,
-    files: ModelFiles,
-    drafting: Drafting,
-    menu: BucketMenu,
-    num_blocks: Sequence[int],
-    dtype: str,
-) -> KVPages:
-    """Shapes of all layers; num_blocks: of the pool of each."""
-    rest, own = (config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype)), files.spec.kv.num_layers
-    return kv_pages.page_shapes(files.spec.kv, num_blocks[:own], *rest) + drafting.pages(menu, num_blocks[own:], *rest)
+def _pages(spec: EngineSpec, files: ModelFiles, drafting: Drafting) -> KVPages:
+    """Shapes of all layers."""
+    num_blocks, own = [spec.num_blocks[group] for group in spec.layer_groups], files.spec.kv.num_layers
+    block_size, dtype = spec.memory.block_size, spec.page_dtype
+    of_model = kv_pages.page_shapes(files.spec.kv, num_blocks[:own], block_size, dtype)
+    return of_model + drafting.pages(spec.menu, num_blocks[own:], block_size, dtype)
 
 
 def _step_options(
-    files: ModelFiles,
-    dtype: str,
-    tables: TableShape,
-    layer_groups: tuple[int, ...],
-    config: EngineConfig,
-    backend: Backend,
-    drafter: DeviceDrafter | None,
-    *,
-    by_row: bool,
+    spec: EngineSpec, config: EngineConfig, files: ModelFiles, drafting: Drafting, *, by_row: bool
 ) -> StepOptions:
-    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
+    assert spec.kernels is not None, "the device is at hand"
+    graph, _ = abstract_model(files.family, files.spec, spec.form.dtype)
     return StepOptions(
         graph,
-        files.spec.vocab_size,
-        tables.width * config.block_size,
-        tables,
-        layer_groups,
-        backend,
+        spec.vocab_size,
+        spec.tables.width * spec.memory.block_size,
+        spec.tables,
+        spec.layer_groups,
+        spec.kernels,
         sample_by_row=by_row,
-        drafter=drafter,
+        drafter=drafting.make(
+            Target(
+                spec.form.dtype,
+                spec.vocab_size,
+                spec.menu,
+                spec.layer_groups,
+                spec.num_blocks,
+                config.acceptance.name,
+            )
+        ),
         acceptance=config.acceptance,
     )
+
+
+def _builder(spec: EngineSpec) -> BatchBuilder:
+    return BatchBuilder(
+        spec.menu,
+        table_width=spec.tables.width,
+        block_size=spec.memory.block_size,
+        blocks=spec.blocks,
+        vocab_size=spec.vocab_size,
+        host_blocks=spec.host_blocks,
+    )
+
+
+def _host_pages(spec: EngineSpec) -> list[HostPages]:
+    return [
+        HostPages(len(blocks), group.block_bytes) for group, blocks in zip(spec.groups, spec.host_blocks, strict=True)
+    ]
 
 
 def compile_cache_directory() -> Path:
@@ -225,9 +203,9 @@ def _opened(config: EngineConfig) -> ModelFiles:
     return files
 
 
-def _compiled(config: EngineConfig, *shapes: Any, target_only: bool, progress: bool) -> Executables:
+def _compiled(config: EngineConfig, *shapes: Any, **options: Any) -> Executables:
     try:
-        return Executables(*shapes, target_only=target_only, progress=progress)
+        return Executables(*shapes, **options)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
 
@@ -260,34 +238,20 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
-def _scheduler(
-    config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, groups: Sequence[CacheGroup]
-) -> Scheduler:
-    limits = StepLimits(
-        max_rows=config.max_num_seqs,
-        max_tokens=menu.chunk[-1].num_tokens,
-        max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
-        mixed=mixes(config, place),
-        verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
-        trees=any(bucket.trees for bucket in menu.verify),
-        decoded=tuple(bucket.num_rows for bucket in menu.decode),
-        streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
-    )
+def _scheduler(config: EngineConfig, spec: EngineSpec) -> Scheduler:
     tables = [
         BlockTables(
             BlockPool(blocks.stop, first=blocks.start),
             config.block_size,
             host_pool=BlockPool(host_blocks.stop, first=host_blocks.start) if host_blocks else None,
             sliding_window=group.sliding_window,
-            max_tokens=limits.longest_row,
+            max_tokens=spec.limits.longest_row,
         )
-        for group, blocks, host_blocks in zip(
-            groups, pool_ids(memory.blocks_of_groups(memory.num_blocks)), _host_blocks(memory), strict=True
-        )
+        for group, blocks, host_blocks in zip(spec.groups, spec.blocks, spec.host_blocks, strict=True)
     ]
     manager = BlockManager(tables, PrefixIndex(config.block_size) if config.enable_prefix_caching else None)
     return Scheduler(
-        limits,
+        spec.limits,
         manager,
         max_num_seqs=config.max_num_seqs,
         queue=POLICIES[config.scheduling_policy](),
@@ -295,17 +259,12 @@ def _scheduler(
     )
 
 
-def _print_compiled(memory: MemoryPlan, executables: Executables) -> None:
+def _of_cache(memory: MemoryPlan, executables: Executables) -> str:
     total, found = executables.compile_total, executables.num_found
     found_text = f"all {total}" if found == total else f"{found} of {total}"
-    print(
-        f"  {found_text} executables were in the compile cache; workspace of the steps: {gib(memory.workspace_bytes)}",
-        file=sys.stderr,
-    )
+    return f"{found_text} executables were in the compile cache; workspace of the steps: {gib(memory.workspace_bytes)}"
 
 
-def _print_table(memory: MemoryPlan, dtype: str, kv_cache_dtype: str) -> None:
-    kv_dtype = dtype if kv_cache_dtype == "auto" else f"{kv_cache_dtype}, a float32 scale per token and head"
-    rows = [*memory.rows(), ("dtype", dtype), ("KV dtype", kv_dtype)]
-    for line in aligned(rows, num_words=2):
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
         print(f"  {line}", file=sys.stderr)

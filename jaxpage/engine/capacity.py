@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import jax
 
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import prefers_mixed_steps
-from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
-from jaxpage.device.cache_groups import CacheGroup, cache_groups
+from jaxpage.device.buckets import BucketMenu, make_menu
+from jaxpage.device.cache_groups import CacheGroup
 from jaxpage.device.sizing import (
     MemoryPlan,
     WindowBlocks,
@@ -74,8 +75,8 @@ def mixes(config: EngineConfig, place: Place) -> bool:
     return prefers_mixed_steps(config.attention_backend, "cpu" if place.is_cpu else "gpu")
 
 
-def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = None) -> BucketMenu:
-    """The shapes of an engine's steps; with its memory, also those in which blocks move to the host and back.
+def step_menu(config: EngineConfig, place: Place) -> BucketMenu:
+    """The shapes of an engine's steps.
 
     Raises ConfigError if none of them has room for drafts that are asked for.
     """
@@ -94,8 +95,6 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
         raise ConfigError(
             f"speculative_config: the smallest step with drafts has {needed} tokens; max_num_batched_tokens is {most}"
         )
-    if memory is not None and memory.num_host_blocks:
-        menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     return menu
 
 
@@ -110,56 +109,29 @@ def max_num_batched_tokens(config: EngineConfig, place: Place) -> int:
     return BATCHED_TOKENS_ON_CPU if place.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
 
 
-def groups_of(
-    config: EngineConfig, spec: ModelSpec, form: Form, drafting: Drafting | None = None
-) -> tuple[CacheGroup, ...]:
-    """As a device has them: each its share of the heads.
-
-    Raises ConfigError: `max_model_len` is beyond the model's positions, or the heads cannot be divided among the devices.
-    """
-    longest = spec.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
-    kv = replace(spec.kv, num_kv_heads=kv_heads_per_device(spec, form.tensor_parallel_size))
-    return cache_groups(
-        (kv, *(drafting.kvs if drafting else ())),
-        longest=config.max_model_len or longest,
-        block_size=config.block_size,
-        dtype=kv_pages.page_dtype(form.kv_cache_dtype, form.dtype),
-    )
-
-
 def plan_memory(
     config: EngineConfig,
     spec: ModelSpec,
     place: Place,
     form: Form,
     weights_bytes: int,
+    groups: Sequence[CacheGroup],
+    menu: BucketMenu,
+    longest_row: int,
     drafting: Drafting | None = None,
 ) -> MemoryPlan:
-    """What one device holds. Of `form`'s devices each has its part of the weights and its heads of every block.
-
-    Args:
-        weights_bytes: of the whole model, in `form.dtype`, and of what drafts for it.
-        drafting: whose layers take a part of every block, and scratch blocks.
-
-    Raises:
-        ConfigError: `max_model_len` is beyond the model's positions, or the heads cannot be divided among the devices.
-        CapacityError: the weights leave no room, or one sequence of `max_model_len` does not fit; with the numbers.
-    """
-    first, *further = groups = groups_of(config, spec, form, drafting)
-    longest, menu = config.max_model_len or spec.max_position_embeddings, step_menu(config, place)
+    """What one device holds: see `describe_engine`. longest_row: tokens that a sequence can have in a step."""
+    first, *further = groups
+    longest = config.max_model_len or spec.max_position_embeddings
     workspace_bytes = _workspace_estimate(spec, longest, menu)
     if drafting is not None:
         page_dtype = kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
         scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
         workspace_bytes += kv_pages.num_bytes(scratch)
-    longest_row = max_num_batched_tokens(config, place)
 
-    def most_at_a_time(group: CacheGroup) -> int:
-        if group.sliding_window is None:
-            return -(-longest // config.block_size)
-        return window_blocks(group.sliding_window, longest_row, config.block_size)
+    def at_a_time(group: CacheGroup) -> int:
+        window = longest if group.sliding_window is None else group.sliding_window
+        return window_blocks(window, longest_row, config.block_size)
 
     plan = MemoryPlan(
         device=place.name,
@@ -170,13 +142,13 @@ def plan_memory(
         block_size=config.block_size,
         num_blocks=0,
         max_model_len=longest,
-        most_sequence_blocks=None if first.sliding_window is None else most_at_a_time(first),
+        most_sequence_blocks=None if first.sliding_window is None else at_a_time(first),
         windows=tuple(
             WindowBlocks(
                 group.sliding_window,
                 group.block_bytes,
-                most_at_a_time(group),
-                config.max_num_seqs * most_at_a_time(group),
+                at_a_time(group),
+                config.max_num_seqs * at_a_time(group),
             )
             for group in further
             if group.sliding_window is not None

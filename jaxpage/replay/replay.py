@@ -80,7 +80,7 @@ def replay(
         follower = Replay(log)
         built = build_engine(config, progress=progress, parts=follower.parts)
         try:
-            ours = json.loads(encoded(header(config, built.engine, built.memory)))
+            ours = json.loads(encoded(header(config, built.engine, built.spec)))
             compare_engines(logged, ours, force=force)
             log.take()
             with tqdm(total=num_plans, desc="Replaying", unit="step", disable=None if progress else True) as bar:
