@@ -3,11 +3,10 @@ the text; that nothing hurts it; that no text changes; and what it is worth."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,9 @@ from jaxpage.step.limits import StepLimits
 from jaxpage.step.plan import Row, StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
-from tests.support.drafting_engines import engines_that_draft, held, made_when_asked, right_drafts
-from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
-from tests.support.tokenizers import write_tokenizer
-from tests.test_speculation import PROMPTS, REQUESTS, everything
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
@@ -355,91 +351,6 @@ def test_samples_share_n_grams_and_requests_do_not() -> None:
 
 # --- the engine
 
-# Seven drafts.
-DRAFTING = {"method": "lookahead", "num_speculative_tokens": 7, "lookahead_window": 2, "lookahead_ngram": 3}
-ENGINES = engines_that_draft(DRAFTING, roomy=DRAFTING)
-HELD = held(ENGINES, len(PROMPTS))
-
-
-# Texts of few tokens, in which n-grams come again.
-FEW = [[5, 6, 7, 8] * 3, [70, 71], [66, 67, 68]]
-SELDOM_NEW = [
-    SamplingParams(temperature=heat, seed=3, max_tokens=40, ignore_eos=True, logprobs=2, allowed_token_ids=few, n=2)
-    for heat, few in ((0.0, [5, 6, 7, 8]), (1.5, [70, 71]), (0.7, [66, 67, 68]))
-]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA))
-
-
-@pytest.fixture(scope="module")
-def engines(directory: Path) -> Iterator[Callable[[str], LLM]]:
-    with made_when_asked(directory, ENGINES) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def want(engines: Callable[[str], LLM]) -> list[Any]:
-    return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
-
-
-@pytest.mark.parametrize("engine", ["roomy", "recomputing", "swapping"])
-def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[Any]) -> None:
-    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who gives way."""
-    llm, chosen = engines(engine), HELD[engine]
-    before = llm.stats()
-    got = llm.generate([PROMPTS[index] for index in chosen], [REQUESTS[index] for index in chosen], use_tqdm=False)
-    after = llm.stats()
-    assert everything(got) == [want[index] for index in chosen]
-    name = "spec_decode_num_accepted_tokens_total"
-    assert after[name] - before[name] > 10
-    if engine != "roomy":
-        mode = "swap" if engine == "swapping" else "recompute"
-        assert after["num_preemptions_total"][mode] > before["num_preemptions_total"][mode]
-    invariants(llm)
-    proposer = llm._engine.speculator.proposer  # type: ignore[attr-defined]
-    assert isinstance(proposer, LookaheadProposer) and not proposer._drafted and not proposer._pools
-
-
-def test_nothing_changes_where_much_is_right(engines: Callable[[str], LLM]) -> None:
-    plain = everything(engines("without").generate(FEW, SELDOM_NEW, use_tqdm=False))
-    llm = engines("roomy")
-    before = right_drafts(llm)
-    assert everything(llm.generate(FEW, SELDOM_NEW, use_tqdm=False)) == plain
-    assert right_drafts(llm) - before > 80
-    invariants(llm)
-
-
-@pytest.mark.parametrize("engine", ["recomputing", "swapping"])
-def test_a_window_outlives_that_its_sequence_gives_way(
-    engine: str, engines: Callable[[str], LLM], want: list[Any]
-) -> None:
-    llm, chosen = engines(engine), [0, 2]
-    before = right_drafts(llm)
-    for number in (4, 7):
-        reporters = [
-            llm._engine.add(f"{number} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]))
-            for index in chosen
-        ]
-        run_giving_way(llm._engine, number)
-        assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
-    assert right_drafts(llm) > before
-    invariants(llm)
-
-
-def test_stops_cut_inside_an_accepted_run(engines: Callable[[str], LLM]) -> None:
-    few = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True, allowed_token_ids=[66, 67], seed=1, n=2)
-    (output,) = engines("without").generate("ab", few, use_tqdm=False)
-    stops = sorted({output.outputs[0].text[place : place + 4] for place in range(5, 25)})
-    requests = [dataclasses.replace(few, stop=(stop,)) for stop in stops]
-    plain = everything(engines("without").generate(["ab"] * len(stops), requests, use_tqdm=False))
-    before = right_drafts(engines("roomy"))
-    assert everything(engines("roomy").generate(["ab"] * len(stops), requests, use_tqdm=False)) == plain
-    assert len(stops) > 5 and all(each[1][0].stop_reason for each in plain)
-    assert right_drafts(engines("roomy")) - before > len(stops)
-
 
 def test_it_is_worth_something_on_the_demo_model() -> None:
     """Greedily on texts that repeat themselves, and hot, where prompt lookup finds nothing: windows and text share their noise."""
@@ -461,9 +372,11 @@ def test_it_is_worth_something_on_the_demo_model() -> None:
             assert tokens / rows > least
 
 
-def test_drafts_for_which_no_step_has_room_are_refused(directory: Path) -> None:
+def test_drafts_for_which_no_step_has_room_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the smallest step with drafts has 63 tokens; max_num_batched_tokens is 62"):
-        make_llm(directory, max_num_batched_tokens=62, speculative_config={"method": "lookahead"})
+        make_llm(
+            random_checkpoint(tmp_path, LLAMA), max_num_batched_tokens=62, speculative_config={"method": "lookahead"}
+        )
 
 
 def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:

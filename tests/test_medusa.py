@@ -432,14 +432,6 @@ def test_guesses_behind_a_wrong_token_show_in_what_is_right_and_in_no_text(
     assert 0 < count.right < 0.6 * count.drafts
 
 
-def test_a_tree_that_was_searched_changes_no_text(plain: LLM, model: Path, heads: Path) -> None:
-    settings = {"method": "medusa", "model": str(heads), "tree": True, "num_speculative_tokens": 4}
-    with engine_with(model, settings, max_num_seqs=2) as llm:
-        drafted, count = run(llm, SAMPLED)
-        assert drafted == run(plain, SAMPLED)[0]
-        assert count.right and llm._engine.runner.executables.options.drafter.num_guesses == 2
-
-
 def test_what_is_aborted_is_forgotten(chains: LLM) -> None:
     engine = chains._engine
     proposer: Any = engine.speculator.proposer  # type: ignore[attr-defined]
@@ -467,7 +459,7 @@ def test_heads_that_cannot_be_told_end_the_drafts_and_no_request(
     assert [[(output.token_ids, output.logprobs)]] == run(plain, GREEDY, PROMPTS[:1])[0]
 
 
-def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LLM) -> None:
+def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LLM, trees: LLM) -> None:
     for llm, count in ((plain, 3), (chains, 4)):
         runner = llm._engine.runner
         for bucket in llm._engine.builder.menu.buckets:
@@ -476,6 +468,7 @@ def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LL
             if count == 4:
                 rows = bucket.num_rows if bucket.verifies else bucket.num_draws
                 assert shapes[0].guesses.shape == (rows, 3, 1)
+    assert trees._engine.runner.executables.options.drafter == HeadDrafter(num_guesses=2)
 
 
 # --- settings

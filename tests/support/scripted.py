@@ -63,7 +63,7 @@ class Guesses(Proposer):
         return Draft(tokens, tuple(int(rng.integers(-1, place)) if place else -1 for place in range(length)))
 
 
-def draft_with(engine: Engine, proposer: Proposer) -> None:
+def draft_with(engine: Engine, proposer: Proposer, *, learns_top_ids: bool = False) -> None:
     """From now on the engine verifies what this proposer drafts, as much of it as its shapes hold."""
     engine.speculator = ProposingSpeculator(
         proposer,
@@ -71,6 +71,7 @@ def draft_with(engine: Engine, proposer: Proposer) -> None:
         None,
         vocab_size=engine.builder.vocab_size,
         strategies=engine._strategies,
+        learns_top_ids=learns_top_ids,
     )
 
 
