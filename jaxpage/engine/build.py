@@ -31,7 +31,7 @@ from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
-from jaxpage.engine.shape_costs import measure_shapes
+from jaxpage.engine.step_costs import measure_costs
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
@@ -110,7 +110,7 @@ def build_engine(
         **chosen,
     )
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
-        measure_shapes(engine.builder, engine.runner, controller)
+        measure_costs(engine.builder, engine.runner, controller)
     scratch_bytes = kv_pages.num_bytes(pages) - spec.memory.pool_bytes
     memory = replace(spec.memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
