@@ -197,7 +197,7 @@ class Controller:
         if self._probe is None and self._unit == 1:
             depth = self.depth if self.depths else None  # of the step, however many it verifies
             options = self._options(num_rows, nodes, (depth,), 0.0, depth)
-            nodes = max(options.values(), key=_goodput).nodes
+            nodes = [*max(options.values(), key=_goodput).nodes]
         return self._counts(nodes)
 
     def verified(self, sequence_id: int, parents: Sequence[int], path: Collection[int]) -> None:

@@ -53,7 +53,7 @@ class DrafterSync:
         if self.is_off:
             # It waits for a request that is new, of which it can compute all.
             self._steps_off -= self._steps_off > 1 or any(row.sequence_id not in self._seen for row in plan.rows)
-            if self.is_off:
+            if self._steps_off > 0:
                 return None
             self._lost = 0.0
         depth = self._limits.most_drafts(len(plan.rows))
