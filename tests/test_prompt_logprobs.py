@@ -21,7 +21,7 @@ from tests.support.sweeps import few
 from tests.test_demo import DEMO
 from tests.test_parallel_sampling import ENGINES, SMALL_POOL, WIDE
 
-pytestmark = [pytest.mark.slow, pytest.mark.optimized]
+pytestmark = pytest.mark.slow
 
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=3)
 SILENT = dataclasses.replace(PARAMS, prompt_logprobs=None)
