@@ -1,4 +1,4 @@
-"""What tests compile: shared by all engines of a process, counted by file, and compiled in a fifth of the time where bits are no subject."""
+"""What tests compile: shared by the engines of a process, counted by file, compiled in a fifth of the time where speed is no subject."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ UNOPTIMIZED = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 MOST_KEPT = 96  # an executable of XLA on CPU takes 250 to 430 memory maps, of which Linux gives a process 65,530
+_COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
+_OURS = {f"{executables.__name__}.{name}" for name in (*_COMPILERS, "_compiled", "Executables.__init__")}
 _TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")
 
 
 class Counts:
-    """Of one file. `asked`: different executables that its engines need; it does not depend on which files ran before, as `compiled` does."""
+    """Of one file. `asked`: different executables that its engines need. Unlike `compiled` it does not depend on which files ran before."""
 
     def __init__(self) -> None:
         self.asked: set[object] = set()
@@ -55,7 +57,7 @@ class SharedExecutables:
             patch.setattr(executables.Executables, "__init__", counted)
             if not optimized:
                 patch.setattr(executables, "_compiled", _unoptimized)
-            for name in [name for name in vars(executables) if name.startswith("_compile_")]:
+            for name in _COMPILERS:
                 compile_one = getattr(executables, name)
                 patch.setattr(executables, name, functools.partial(self._get, counts, (optimized, name), compile_one))
             yield counts
@@ -78,12 +80,12 @@ class SharedExecutables:
         return self._kept[key][0]
 
     def _changed_code(self) -> Iterator[tuple[str, object]]:
-        """What could be traced and is not what it was when its module was first seen. Tests plant mistakes, for which others must not wait."""
+        """What could be traced and is not what it was when its module was first seen: tests plant mistakes, which are nobody else's."""
         for name, module in list(sys.modules.items()):
             if name.startswith(_TRACED):
                 now = dict(_members(name, module))
                 before = self._first_seen.setdefault(name, now)
-                for where in now.keys() | before.keys():
+                for where in (now.keys() | before.keys()) - _OURS:
                     if now.get(where) is not before.get(where):
                         yield where, now.get(where)
 
