@@ -48,20 +48,26 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "determini
 # Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
 jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
 
+from tests.support import durations  # noqa: E402
 from tests.support.executables import SharedExecutables  # noqa: E402, behind the hook
 
 _EXECUTABLES = SharedExecutables()
+_DURATIONS = durations.read()
+_FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they have ended
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilation(request):
     """Modules that are marked `optimized`, whose subject is bits, test the code that users run."""
     optimized = bool(request.node.get_closest_marker("optimized") or request.config.getoption("--optimized"))
+    stopwatch = durations.Stopwatch()
     with _EXECUTABLES.in_use(optimized=optimized) as counts:
         yield
-    if os.environ.get("DEBUG_COUNTS"):
-        with open(os.environ["DEBUG_COUNTS"], "a") as f:
-            print(request.node.nodeid, counts.engines, len(counts.asked), counts.compiled, file=f)
+    name = request.node.path.name
+    _FOUND[name] = stopwatch.record(counts)
+    usual = "not sweep" in request.config.getoption("markexpr") and not request.config.getoption("--write-durations")
+    if usual and (problem := durations.over_budget(name, len(counts.asked), _DURATIONS)):
+        pytest.fail(problem, pytrace=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,9 +77,29 @@ def _settled():
     gc.freeze()
 
 
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that no process is left alone with one at the end."""
+    items.sort(key=lambda item: -_DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"])
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["durations"] = _FOUND
+    elif session.config.getoption("--write-durations") and _FOUND:
+        durations.write(_FOUND)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node, error):
+    _FOUND.update(getattr(node, "workeroutput", {}).get("durations", {}))
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--optimized", action="store_true", help="all engines are compiled as for users: see the mark of this name"
+    )
+    parser.addoption(
+        "--write-durations", action="store_true", help="write tests/durations.json anew, for the files that run"
     )
     parser.addoption(
         "--write-support-matrix",
