@@ -24,7 +24,7 @@ from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw
 from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
-from tests.support.engines import BLOCKS_OF_4, LLAMA, SMALL_POOL, WIDE, invariants, make_llm, run_giving_way
+from tests.support.engines import ENGINES, LLAMA, SMALL_POOL, WIDE, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -338,18 +338,6 @@ def test_beams_draw_together() -> None:
 
 # ---- through engines
 
-ENGINES = {  # in shapes that tests/test_parallel_sampling.py has compiled
-    "recompute": SMALL_POOL,
-    "swap": {**SMALL_POOL, "preemption_mode": "swap", "enable_prefix_caching": False},
-    "fair and mixed": {
-        **SMALL_POOL,
-        "preemption_mode": "auto",
-        "scheduling_policy": "fair",
-        "enable_mixed_steps": True,
-    },
-    "blocks of 4": {**BLOCKS_OF_4, "enable_prefix_caching": False},
-    "window": {**SMALL_POOL, "preemption_mode": "swap"},
-}
 LENGTHS = (1, 5, 16, 33, 50)
 STOPS = tuple(range(100, 130))
 PARAMS = [  # by prompt

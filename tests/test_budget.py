@@ -13,15 +13,20 @@ from tests.support.random_checkpoints import random_checkpoint
 KNOWN = {"test_a.py": {"seconds": 9.0, "cpu_seconds": 9.0, "engines": 1, "executables": 5, "compiled": 0}}
 
 
-@pytest.mark.parametrize(("name", "num_executables", "line"), [("test_a.py", 6, 5), ("test_new.py", 1, 0)])
+@pytest.mark.parametrize(("name", "num_executables", "line"), [("test_a.py", 6, 5), ("test_new.py", 25, 24)])
 def test_more_than_the_line_is_told_with_the_numbers(name, num_executables, line):
     problem = durations.over_budget(name, num_executables, KNOWN)
-    for part in (f"tests/{name} need {num_executables} ", f"has {line}.", "engines.py", f"pytest -n 0 tests/{name}"):
+    for part in (
+        f"tests/{name} need {num_executables} ",
+        f"budget is {line} (tests/durations.json)",
+        "engines.py",
+        f"pytest -n 0 tests/{name}",
+    ):
         assert part in problem
 
 
 def test_no_more_than_the_line_is_fine():
-    assert durations.over_budget("test_a.py", 5, KNOWN) is durations.over_budget("test_new.py", 0, KNOWN) is None
+    assert durations.over_budget("test_a.py", 5, KNOWN) is durations.over_budget("test_new.py", 24, KNOWN) is None
 
 
 def test_a_partial_run_keeps_the_lines_of_other_files(tmp_path, monkeypatch):

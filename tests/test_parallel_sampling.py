@@ -13,9 +13,8 @@ from jaxpage import SamplingParams
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.scheduling.open_plan import OpenPlan
 from tests.support.engines import (
-    BLOCKS_OF_4,
+    ENGINES,
     LLAMA,
-    SMALL_POOL,
     WIDE,
     invariants,
     lone_sample,
@@ -31,18 +30,6 @@ PARAMS = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=14, igno
 MOST = 8
 SIZE = 16
 LENGTHS = (1, 5, 16, 33, 50)  # one token, less than a block, a block, more
-ENGINES = {
-    "recompute": SMALL_POOL,
-    "swap": {**SMALL_POOL, "preemption_mode": "swap", "enable_prefix_caching": False},
-    "fair and mixed": {
-        **SMALL_POOL,
-        "preemption_mode": "auto",
-        "scheduling_policy": "fair",
-        "enable_mixed_steps": True,
-    },
-    "blocks of 4": {**BLOCKS_OF_4, "enable_prefix_caching": False},
-    "window": {**SMALL_POOL, "preemption_mode": "swap"},
-}
 
 
 @pytest.fixture(scope="module")

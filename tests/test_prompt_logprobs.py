@@ -15,12 +15,11 @@ from jaxpage.engine import runner as runner_module
 from jaxpage.errors import CapacityError
 from jaxpage.outputs import Logprob
 from jaxpage.scheduling import admitting, committing, open_plan
-from tests.support.engines import LLAMA, WIDE, give_way, invariants, make_llm, run_giving_way
+from tests.support.engines import ENGINES, LLAMA, WIDE, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import SMALL
 from tests.support.sweeps import few
 from tests.test_demo import DEMO
-from tests.test_parallel_sampling import ENGINES
 
 pytestmark = pytest.mark.slow
 

@@ -46,6 +46,19 @@ BLOCKS_OF_4 = {**PLAIN, "block_size": 4, "num_blocks": 513}
 BLOCKS_OF_1 = {**PLAIN, "block_size": 1, "num_blocks": 1025}
 WIDE = {**PLAIN, "max_num_seqs": 16, "max_num_batched_tokens": 128}
 SMALL_POOL = {"num_blocks": 17, "max_num_batched_tokens": 16}  # one sequence of the longest, or a few until they grow
+# Engines that differ in what must not matter to a request; that of the window is for a model that has one.
+ENGINES = {
+    "recompute": SMALL_POOL,
+    "swap": {**SMALL_POOL, "preemption_mode": "swap", "enable_prefix_caching": False},
+    "fair and mixed": {
+        **SMALL_POOL,
+        "preemption_mode": "auto",
+        "scheduling_policy": "fair",
+        "enable_mixed_steps": True,
+    },
+    "blocks of 4": {**BLOCKS_OF_4, "enable_prefix_caching": False},
+    "window": {**SMALL_POOL, "preemption_mode": "swap"},
+}
 
 _DEVICE_BLOCKS = {each["block_size"]: each["num_blocks"] for each in (BLOCKS_OF_16, BLOCKS_OF_4, BLOCKS_OF_1)}
 _WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3")
