@@ -7,6 +7,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +23,7 @@ UNOPTIMIZED = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-MOST_KEPT = 96  # an executable of XLA on CPU takes 250 to 430 memory maps, of which Linux gives a process 65,530
+MOST_MAPS = 35_000  # of memory: an executable of XLA on CPU takes 250 to 430 or more, and Linux gives a process 65,530
 _COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
 _OURS = {f"{executables.__name__}.{name}" for name in (*_COMPILERS, "_compiled", "Executables.__init__")}
 _TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")
@@ -70,14 +71,15 @@ class SharedExecutables:
         counts.asked.add(key)
         if key in self._kept:
             self._kept.move_to_end(key)
-        else:
-            counts.compiled += 1
-            # What was changed is kept with it, so that no other object gets its id.
-            self._kept[key] = compile_one(*arguments), changed
-            dict(self._changed_code())  # modules that were imported on the way are as they should be
-            if len(self._kept) > MOST_KEPT:
+            return self._kept[key][0]
+        counts.compiled += 1
+        executable = compile_one(*arguments)
+        dict(self._changed_code())  # modules that were imported on the way are as they should be
+        self._kept[key] = executable, changed  # so that no other object gets the id of one that was changed
+        if _num_maps() > MOST_MAPS:
+            for _ in range(len(self._kept) // 4):
                 self._kept.popitem(last=False)
-        return self._kept[key][0]
+        return executable
 
     def _changed_code(self) -> Iterator[tuple[str, object]]:
         """What could be traced and is not what it was when its module was first seen: tests plant mistakes, which are nobody else's."""
@@ -98,6 +100,13 @@ def _members(name: str, module: ModuleType) -> Iterator[tuple[str, object]]:
         if isinstance(value, type) and value.__module__ == name:
             for inner, member in vars(value).items():
                 yield f"{name}.{attribute}.{inner}", member
+
+
+def _num_maps() -> int:
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0  # other systems have no such limit
 
 
 def _unoptimized(function: Any, *shapes: Any) -> Any:
