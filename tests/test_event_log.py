@@ -45,8 +45,6 @@ from jaxpage.step.report import StepReport
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.optimized
-
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=90)
 POOL = {"num_blocks": 17, "max_model_len": 256}  # holds one of the longest, or a few short ones until they grow

@@ -29,7 +29,7 @@ from jaxpage.step import token_masks
 from jaxpage.step.plan import Row, StepPlan
 from jaxpage.step.request import Request, Sequence
 from jaxpage.step.token_masks import mask_of
-from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm, run_giving_way
+from tests.support.engines import BLOCKS_OF_4, LLAMA, SMALL_POOL, LogitsWitness, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import adjusted, drawn, ends_with
 
@@ -446,9 +446,9 @@ def test_no_bad_word_comes_out(rich, rich_alone):
 
 
 ENGINES = {  # in shapes that tests/test_path_independence.py has compiled
-    "recompute": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32},
-    "swap": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32, "preemption_mode": "swap"},
-    "blocks of 8": {"block_size": 8, "num_blocks": 257},
+    "recompute": SMALL_POOL,
+    "swap": {**SMALL_POOL, "preemption_mode": "swap"},
+    "blocks of 4": {**BLOCKS_OF_4},
 }
 
 

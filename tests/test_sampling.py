@@ -129,7 +129,7 @@ def sampling_params(max_tokens):
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(st.tuples(prompts, sampling_params(st.integers(1, 12))), min_size=2, max_size=6))
 def test_neighbours_change_no_draw(llm, asked):
     """Every request of a batch gives what it gives alone."""

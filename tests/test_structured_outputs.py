@@ -29,11 +29,10 @@ from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.replay.replay import replay
-from tests.support.engines import LLAMA, invariants, lone_sample, make_llm, run_giving_way
+from tests.support.engines import LLAMA, SMALL_POOL, invariants, lone_sample, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
 
-SMALL_POOL = {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32}  # shapes of test_path_independence.py
 SCHEMA = {
     "type": "object",
     "properties": {

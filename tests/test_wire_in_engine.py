@@ -14,6 +14,7 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, Job, open_chat, open_completion
 from tests.support.engines import invariants
+from tests.support.running import SMALL
 from tests.support.wire import context
 from tests.test_wire_answers import joined
 
@@ -27,8 +28,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129, "max_model_len": 256}
-    with LLM("demo", use_tqdm=False, preemption_mode="recompute", **sizes) as built:
+    with LLM("demo", use_tqdm=False, **SMALL) as built:
         yield built
         invariants(built)
 

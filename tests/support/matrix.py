@@ -19,6 +19,7 @@ from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from tests.support.engines import give_way
+from tests.support.running import SMALL
 from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up
 
 YES, REFUSED, NO_FIELD = "yes", "refused", "no such field"
@@ -28,10 +29,7 @@ PROMPT = (
     "middle of winter he"
 )
 SETTINGS: dict[str, Any] = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 129,
-    "max_model_len": 256,
+    **SMALL,
     "scheduling_policy": "priority",
     "enable_prefix_caching": False,
     "preemption_mode": "swap",
