@@ -112,6 +112,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--optimized", action="store_true", help="all engines are compiled as for users: see the mark of this name"
     )
+    parser.addoption("--write-reference", action="store_true", help="write the pages of docs/reference/ anew")
     parser.addoption(
         "--write-support-matrix",
         action="store_true",
