@@ -6,22 +6,23 @@ positions. A *block* is a KV block; what a kernel works on at a time is a *tile*
 """
 
 from pallas_kernels.block_copy import copy_blocks, copy_slots, gather_blocks, scatter_blocks
+from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import (
-    BACKENDS,
-    INTERPRETABLE_BACKENDS,
-    XLA_BACKENDS,
-    Tiles,
-    paged_attention,
-    pages_from_PSKH,
-)
+from pallas_kernels.paged_attention import paged_attention, pages_from_PSKH, write_and_attend
 from pallas_kernels.quantized_pages import is_quantized
+from pallas_kernels.sets import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS, XLA_BACKENDS, candidates
+from pallas_kernels.tiles import Tiles
 
 __all__ = [
     "BACKENDS",
     "INTERPRETABLE_BACKENDS",
+    "KERNEL_BACKENDS",
+    "SETS",
     "XLA_BACKENDS",
+    "Call",
+    "KernelSet",
     "Tiles",
+    "candidates",
     "copy_blocks",
     "copy_slots",
     "gather_blocks",
@@ -29,5 +30,6 @@ __all__ = [
     "paged_attention",
     "pages_from_PSKH",
     "scatter_blocks",
+    "write_and_attend",
     "write_kv",
 ]

@@ -66,7 +66,6 @@ def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     return mg.load(ref, *index, layout=layout, optimized=optimized)
 
 
-def refuse_x64() -> None:
-    """Raises NotImplementedError where JAX makes integers of 64 bits unless told otherwise: in a kernel they meet indices of 32."""
-    if config.jax_enable_x64:
-        raise NotImplementedError("jax_enable_x64, under which a kernel's integers have 64 bits")
+def x64_reason() -> str | None:
+    """Why no kernel is called where JAX makes integers of 64 bits unless told otherwise: in a kernel they meet indices of 32."""
+    return "jax_enable_x64, under which a kernel's integers have 64 bits" if config.jax_enable_x64 else None

@@ -5,6 +5,7 @@ The variables are set here, at import, because jax and transformers read them wh
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import os
@@ -73,7 +74,8 @@ def _compilation(request):
 
 
 _COMPILERS = {name: getattr(executables, name) for name in vars(executables) if name.startswith("_compile_")}
-_EXECUTABLES: dict[object, tuple[object, object]] = {}
+_EXECUTABLES: collections.OrderedDict[object, tuple[object, object]] = collections.OrderedDict()
+MOST_EXECUTABLES = 64  # an executable of XLA on CPU takes some 400 memory maps, of which Linux gives a process 65,530
 _TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")
 
 
@@ -82,8 +84,12 @@ def _shared(optimized, name, compile_one, *arguments):
     shapes = tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
     code = tuple(_code())  # kept, so that no other object gets the id of one of them
     key = optimized, name, tree, shapes, tuple(map(id, code))
-    if key not in _EXECUTABLES:
+    if key in _EXECUTABLES:
+        _EXECUTABLES.move_to_end(key)
+    else:
         _EXECUTABLES[key] = compile_one(*arguments), code
+        if len(_EXECUTABLES) > MOST_EXECUTABLES:
+            _EXECUTABLES.popitem(last=False)
     return _EXECUTABLES[key][0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -72,8 +73,23 @@ def test_the_host_side_runs_without_jax() -> None:
     ]
     assert len(names) > 10
     program = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
+    program += "from jaxpage.settings.engine_config import EngineConfig\nEngineConfig(attention_backend='scan')\n"
     program += "print(sorted({'jax', 'jaxlib', 'flax', 'pallas_kernels'} & set(sys.modules)))"
     assert run_python(program) == "[]"
+
+
+def test_jaxpage_names_no_kernel_set() -> None:
+    """A set is added in `pallas_kernels` alone. "cpu" is a platform, too."""
+    modules = house.read_modules(ROOT)
+    names = {Path(module.path).stem for module in modules if module.path.startswith("pallas_kernels/sets/")} - {"cpu"}
+    assert {"reference", "triton"} <= names
+    found = [
+        f"{module.path}:{node.lineno}: {node.value}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if module.path.startswith("jaxpage/") and isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert found == []
 
 
 PLANTED = [
@@ -115,6 +131,8 @@ PLANTED = [
     ("jaxpage/engine/a.py", "import jinja2\njinja2.Environment()", "uses jinja2.Environment"),
     ("jaxpage/engine/a.py", "f(trust_remote_code=True)", "trust_remote_code=True"),
     ("jaxpage/engine/a.py", "f(allow_pickle=True)", "allow_pickle=True"),
+    ("jaxpage/models/a.py", "y = jnp.einsum('TI,OI->TO', x, w)", "multiplies: layers.product.product does that"),
+    ("jaxpage/layers/a.py", "y = x @ w", "multiplies: layers.product.product does that"),
     ("jaxpage/attic/a.py", "x = 1", "the house has no room jaxpage/attic/"),
     ("jaxpage/engine/a.py", "\n" * 400, "has 40"),
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),

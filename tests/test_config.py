@@ -19,7 +19,7 @@ from jaxpage.cli import main
 from jaxpage.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat, open_completion
-from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_config import EngineConfig, attention_backends
 from jaxpage.settings.sources import resolve_config
 from jaxpage.settings.yaml_file import load_mapping, parse_scalar
 from tests.support.wire import context
@@ -305,10 +305,17 @@ def test_neutral_values_of_unsupported_settings_are_accepted() -> None:
     assert config.preemption_mode == "recompute"
 
 
-def test_every_backend_of_the_kernels_can_be_chosen() -> None:
+def test_every_kernel_set_can_be_chosen_and_nothing_else() -> None:
     kernels = pytest.importorskip("pallas_kernels")
-    for backend in kernels.BACKENDS:
+    assert set(attention_backends()) == {"auto", *kernels.BACKENDS}
+    for backend in attention_backends():
         EngineConfig(attention_backend=backend)
+    with pytest.raises(
+        UnsupportedError, match=r"'tritn' .* no such kernel set \(did you mean 'triton'\?\); use auto or"
+    ):
+        EngineConfig(attention_backend="tritn")
+    with pytest.raises(ConfigError, match="^attention_backend: must be a valid string, got 7$"):
+        EngineConfig(attention_backend=7)
 
 
 def test_a_config_is_frozen_and_replaced_as_a_whole() -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage import LLM, SamplingParams
@@ -21,7 +22,8 @@ from jaxpage.checkpoints.opening import open_model
 from jaxpage.checkpoints.resolve import DEMO, resolve_model
 from jaxpage.engine.draft_heads import open_heads
 from jaxpage.errors import CheckpointError
-from jaxpage.models import medusa
+from jaxpage.models.base import abstract
+from jaxpage.models.medusa import MedusaHeads
 from jaxpage.models.registry import load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import assumed_accuracies, search
@@ -192,14 +194,15 @@ def test_heads_are_read_as_they_were_trained(train: Callable[[str], Trained], te
     drafter.export(params, tmp_path, measured)
     files = open_medusa(tmp_path, model_width=32, vocab_size=48)
     assert files.accuracies == ((0.5, 0.25),) * 4
-    heads = load_medusa(files, "float32", jnp.asarray)
-    np.testing.assert_array_equal(heads["token_map"], FREQUENT)
+    parameters = load_medusa(files, "float32", jnp.asarray)
+    np.testing.assert_array_equal(parameters["token_map"], FREQUENT)
+    heads = nnx.merge(abstract(MedusaHeads(files.spec, dtype="float32"))[0], parameters)
     hidden = jax.random.normal(jax.random.key(0), (3, 32))
     rounded = exporting.round_to_bfloat16(params)
     for head in range(4):
         ours = medusa_heads.head_logits(rounded, head, hidden)
-        np.testing.assert_allclose(medusa.head_logits(heads, head, hidden), ours, rtol=1e-4, atol=1e-4)
-    assert np.abs(np.diff([medusa.head_logits(heads, head, hidden) for head in range(4)], axis=0)).max() > 0.1
+        np.testing.assert_allclose(heads.head_logits(head, hidden), ours, rtol=1e-4, atol=1e-4)
+    assert np.abs(np.diff([heads.head_logits(head, hidden) for head in range(4)], axis=0)).max() > 0.1
 
 
 def test_an_eagle_head_has_the_names_of_its_authors(

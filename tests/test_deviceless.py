@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpage.bench.step_shapes import BUCKETS, step_shapes
-from pallas_kernels import triton_backend
 from pallas_kernels.inspection import Findings, compile_for, inspect, sass, unavailable
 from pallas_kernels.inspection.cases import Case, attention_case, copy_case, write_case
 from pallas_kernels.specs import find
+from pallas_kernels.triton import backend as triton_backend
 
 reason = unavailable()
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))

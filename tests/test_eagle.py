@@ -19,6 +19,7 @@ from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.engine.drafters import OpenDrafter, open_drafter
 from jaxpage.errors import CheckpointError
+from jaxpage.layers.context import ForwardContext
 from jaxpage.models.base import abstract, abstract_model
 from jaxpage.models.drafter import WithDrafter, join
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -32,7 +33,7 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 
 LENGTH, WIDTH, VOCAB = 24, LAYERS["hidden_size"], LAYERS["vocab_size"]
 TOLERANCE = 2e-4
-DEFAULT_TAPS = (2, 3, 4)  # of a target of 7 layers
+DEFAULT_LAYERS = (2, 3, 4)  # of a target of 7 layers
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=LENGTH + 1)
 AUTHORS = {**LAYERS, "architectures": ["LlamaForCausalLM"]}
 
@@ -70,7 +71,7 @@ def refusal(directory: Path, method: str, target: Target) -> str:
 
 
 def growing(
-    q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, /, *, scale: float, sliding_window: int | None = None
+    layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, /, *, scale: float, sliding_window: int | None = None
 ) -> tuple[jax.Array, Any]:
     """`Attend` over keys and values that are kept in a row: pages are those before, None at first."""
     k_CKH, v_CKH = (
@@ -86,7 +87,7 @@ def growing(
 
 
 def graph_of(drafter: OpenDrafter, dtype: str = "float32") -> Any:
-    return abstract(lambda: drafter.make(jnp.dtype(dtype)))[0]
+    return abstract(drafter.make(dtype))[0]
 
 
 class Run(NamedTuple):
@@ -99,7 +100,7 @@ class Run(NamedTuple):
 
 def run(drafter: OpenDrafter, target: Target) -> Run:
     parameters = drafter.load(target.parameters, "float32", jax.devices()[0], progress=False)
-    states = [target.output] if not drafter.taps else [target.states[tap] for tap in drafter.taps]
+    states = [target.output] if not drafter.aux_layers else [target.states[layer] for layer in drafter.aux_layers]
     graph, none = graph_of(drafter), (None,) * drafter.kv.num_layers
 
     @functools.partial(jax.jit, static_argnames="fuse")
@@ -107,10 +108,10 @@ def run(drafter: OpenDrafter, target: Target) -> Run:
         model = join(graph, parameters)
         feature = model.fuse(feature) if fuse else feature
         positions = start + jnp.arange(len(token_ids))
-        output, pages = model(token_ids, feature, positions, pages, growing)
+        output, pages = model(token_ids, feature, pages, ForwardContext(positions, growing))
         return feature, output, model.logits(output), pages
 
-    behind = 0 if drafter.taps is None else 1  # which token stands at a place
+    behind = 0 if drafter.aux_layers is None else 1  # which token stands at a place
     first, last = TOKENS[behind:LENGTH], TOKENS[LENGTH : LENGTH + 1]
     states = [state[: len(first)] for state in states]
     features, outputs, logits, pages = forward(parameters, first, states, 0, none, fuse=True)
@@ -144,7 +145,7 @@ NESTED = {
 
 def check_eagle(directory: Path, head: Eagle, target: Target) -> OpenDrafter:
     drafter = opened(directory, "eagle", target)
-    assert drafter.taps == () and drafter.kv.num_layers == head.config.num_hidden_layers
+    assert drafter.aux_layers == () and drafter.kv.num_layers == head.config.num_hidden_layers
     found = run(drafter, target)
     np.testing.assert_array_equal(found.features, target.output[: LENGTH - 1])
     outputs, logits = expected(head, target.output[: LENGTH - 1].astype(np.float64))
@@ -223,12 +224,12 @@ def speculators(**fields: Any) -> dict[str, Any]:
 
 
 def check_eagle3(
-    directory: Path, head: Eagle3, target: Target, taps: Sequence[int] = DEFAULT_TAPS, known: np.ndarray = KNOWN
+    directory: Path, head: Eagle3, target: Target, aux_layers: Sequence[int] = DEFAULT_LAYERS, known: np.ndarray = KNOWN
 ) -> None:
     drafter = opened(directory, "eagle3", target)
-    assert drafter.taps == tuple(taps) and drafter.kv.num_layers == head.config.num_hidden_layers
+    assert drafter.aux_layers == tuple(aux_layers) and drafter.kv.num_layers == head.config.num_hidden_layers
     found = run(drafter, target)
-    features = head.fuse([target.states[tap][: LENGTH - 1].astype(np.float64) for tap in taps])
+    features = head.fuse([target.states[layer][: LENGTH - 1].astype(np.float64) for layer in aux_layers])
     outputs, logits = expected(head, features)
     assert_same(found.features, features)
     assert_same(found.outputs, outputs)
@@ -248,7 +249,7 @@ def test_eagle3_of_speculators(tmp_path: Path, target: Target, norm_before_resid
     head = Eagle3(rows=len(KNOWN), norm_before_residual=norm_before_residual is not False)
     said = {} if norm_before_residual is None else {"norm_before_residual": norm_before_residual}
     config = speculators(eagle_aux_hidden_state_layer_ids=[1, 6, 0], **said)
-    check_eagle3(write(tmp_path, config, {**head.tensors(), **D2T}), head, target, taps=(1, 6, 0))
+    check_eagle3(write(tmp_path, config, {**head.tensors(), **D2T}), head, target, aux_layers=(1, 6, 0))
 
 
 def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target) -> None:
@@ -256,16 +257,16 @@ def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target
     norms = {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
     layers = {**LAYERS, "model_type": "qwen3", "head_dim": 20, "num_hidden_layers": 2, "attention_bias": True}
     layers |= {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-    head = Eagle3(taps=4, rows=VOCAB, **norms, **layers)
+    head = Eagle3(num_states=4, rows=VOCAB, **norms, **layers)
     order = np.random.default_rng(5).permutation(VOCAB)
     config = speculators(transformer_layer_config=layers, eagle_aux_hidden_state_layer_ids=[3, 1, 5, 5], **norms)
     config["draft_vocab_size"] = VOCAB
     tensors = {**head.tensors(), "d2t": order - np.arange(VOCAB)}
-    check_eagle3(write(tmp_path, config, tensors), head, target, taps=(3, 1, 5, 5), known=order)
+    check_eagle3(write(tmp_path, config, tensors), head, target, aux_layers=(3, 1, 5, 5), known=order)
 
 
 @pytest.mark.parametrize(
-    ("ids", "taps"),
+    ("ids", "aux_layers"),
     [
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True}}, (2, 3, 4)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 0, 3]}}, (6, 1, 4)),
@@ -281,11 +282,11 @@ def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target
     ],
 )
 def test_where_layer_ids_stand_says_what_they_count(
-    tmp_path: Path, target: Target, ids: dict[str, Any], taps: tuple[int, ...]
+    tmp_path: Path, target: Target, ids: dict[str, Any], aux_layers: tuple[int, ...]
 ) -> None:
     """At the top level layers that are entered, in `eagle_config` layers that are left; the former outrank the latter."""
     tensors = {**Eagle3(rows=len(KNOWN)).tensors(), **D2T}
-    assert opened(write(tmp_path, {**EAGLE3, **ids}, tensors), "eagle3", target).taps == taps
+    assert opened(write(tmp_path, {**EAGLE3, **ids}, tensors), "eagle3", target).aux_layers == aux_layers
 
 
 def test_eagle3_narrower_than_its_target_that_takes_the_states_of_its_last_layer(
@@ -297,7 +298,7 @@ def test_eagle3_narrower_than_its_target_that_takes_the_states_of_its_last_layer
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [6, -1, 2]}
     directory = write(tmp_path, config, with_midlayer(head.tensors()))
     last = target._replace(states=[*target.states, target.states[0][::-1]])
-    check_eagle3(directory, head, last, taps=(7, 0, 3), known=np.arange(VOCAB))
+    check_eagle3(directory, head, last, aux_layers=(7, 0, 3), known=np.arange(VOCAB))
 
 
 def test_eagle3_without_a_head_takes_the_target_s(tmp_path: Path, target: Target) -> None:
@@ -309,7 +310,7 @@ def test_eagle3_without_a_head_takes_the_target_s(tmp_path: Path, target: Target
 
 
 def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Target) -> None:
-    """The whole chain in one jitted function: the model with taps, features, the head with the model's tables."""
+    """The whole chain in one jitted function: the model with auxiliary hidden states, features, the head with the model's tables."""
     head = Eagle3(rows=len(KNOWN))
     head.take(target.tensors, "tokens")
     directory = write(tmp_path, EAGLE3, {**head.tensors(), **D2T}, without=("embed_tokens.weight",))
@@ -322,12 +323,13 @@ def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Targe
     def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(LENGTH)
         model = nnx.merge(graph, parameters.model)
-        _, _, states = model(token_ids[:LENGTH], positions, (None,) * 7, growing, taps=drafter.taps)
+        context = ForwardContext(positions, growing, aux_layers=drafter.aux_layers)
+        _, _, states = model(token_ids[:LENGTH], (None,) * 7, context)
         module = join(graph_of(drafter), parameters)
-        output, _ = module(token_ids[1:], module.fuse(states), positions, (None,), growing)
+        output, _ = module(token_ids[1:], module.fuse(states), (None,), ForwardContext(positions, growing))
         return module.logits(output)
 
-    features = head.fuse([target.states[tap].astype(np.float64) for tap in DEFAULT_TAPS])
+    features = head.fuse([target.states[layer].astype(np.float64) for layer in DEFAULT_LAYERS])
     _, logits = head(TOKENS[1:], features)
     check_spread(np.asarray(forward(parameters, TOKENS)), logits, KNOWN)
 
@@ -337,17 +339,21 @@ def test_a_head_in_half_precision(tmp_path: Path, target: Target) -> None:
     head = Eagle3(rows=len(KNOWN))
     drafter = opened(write(tmp_path, EAGLE3, {**head.tensors(), **D2T}), "eagle3", target)
     parameters = drafter.load(target.parameters, "bfloat16", jax.devices()[0], progress=False)
-    graph, states = graph_of(drafter, "bfloat16"), [jnp.bfloat16(target.states[tap]) for tap in DEFAULT_TAPS]
+    graph, states = graph_of(drafter, "bfloat16"), [jnp.bfloat16(target.states[layer]) for layer in DEFAULT_LAYERS]
 
     @jax.jit
     def forward(parameters: WithDrafter) -> Any:
         module = join(graph, parameters)
-        output, _ = module(jnp.asarray(TOKENS[1:]), module.fuse(states), jnp.arange(LENGTH), (None,), growing)
+        output, _ = module(
+            jnp.asarray(TOKENS[1:]), module.fuse(states), (None,), ForwardContext(jnp.arange(LENGTH), growing)
+        )
         return output, module.logits(output)
 
     output, logits = forward(parameters)
     assert output.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
-    _, expected_logits = head(TOKENS[1:], head.fuse([target.states[tap].astype(np.float64) for tap in DEFAULT_TAPS]))
+    _, expected_logits = head(
+        TOKENS[1:], head.fuse([target.states[layer].astype(np.float64) for layer in DEFAULT_LAYERS])
+    )
     assert np.abs(logits[:, KNOWN] - expected_logits).std() < 0.1 * expected_logits.std()
 
 
@@ -468,7 +474,7 @@ def test_pickles_are_refused_unopened(tmp_path: Path, target: Target) -> None:
 def test_a_draft_model_has_the_logits_of_transformers(tmp_path: Path, target: Target, name: str) -> None:
     model = save_model(name, tmp_path)
     drafter = opened(tmp_path, "draft_model", target)
-    assert drafter.taps is None and drafter.kv == open_model(tmp_path).spec.kv
+    assert drafter.aux_layers is None and drafter.kv == open_model(tmp_path).spec.kv
     assert drafter.num_bytes("float32") == 4 * sum(parameter.numel() for parameter in model.parameters())
     found = run(drafter, target)
     assert found.features is None
@@ -491,7 +497,7 @@ def test_tables_of_one_vocabulary_may_be_padded_differently(tmp_path: Path, targ
     @jax.jit
     def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:
         module = join(graph, parameters)
-        output, _ = module(token_ids, None, jnp.arange(len(token_ids)), none, growing)
+        output, _ = module(token_ids, None, none, ForwardContext(jnp.arange(len(token_ids)), growing))
         return module.logits(output)
 
     ours = forward(drafter.load(target.parameters, "float32", jax.devices()[0], progress=False), tokens)

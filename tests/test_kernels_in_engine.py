@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
+from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, choose_backend
+from jaxpage.device.buckets import Bucket
+from jaxpage.device.kv_pages import LayerPages
+from jaxpage.device.step_inputs import packed_size, unpack, views
 from jaxpage.engine.capacity import Place, mixes
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, XLA_BACKENDS
+from jaxpage.settings import engine_config
+from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, SETS, XLA_BACKENDS
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -74,34 +82,64 @@ def test_kernels_are_interpreted_on_cpu_only():
         assert choose_backend(name, gpu("9.0")) == Backend(name)
 
 
-def test_an_old_gpu_gets_what_it_can_run():
-    assert choose_backend("auto", gpu("9.0")).name == choose_backend("auto", gpu("8.0")).name == "auto"
-    assert choose_backend("auto", gpu("7.5")).name == "scan"
+def test_an_old_gpu_is_refused_the_kernels_that_it_cannot_run():
+    for name, device in (("auto", gpu("7.5")), ("triton", gpu("8.0")), ("scan", gpu("7.5")), ("scan", gpu("gfx90a"))):
+        assert choose_backend(name, device) == Backend(name)
     with pytest.raises(
         UnsupportedError,
-        match="'triton' with kv_cache_dtype 'auto' needs a GPU of compute capability 8.0 or more, but a GPU has 7.5; use reference or scan",
+        match="'triton' .* 'auto': needs a GPU of compute capability 8.0 or more, but a GPU has 7.5; use scan or reference",
     ):
         choose_backend("triton", gpu("7.5"))
-    with pytest.raises(UnsupportedError, match="'mosaic' with .* needs a GPU of compute capability 9.0"):
-        choose_backend("mosaic", gpu("8.6"))
+    for other in ("8.6", "10.0"):
+        with pytest.raises(UnsupportedError, match="'mosaic' with .* needs a GPU of compute capability 9.0"):
+            choose_backend("mosaic", gpu(other))
+    with pytest.raises(UnsupportedError, match="'triton' with .* 8.0 or more, but a GPU has gfx90a"):
+        choose_backend("triton", gpu("gfx90a"))
 
 
-def test_a_gpu_without_fp8_keeps_pages_of_it_in_plain_xla():
-    assert choose_backend("auto", gpu("8.0"), "fp8").name == "scan"
-    assert choose_backend("auto", gpu("8.9"), "fp8").name == choose_backend("auto", gpu("8.0"), "int8").name == "auto"
-    with pytest.raises(UnsupportedError, match="'triton' with kv_cache_dtype 'fp8' needs .* 8.9 or more"):
+def test_a_gpu_without_fp8_is_refused_pages_of_it():
+    for name, capability, kv_cache_dtype in (
+        ("triton", "8.9", "fp8"),
+        ("triton", "8.0", "int8"),
+        ("scan", "8.0", "fp8"),
+    ):
+        assert choose_backend(name, gpu(capability), kv_cache_dtype) == Backend(name)
+    with pytest.raises(UnsupportedError, match="'triton' with kv_cache_dtype 'fp8': needs .* 8.9 or more"):
         choose_backend("triton", gpu("8.0"), "fp8")
-    assert choose_backend("scan", gpu("8.0"), "fp8").name == "scan"
 
 
-def test_what_writes_goes_with_the_backend():
-    assert {name: Backend(name).mover["backend"] for name in ("auto", *BACKENDS)} == {
-        "auto": "auto",
-        "reference": "xla",
-        "scan": "xla",
-        "triton": "triton",
-        "mosaic": "triton",
-    }
+def attended(backend):
+    """What the seam makes of a step of two tokens behind three, in the blocks 1 and 2 of four slots."""
+    bucket, width = Bucket(num_tokens=4, num_rows=1, max_query_len=4), 2
+    packed = np.zeros(packed_size(bucket, width), np.int32)
+    fields = views(packed, bucket, width)
+    fields["slots_T"][:2], fields["block_table_BM"][0] = (7, 8), (1, 2)
+    fields["context_len_B"][0], fields["query_start"][1:] = 5, 2
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((4, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    pages = LayerPages(*(jnp.asarray(rng.standard_normal((3, 4, 2, 8)), jnp.float32) for _ in range(2)))
+    attend = make_attend(unpack(jnp.asarray(packed), bucket, width), backend=backend, bucket=bucket)
+    out, pages = attend(q, k, v, pages, scale=0.3)
+    return jax.tree.map(np.asarray, (out[:2], [array[1:] for array in pages[:2]]))
+
+
+def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
+    """A set that is registered can be chosen, and the engine does not know that it has one kernel for both."""
+    scan = SETS["scan"]
+
+    def write_and_attend(k_TKH, v_TKH, slots_T, arguments):
+        pages = scan.write(k_TKH, v_TKH, arguments.k_pages, arguments.v_pages, slots_T, None, None)
+        return scan.attend(dataclasses.replace(arguments, k_pages=pages[0], v_pages=pages[1])) + 1, pages
+
+    toy = dataclasses.replace(scan, name="toy", platforms=("cpu",), prefers_mixed_steps=True, attend=None, write=None)
+    monkeypatch.setitem(SETS, "toy", dataclasses.replace(toy, write_and_attend=write_and_attend))
+    monkeypatch.setattr(engine_config, "attention_backends", lambda: ("auto", "toy"))
+    assert mixes(EngineConfig(attention_backend="toy"), Place("cpu (cpu)", 2**34))
+    (want, want_pages), (got, pages) = attended(Backend("scan")), attended(choose_backend("toy", CPU))
+    np.testing.assert_allclose(got, want + 1, atol=1e-6)
+    np.testing.assert_array_equal(pages, want_pages)
+    with pytest.raises(UnsupportedError, match="'toy' needs a CPU"):
+        choose_backend("toy", gpu("9.0"))
 
 
 def test_steps_mix_by_default_where_kernels_run():

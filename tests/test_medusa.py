@@ -13,17 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, EngineConfig, SamplingParams
-from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
+from jaxpage.checkpoints.medusa_files import MedusaFiles, load_medusa, open_medusa
 from jaxpage.device import steps
 from jaxpage.engine.capacity import draft_lengths
 from jaxpage.engine.draft_heads import open_heads
 from jaxpage.errors import CheckpointError, ConfigError
-from jaxpage.models import medusa
+from jaxpage.models.base import abstract
+from jaxpage.models.medusa import MedusaHeads
 from jaxpage.models.registry import load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import MedusaProposer, assumed_accuracies, best_only, likeliest_first, search
@@ -50,19 +52,30 @@ CYCLE_SPEC = load_family(CYCLE).Spec.from_config(CYCLE)
 
 
 def loaded(directory: Path) -> Any:
-    return load_medusa(open_medusa(directory, model_width=WIDTH, vocab_size=WIDTH), "float32", jnp.asarray)
+    return load_medusa(opened(directory), "float32", jnp.asarray)
+
+
+def opened(directory: Path) -> MedusaFiles:
+    return open_medusa(directory, model_width=WIDTH, vocab_size=WIDTH)
+
+
+def module(directory: Path) -> MedusaHeads:
+    graph, _ = abstract(MedusaHeads(opened(directory).spec, dtype="float32"))
+    heads: MedusaHeads = nnx.merge(graph, loaded(directory))
+    return heads
 
 
 def refusal(directory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        open_medusa(directory, model_width=WIDTH, vocab_size=WIDTH)
+        opened(directory)
     return str(caught.value)
 
 
 def parameters_of(heads: Sequence[Head]) -> dict[str, Any]:
     """What the loaders have to make of heads."""
     blocks = [{layer: {"kernel": w, "bias": b} for layer, (w, b) in enumerate(head.blocks)} for head in heads]
-    return {"blocks": dict(enumerate(blocks)), "tables": {index: head.table for index, head in enumerate(heads)}}
+    tables = {index: {"table": head.table} for index, head in enumerate(heads)}
+    return {"blocks": dict(enumerate(blocks)), "tables": tables}
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -89,7 +102,7 @@ def test_heads_of_vllm_without_biases_and_with_one_table(tmp_path: Path) -> None
     hidden_BD = np.random.default_rng(1).standard_normal((2, WIDTH))
     for index, head in enumerate(heads):
         wanted = reference(Head([(head.blocks[0][0], np.zeros(WIDTH))], heads[0].table), hidden_BD)
-        got = medusa.head_logits(parameters, index, jnp.asarray(hidden_BD, jnp.float32))
+        got = module(directory).head_logits(index, jnp.asarray(hidden_BD, jnp.float32))
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -98,10 +111,10 @@ def test_heads_that_know_a_part_of_the_vocabulary(tmp_path: Path, dtype: Any) ->
     heads = random_heads(2)
     token_map = np.array([40, 3, 17, 9, 63, 0, 21, 8], dtype)
     cut = [Head(head.blocks, head.table[token_map]) for head in heads]
-    full = loaded(write_vllm(tmp_path / "full", heads, token_map=token_map, truncated_vocab_size=8))
-    assert_same(loaded(write_vllm(tmp_path / "cut", cut, token_map=token_map)), full)
+    full = write_vllm(tmp_path / "full", heads, token_map=token_map, truncated_vocab_size=8)
+    assert_same(loaded(write_vllm(tmp_path / "cut", cut, token_map=token_map)), loaded(full))
     hidden_BD = np.random.default_rng(1).standard_normal((4, WIDTH))
-    ids_BJW = medusa.guess(full, jnp.asarray(hidden_BD, jnp.float32), 3)
+    ids_BJW = module(full).guess(jnp.asarray(hidden_BD, jnp.float32), 3)
     wanted = [token_map[np.argsort(-reference(head, hidden_BD), axis=1)[:, :3]] for head in cut]
     np.testing.assert_array_equal(ids_BJW, np.stack(wanted, axis=1))
 
@@ -175,15 +188,15 @@ def reference(head: Head, hidden_BD: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
-def test_heads_compute_what_the_paper_says(layers: int) -> None:
+def test_heads_compute_what_the_paper_says(tmp_path: Path, layers: int) -> None:
     heads = random_heads(3, layers)
-    parameters = jax.tree.map(jnp.asarray, parameters_of(heads))
+    ours = module(write_original(tmp_path / "a", heads))
     hidden_BD = jnp.asarray(np.random.default_rng(1).standard_normal((5, WIDTH)), jnp.float32)
     logits = [reference(head, np.asarray(hidden_BD)) for head in heads]
     for index, wanted in enumerate(logits):
-        np.testing.assert_allclose(medusa.head_logits(parameters, index, hidden_BD), wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours.head_logits(index, hidden_BD), wanted, rtol=1e-4, atol=1e-5)
     wanted_ids = np.stack([np.argsort(-each, axis=1)[:, :4] for each in logits], axis=1)
-    np.testing.assert_array_equal(medusa.guess(parameters, hidden_BD, 4), wanted_ids)
+    np.testing.assert_array_equal(ours.guess(hidden_BD, 4), wanted_ids)
 
 
 # --- trees

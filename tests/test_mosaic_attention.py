@@ -15,14 +15,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import compat, paged_attention
-from pallas_kernels.paged_attention import Tiles, mosaic, mosaic_kernel
+from pallas_kernels import Tiles, compat, paged_attention
+from pallas_kernels.mosaic import kernel as mosaic_kernel
+from pallas_kernels.sets import mosaic
 from pallas_kernels.specs import SPECS, Spec
 from tests.support.attention import make_case, oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN, on purpose
 
-interpreted = pytest.mark.skipif(not mosaic.INTERPRETABLE, reason="Mosaic's interpreter comes with jax 0.11")
+interpreted = pytest.mark.skipif(not compat.MOSAIC_INTERPRETABLE, reason="Mosaic's interpreter comes with jax 0.11")
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 TWO_CONSUMERS = Tiles(query_rows=128, context=64, max_splits=1, split_context=64, num_warps=8, num_stages=2)
 ONE_CONSUMER = Tiles(query_rows=64, context=64, max_splits=3, split_context=64, num_warps=4, num_stages=2)
@@ -258,7 +259,7 @@ def test_pages_of_another_type_are_refused():
     assert ml_dtypes.bfloat16 == case.q_TNH.dtype
 
 
-@pytest.mark.skipif(mosaic.INTERPRETABLE, reason="this jax has Mosaic's interpreter")
+@pytest.mark.skipif(compat.MOSAIC_INTERPRETABLE, reason="this jax has Mosaic's interpreter")
 def test_without_an_interpreter_it_says_so():
     with pytest.raises(NotImplementedError, match="interpret=True, which Mosaic's kernels take from jax 0.11 on"):
         attend(small_case(1, [20], [2]), ONE_CONSUMER, scale=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import copy_blocks, paged_attention, write_kv
+from pallas_kernels import copy_blocks, paged_attention, write_and_attend, write_kv
 from tests.support.attention import SHARED_BACKENDS, make_case, oracle, run
 
 ROWS = [
@@ -248,6 +249,20 @@ def test_refusals_name_the_argument():
         paged_attention(*case.arrays, scale=1.0)
 
 
+def test_an_old_gpu_gets_plain_xla_and_a_warning_with_every_reason(monkeypatch, caplog):
+    case = make_case(9, [4, 4], [1, 1])
+    old = SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
+    monkeypatch.setattr(jax, "devices", lambda: [old])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    got = paged_attention(*case.arrays, scale=0.3)
+    np.testing.assert_allclose(got, oracle(case, scale=0.3), atol=2e-6)
+    [warning] = caplog.messages
+    reasons = [f"{name}: needs a GPU of compute capability" for name in ("triton", "mosaic")]
+    assert all(reason in warning for reason in reasons) and "has 7.5" in warning
+    with pytest.raises(NotImplementedError, match="triton: needs a GPU of .* 8.0 or more, but Tesla T4 has 7.5"):
+        paged_attention(*case.arrays, scale=0.3, backend="triton")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
@@ -312,6 +327,23 @@ def test_kernels_refuse_64_bits_and_xla_does_not():
         jax.config.update("jax_enable_x64", False)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, oracle(case, scale=0.5), atol=1e-5)
+
+
+@pytest.mark.parametrize("page_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("num_tokens", [3, 0])
+def test_writing_and_attending_in_one_call(num_tokens, page_dtype):
+    """What `write_kv` and `paged_attention` give one after the other, by names and defaults of theirs."""
+    case = make_case(9, [4, 12], [num_tokens, 0], page_dtype=page_dtype, padding=0)
+    k, v = np.random.default_rng(0).standard_normal((2, num_tokens, 2, 16)).astype(np.float32)
+    slots = np.arange(8, 8 + num_tokens)
+    pages = write_kv(k, v, case.k_pages, case.v_pages, slots, **case.scales)
+    scales = dict(zip(case.scales, pages[2:], strict=True))
+    want = paged_attention(case.q_TNH, *pages[:2], *case.arrays[3:], scale=0.3, **scales)
+    out, got = write_and_attend(k, v, slots, **vars(case), scale=0.3, max_query_len=None)
+    for one, other in zip((out, *got), (want, *pages), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match=r"v_TKH must have one vector .* \(1, 2, 16\)"):
+        write_and_attend(np.zeros((3, 2, 16)), np.zeros((1, 2, 16)), np.arange(3), **vars(case), scale=0.3)
 
 
 def test_write_kv_fills_exactly_its_slots():

@@ -22,13 +22,13 @@ from pallas_kernels import (
     scatter_blocks,
     write_kv,
 )
-from pallas_kernels.block_copy import triton as block_copy_triton
 from pallas_kernels.compat import described_gpu
-from pallas_kernels.kv_write import triton as kv_write_triton
+from pallas_kernels.triton import move as triton_move
+from pallas_kernels.triton import write as triton_write
 
 P, S, K, H, T = 6, 4, 3, 20, 7
 DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8", "float8_e4m3fn")
-BACKENDS = {"xla": {"backend": "xla"}, "triton": {"backend": "triton", "interpret": True}}
+BACKENDS = {"reference": {"backend": "reference"}, "triton": {"backend": "triton", "interpret": True}}
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
@@ -108,14 +108,14 @@ SLOTS = [S, 23, 0, 9, 24, 0, 3]  # the first and the last, padding, and one behi
 def test_a_write_fills_exactly_its_slots(dtype, real, others, seed):
     slots = np.random.default_rng(seed).permutation(real + others[len(real) :]).tolist()
     got = {backend: check_write(functools.partial(write, backend=backend), dtype, slots, seed) for backend in BACKENDS}
-    same([array[S:] for array in got["triton"]], [array[S:] for array in got["xla"]])
+    same([array[S:] for array in got["triton"]], [array[S:] for array in got["reference"]])
 
 
 @pytest.mark.parametrize("width", [80, 96, 128])
 def test_head_widths_and_heads_are_masked(width, monkeypatch):
     """One head to a program, then all of them."""
     for tile in (1, 2048):
-        monkeypatch.setattr(kv_write_triton, "TILE", tile)
+        monkeypatch.setattr(triton_write, "TILE", tile)
         for dtype in ("float32", "int8"):
             check_write(functools.partial(write.__wrapped__, backend="triton"), dtype, SLOTS, width=width)
 
@@ -153,7 +153,7 @@ def test_a_planted_mistake_in_a_write_is_seen(wrong):
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def quantized_twice(x, *, dtype):
-    return kv_write_triton.quantize(x, jnp.dtype(dtype)), quantized_pages.quantize(x, dtype)
+    return triton_write.quantize(x, jnp.dtype(dtype)), quantized_pages.quantize(x, dtype)
 
 
 @given(st.lists(st.floats(width=32), min_size=16, max_size=16))
@@ -269,9 +269,9 @@ def test_blocks_leave_and_come_back_to_the_bit(backend, blocks, padding):
 
 
 def test_more_arrays_than_a_launch_takes(monkeypatch):
-    monkeypatch.setattr(block_copy_triton, "MAX_ARRAYS", 2)
-    monkeypatch.setattr(block_copy_triton, "IN_FLIGHT", 1)
-    monkeypatch.setattr(block_copy_triton, "TILE_BYTES", 64)
+    monkeypatch.setattr(triton_move, "MAX_ARRAYS", 2)
+    monkeypatch.setattr(triton_move, "IN_FLIGHT", 1)
+    monkeypatch.setattr(triton_move, "TILE_BYTES", 64)
     pages, blocks = mixed_pages(), np.array([5, 1, 0], np.int32)
     both = [
         scatter_blocks(mixed_pages(3), blocks, gather_blocks(pages, blocks, **options), **options)
@@ -343,7 +343,7 @@ def test_kernels_lower_for_cuda_in_few_launches(width):
             assert text.count("output_operand_alias<") == aliased, name
 
 
-def test_auto_is_the_kernel_on_a_gpu_and_xla_where_it_refuses(monkeypatch):
+def test_auto_is_the_kernel_on_a_gpu_and_xla_where_it_refuses(monkeypatch, caplog):
     def kernels(pages, **options):
         index = jax.ShapeDtypeStruct((1,), jnp.int32)
         operation = functools.partial(copy_blocks, **options)
@@ -353,7 +353,11 @@ def test_auto_is_the_kernel_on_a_gpu_and_xla_where_it_refuses(monkeypatch):
     larger = jax.ShapeDtypeStruct((2**18 + 1, 16, 8, 128), jnp.int8)
     assert kernels(small) == 0
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert kernels(small) == 2 and kernels(large) == 0 and kernels(larger) == 2
+    assert kernels(small) == 2 and kernels(larger) == 2 and not caplog.messages
+    assert kernels(large) == kernels(large) == 0
+    [warning] = caplog.messages  # once
+    assert "copy_blocks is left to plain XLA (scan), which is slow: triton: an array int8 (131073" in warning
+    assert "; mosaic: an array int8" in warning
     with pytest.raises(
         NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"
     ):
@@ -372,15 +376,15 @@ def test_refusals_name_the_argument():
     for error, message, arguments, options in (
         (
             ValueError,
-            "backend must be 'auto', 'xla' or 'triton', not 'mosaic'",
+            "backend must be 'auto' or one of triton, mosaic, scan, reference, not 'xla'",
             (new, new, *pages, index),
-            {"backend": "mosaic"},
+            {"backend": "xla"},
         ),
         (
             NotImplementedError,
-            "xla: no kernel, so it takes no",
+            "reference: no kernel, so it takes neither interpret",
             (new, new, *pages, index),
-            {"backend": "xla", "interpret": True},
+            {"backend": "reference", "interpret": True},
         ),
         (
             ValueError,

@@ -418,7 +418,7 @@ def test_a_grammar_has_its_time_of_the_processor() -> None:
     """A machine that is busy with others refuses no grammar for that; one that works without end is ended."""
     program = """
 import json, os, time
-from jaxpage import grammar_worker
+from jaxpage.decoding import grammar_worker
 
 def waits(*arguments):
     time.sleep(1.5)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from pallas_kernels import Tiles, paged_attention
 from pallas_kernels.compat import described_gpu
-from pallas_kernels.paged_attention import triton, triton_kernel
-from pallas_kernels.paged_attention.query_tiles import query_cut
-from pallas_kernels.paged_attention.tiles import Shape, heuristic
+from pallas_kernels.query_tiles import query_cut
+from pallas_kernels.sets import triton
 from pallas_kernels.specs import SPECS
+from pallas_kernels.tiles import Shape
+from pallas_kernels.triton import attention as triton_kernel
 from tests.support.attention import Case, make_case, oracle, run
 
 SMALL = Tiles(query_rows=16, context=16, max_splits=3, split_context=32, num_warps=4, num_stages=3)
@@ -167,8 +168,7 @@ def test_a_context_is_cut_by_its_own_length():
     def schedule(*arrays):
         arguments = triton.Arguments(
             **dict(zip(triton._ARRAYS, arrays, strict=False)),
-            **{"scale": 1.0, "sliding_window": None, "logit_softcap": None, "tree_mask_TQ": None},
-            **{"k_scale": None, "v_scale": None, "max_query_len": 1},
+            **{"scale": 1.0, "max_query_len": 1},
         )
         return triton._schedule(arguments, query_cut(arguments, 1), SMALL)
 
@@ -337,7 +337,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(name):
 def test_there_are_tiles_for_every_shape(steps, group, dtype):
     for width in (32, 80, 128, 256):
         shape = Shape(kind=steps, group=group, head_width=width, block_size=16, dtype=dtype, page_dtype="int8")
-        assert heuristic(shape).query_rows >= group
+        assert triton.heuristic(shape).query_rows >= group
 
 
 def test_refusals_have_reasons():

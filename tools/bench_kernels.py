@@ -32,11 +32,10 @@ from pallas_kernels.bench.compare import ceilings_table, compare, table
 from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, read
 from pallas_kernels.bench.parts import best_of, chosen, contiguous_seconds, measured_ceilings
 from pallas_kernels.bench.record import append_section, section
-from pallas_kernels.bench.timing import XLA_BACKENDS
 from pallas_kernels.bench.tuner import STARTS, OnDevice, Tuned, by_shape, tune
-from pallas_kernels.paged_attention import BACKENDS
-from pallas_kernels.paged_attention.tiles import TUNED, Tiles, read_tuned, write_tuned
+from pallas_kernels.sets import BACKENDS, DEFINITION, XLA_BACKENDS
 from pallas_kernels.specs import Spec
+from pallas_kernels.tiles import TUNED, Tiles, read_tuned, write_tuned
 from tools.progress import Bar
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +47,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--specs", default="all", help='texts of shape names, comma-separated; "short": a list of ten; default: all'
     )
     parser.add_argument("--list", action="store_true", help="list the shapes, and do nothing")
-    parser.add_argument("--backends", default="triton,mosaic,scan", help="default: triton,mosaic,scan")
+    backends = ",".join(name for name in BACKENDS if name != DEFINITION)
+    parser.add_argument("--backends", default=backends, help=f"default: {backends}")
     parser.add_argument("--minutes", type=float, default=9.0, help="what no longer fits is left out; default: 9")
     parser.add_argument("--tune", action="store_true", help="find tiles for the shapes' kinds, and write them")
     parser.add_argument(
@@ -130,7 +130,7 @@ def timing(
     tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
     data: dict[str, Any] = {"rows": [row.as_data(measured) for row in rows]}
     data["contiguous"] = others.get("contiguous", {})
-    if "triton" in arguments.backends and time.monotonic() < deadline - 20:
+    if set(pages.KERNELS) & set(arguments.backends) and time.monotonic() < deadline - 20:
         copied = pages.timings(measured, interpret=arguments.interpret, small=arguments.small)
         tables, data["pages"] = [*tables, *copied.tables], copied.data["rows"]
     tables += [one for finding in read(directory / "contiguous.jsonl") for one in finding.tables]

@@ -23,7 +23,7 @@ from pathlib import Path
 from pallas_kernels.bench.check import Check, exit_status, has_gpu
 from pallas_kernels.bench.findings import FAILED, Finding
 from pallas_kernels.bench.record import append_section, as_data, counted, line, section
-from pallas_kernels.paged_attention import BACKENDS
+from pallas_kernels.sets import BACKENDS
 from tools.progress import Bar
 
 NO_GPU = "There is no GPU here, or JAX does not see it. --interpret runs a miniature on CPU."

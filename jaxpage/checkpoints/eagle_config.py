@@ -81,7 +81,7 @@ class EagleConfig:
         family = load_family({"architectures": [_ARCHITECTURES[model_type]]})
         return cast(RotaryDecoderSpec, read_spec(family, dict(self.layers)))
 
-    def taps(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """The hidden states of a target of so many layers that EAGLE-3 takes, by the layers that they enter.
 
         At the top level ids count just so, as in vLLM and speculators. In `eagle_config`, which SpecForge and ModelOpt write and SGLang

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
 from jaxpage.device.sizing import MemoryPlan, gib
@@ -27,7 +26,8 @@ from jaxpage.engine.capacity import (
 )
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.errors import CapacityError, ConfigError
-from jaxpage.models.base import ModelSpec, num_parameters
+from jaxpage.models.base import ModelSpec, model_weights
+from jaxpage.models.weights import Weight, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.speculative_config import WITH_WEIGHTS
 from jaxpage.tables import aligned
@@ -47,14 +47,18 @@ class Subject:
     config: EngineConfig
     architecture: str
     spec: ModelSpec
-    num_parameters: int
+    weights: Sequence[Weight]
     place: Place
     drafting: Drafting | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.size for weight in self.weights)
 
     def option(self, form: Form) -> Option:
         """Raises ConfigError for a form that no model can have."""
         refused = refused_settings(self.config, form)
-        weights_bytes = self.num_parameters * jnp.dtype(form.dtype).itemsize
+        weights_bytes = num_bytes(self.weights, form.dtype)
         weights_bytes += self.drafting.num_bytes(form.dtype) if self.drafting else 0
         try:
             plan = plan_memory(self.config, self.spec, self.place, form, weights_bytes, self.drafting)
@@ -92,8 +96,8 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
     """
     model = describe_model(resolve_model_config(config.model, config.revision))
     place = _place(arguments.memory, config.gpu_memory_utilization)
-    size = num_parameters(model.family, model.spec)
-    subject = Subject(config, model.config["architectures"][0], model.spec, size, place, _drafting(config))
+    weights = model_weights(model.family, model.spec)
+    subject = Subject(config, model.config["architectures"][0], model.spec, weights, place, _drafting(config))
     form = Form(choose_dtype(config, place, stated_dtype(model.config)), config.kv_cache_dtype)
     chosen = subject.option(replace(form, **given))
     if isinstance(chosen.error, ConfigError):

@@ -21,6 +21,7 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import Draws, draw_draft, draws_of, perturbed
 from jaxpage.device.step_inputs import Flags, StepInputs
+from jaxpage.layers.context import ForwardContext
 from jaxpage.models.drafter import Drafter
 from jaxpage.settings.speculative_config import MOST_CANDIDATES
 
@@ -48,7 +49,7 @@ class DrafterOptions(NamedTuple):
     """What is fixed of a drafter for the life of an engine."""
 
     graph: Any  # its nnx graph definition
-    taps: tuple[int, ...] | None  # see `Drafter`
+    aux_layers: tuple[int, ...] | None  # see `Drafter`
     shape: TreeShape
     first_layer: int  # of its own in the pages: behind the target's
     num_blocks: int  # of the pool: where the scratch blocks begin
@@ -107,10 +108,11 @@ def extend(
     attend = make_attend(inputs, backend=backend, bucket=bucket)
 
     def compute(pages: KVPages) -> tuple[jax.Array, KVPages]:
-        if drafter.taps is None:
-            return drafter(inputs.token_ids_T, None, inputs.positions_T, pages, attend)
+        context = ForwardContext(inputs.positions_T, attend)
+        if drafter.aux_layers is None:
+            return drafter(inputs.token_ids_T, None, pages, context)
         next_T = token_ids_R if bucket.verifies else _next_tokens(inputs, token_ids_R)
-        return drafter(jnp.maximum(next_T, 0), drafter.fuse(states), inputs.positions_T, pages, attend)
+        return drafter(jnp.maximum(next_T, 0), drafter.fuse(states), pages, context)
 
     shape = jax.eval_shape(compute, pages)[0]
     nothing = jnp.zeros(shape.shape, shape.dtype)
@@ -169,7 +171,7 @@ def draft_ahead(
     """
     options, levels = drafting.options, drafting.inputs.flags[Flags.LEVELS]
     others, pages = pages[: options.first_layer], pages[options.first_layer :]
-    takes_features = drafting.drafter.taps is not None
+    takes_features = drafting.drafter.aux_layers is not None
     ends = _ends(drafting.inputs, output_TD if takes_features else None, token_ids_R, last_B)
 
     def follow_and_grow(level: jax.Array, tree: _Tree) -> _Tree:
@@ -253,10 +255,11 @@ def _follow(drafting: StepDrafter, ends: Ends, tree: _Tree, index: Any) -> _Tree
         query_start=jnp.arange(count + 1, dtype=jnp.int32),
     )
     feature = None
-    if drafter.taps is not None:
+    if drafter.aux_layers is not None:
         feature = jnp.take_along_axis(tree.output_BXD, tree.branch_BX[:, :, None], axis=1).reshape(count, -1)
     attend = make_attend(inputs, backend=backend, bucket=Bucket(count, count, 1))
-    output, pages = drafter(tree.token_id_BX.reshape(-1), feature, position_BX.reshape(-1), pages, attend)
+    context = ForwardContext(position_BX.reshape(-1), attend)
+    output, pages = drafter(tree.token_id_BX.reshape(-1), feature, pages, context)
     return tree._replace(pages=pages, output_BXD=output.reshape(num_rows, width, -1))
 
 

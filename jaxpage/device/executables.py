@@ -197,7 +197,7 @@ def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
 
 def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
-    contents = jax.eval_shape(functools.partial(gather_blocks, backend=Backend("reference")), pages, blocks)
+    contents = jax.eval_shape(functools.partial(gather_blocks, backend=backend), pages, blocks)
     scatter = jax.jit(functools.partial(scatter_blocks, backend=backend), donate_argnums=0)
     return _compiled(scatter, pages, blocks, contents)
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxpage.models.base import KVSpec
 from pallas_kernels import is_quantized
 
-_PAGE_DTYPES = {"int8": "int8", "fp8": "uint8"}  # of kv_cache_dtype; float8_e4m3fn is kept as its bits
+QUANTIZED = {"int8": "int8", "fp8": "uint8"}  # types of pages by kv_cache_dtype; float8_e4m3fn is kept as its bits
 
 
 class LayerPages(NamedTuple):
@@ -32,7 +32,7 @@ KVPages = tuple[LayerPages, ...]
 
 def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
     """The type of the pages' arrays for a value of the setting; "auto" is the model's own."""
-    return jnp.dtype(_PAGE_DTYPES.get(kv_cache_dtype, model_dtype))
+    return jnp.dtype(QUANTIZED.get(kv_cache_dtype, model_dtype))
 
 
 def bytes_per_block(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:

@@ -21,7 +21,7 @@ from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
 from jaxpage.device.verify import last_of, moves
-from jaxpage.models import medusa
+from jaxpage.layers.context import ForwardContext
 from jaxpage.models.drafter import join
 from jaxpage.settings.speculative_config import AcceptanceRule
 
@@ -39,6 +39,7 @@ class StepOptions(NamedTuple):
     attention_backend: Backend
     sample_by_row: bool
     num_guesses: int = 0  # W: of each of the heads that the parameters come with; 0: they come with none
+    heads: Any = None  # their nnx graph definition
     drafter: DrafterOptions | None = None  # that the parameters come with
     num_recycled: int = 0  # W: likeliest tokens behind each draw that leave the device for token recycling
     acceptance: AcceptanceRule = AcceptanceRule()
@@ -46,7 +47,7 @@ class StepOptions(NamedTuple):
     @property
     def alone(self) -> StepOptions:
         """Of the same model without heads and without a drafter."""
-        return self._replace(num_guesses=0, drafter=None)
+        return self._replace(num_guesses=0, heads=None, drafter=None)
 
     def num_model_layers(self, pages: KVPages) -> int:
         """Of the pages: those of a drafter stand behind them."""
@@ -114,7 +115,7 @@ def model_step(
         guesses, pages = draft_ahead(drafting, pages, output_TD, token_ids_R, last_R)
     elif options.num_guesses:
         hidden_BD = hidden_TD[inputs.drawn_token_R[last_R]]
-        guess = functools.partial(medusa.guess, parameters.heads, hidden_BD, options.num_guesses)
+        guess = functools.partial(nnx.merge(options.heads, parameters.heads).guess, hidden_BD, options.num_guesses)
         nothing = jax.eval_shape(guess)
         wanted = inputs.flags[Flags.LEVELS] > 0
         guesses = jax.lax.cond(wanted, guess, lambda: jnp.zeros(nothing.shape, nothing.dtype))
@@ -178,9 +179,10 @@ def _hidden(
     model = nnx.merge(options.graph, parameters.model if has_company else parameters)
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
     num_layers = options.num_model_layers(pages)
-    taps = (options.drafter.taps if options.drafter else None) or ()
-    hidden_TD, own_pages, *states = model(inputs.token_ids_T, inputs.positions_T, pages[:num_layers], attend, taps)
-    return model, hidden_TD, own_pages + pages[num_layers:], states[0] if states else (hidden_TD,)
+    aux_layers = (options.drafter.aux_layers if options.drafter else None) or ()
+    context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers)
+    hidden_TD, own_pages, states = model(inputs.token_ids_T, pages[:num_layers], context)
+    return model, hidden_TD, own_pages + pages[num_layers:], states or (hidden_TD,)
 
 
 def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:

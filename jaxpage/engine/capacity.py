@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import jax
 
 from jaxpage.device import kv_pages
+from jaxpage.device.backends import prefers_mixed_steps
 from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.sizing import (
     MemoryPlan,
@@ -66,11 +67,11 @@ def choose_dtype(config: EngineConfig, place: Place, stored: str) -> str:
 
 
 def mixes(config: EngineConfig, place: Place) -> bool:
-    """By default as the attention backend wants: a kernel takes any rows in one launch, but in plain XLA a step that mixes pads every
+    """By default as the kernel set prefers: a GPU's kernel takes any rows in one launch, but in plain XLA a step that mixes pads every
     single token to a tile of queries."""
     if config.enable_mixed_steps is not None:
         return config.enable_mixed_steps
-    return not place.is_cpu and config.attention_backend in ("auto", "triton", "mosaic")
+    return prefers_mixed_steps(config.attention_backend, "cpu" if place.is_cpu else "gpu")
 
 
 def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = None) -> BucketMenu:

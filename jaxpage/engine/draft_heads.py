@@ -12,8 +12,8 @@ import jax
 from jaxpage.checkpoints.medusa_files import MEDUSA_FILES, MedusaFiles, load_medusa, open_medusa
 from jaxpage.checkpoints.resolve import resolve_model
 from jaxpage.errors import ConfigError
-from jaxpage.models.base import ModelSpec
-from jaxpage.models.medusa import WithHeads
+from jaxpage.models.base import ModelSpec, abstract
+from jaxpage.models.medusa import MedusaHeads, WithHeads
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import Choices, MedusaProposer, assumed_accuracies, best_only, likeliest_first, search
 
@@ -32,6 +32,10 @@ class DraftHeads:
 
     def num_bytes(self, dtype: str) -> int:
         return self.files.num_bytes(dtype)
+
+    def graph(self, dtype: str) -> Any:
+        """Of the heads' parameters."""
+        return abstract(MedusaHeads(self.files.spec, dtype=dtype))[0]
 
     def proposer(self) -> MedusaProposer:
         return MedusaProposer(self.choices)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -39,14 +38,14 @@ class OpenDrafter:
     """A drafter that fits its target. Nothing of it but headers has been read, and nothing is on a device."""
 
     kv: KVSpec  # of its own layers
-    taps: tuple[int, ...] | None  # see models.drafter.Drafter
+    aux_layers: tuple[int, ...] | None  # see models.drafter.Drafter
     make: Callable[[DTypeLike], nnx.Module]  # a models.drafter.Drafter
     num_bytes: Callable[[str], int]  # of its own weights in a dtype
     read: Callable[..., dict[str, Any]]  # its own parameters: of dtype, put, progress
 
     def graph(self, dtype: str) -> Any:
         """For `models.drafter.join`."""
-        return abstract(lambda: self.make(jnp.dtype(dtype)))[0]
+        return abstract(self.make(dtype))[0]
 
     @staticmethod
     def shape(menu: BucketMenu) -> TreeShape:
@@ -71,7 +70,7 @@ class OpenDrafter:
         choice: Choice = "coupled" if acceptance == "coupled" else "likeliest"
         if acceptance == "rejection" and shape.num_branches == 1:
             choice = "drawn"
-        return DrafterOptions(self.graph(dtype), self.taps, shape, first_layer, num_blocks, choice)
+        return DrafterOptions(self.graph(dtype), self.aux_layers, shape, first_layer, num_blocks, choice)
 
     def load(self, parameters: Any, dtype: str, device: jax.Device, *, progress: bool) -> WithDrafter:
         """Beside the target's parameters, on their device and in their dtype."""
@@ -93,7 +92,7 @@ def open_drafter(config: SpeculativeConfig | None, target: ModelFiles) -> OpenDr
     files = open_eagle(resolve_model(config.model, hub_files=EAGLE_FILES), cast(Method, config.method), target)
     return OpenDrafter(
         files.spec.decoder.kv,
-        files.spec.taps,
+        files.spec.aux_layers,
         files.spec.make,
         files.num_bytes,
         functools.partial(load_eagle, files),

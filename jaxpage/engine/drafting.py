@@ -65,7 +65,7 @@ class Drafting:
     def in_steps(self, options: StepOptions, dtype: str, menu: BucketMenu, pages: KVPages) -> StepOptions:
         """pages: the model's."""
         if self.heads:
-            return options._replace(num_guesses=self.heads.num_guesses)
+            return options._replace(num_guesses=self.heads.num_guesses, heads=self.heads.graph(dtype))
         if self.drafter:
             num_blocks = pages[0].k_pages.shape[0]
             ahead = self.drafter.options(dtype, menu, len(pages), num_blocks, options.acceptance.name)

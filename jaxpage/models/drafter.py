@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import Attend
+from jaxpage.layers.context import ForwardContext
 from jaxpage.models.base import KVSpec, Pages
 
 
@@ -21,26 +21,25 @@ class Drafter(Protocol):
         """Of its own layers, whose pages stand behind the target's."""
 
     @property
-    def taps(self) -> tuple[int, ...] | None:
+    def aux_layers(self) -> tuple[int, ...] | None:
         """Which hidden states of the target it takes (see `models.base.Model`). (): the output behind the final norm. None: none."""
 
     def fuse(self, states: Sequence[jax.Array]) -> jax.Array | None:
-        """The features [T, D] of hidden states [T, D of the target]: those of `taps`, or the output alone. None without taps."""
+        """The features [T, D] of hidden states [T, D of the target]: of `aux_layers`, or the output alone. None if it takes none."""
 
     def __call__(
         self,
         token_ids_T: jax.Array,
         feature_TD: jax.Array | None,
-        positions_T: jax.Array,
         pages: Pages,
-        attend: Attend,
+        context: ForwardContext,
     ) -> tuple[jax.Array, Pages]:
         """One pass over a stream: what `logits` takes and what is the feature of the place behind [T, D], and the pages.
 
         Args:
             token_ids_T: of a drafter that takes features, the token behind each place; of any other, the token there.
             feature_TD: from `fuse`, or where the target has not been, what this returned for the place before. Nothing to a drafter
-                without taps.
+                that takes no hidden states.
         """
 
     def logits(self, output_BD: jax.Array) -> jax.Array:

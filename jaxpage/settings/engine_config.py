@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import pkgutil
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from jaxpage.settings.argument_checks import shown
-from jaxpage.settings.base import ByteSize, Problem, Settings
+from jaxpage.settings.base import ByteSize, Problem, Settings, nearest_name
 from jaxpage.settings.speculative_config import AcceptanceRule, SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
@@ -60,7 +62,7 @@ class EngineConfig(Settings):
         "readmitted"  # until preempted requests are; the urgent do not wait
     )
     enable_prefix_caching: bool = True  # requests share the KV blocks of what was computed before
-    attention_backend: Literal["auto", "reference", "scan", "triton", "mosaic", "cpu"] = "auto"
+    attention_backend: str = "auto"  # a kernel set; "auto": the first that takes the call
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # of the seeds that requests without one are given
     speculative_config: SpeculativeConfig | None = None  # how what follows is drafted; None: it is not
     tensor_parallel_size: _Count = 1
@@ -112,17 +114,21 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
                 )
 
 
-_REASONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    # setting: (the values that are honoured, why the others are not)
-    "attention_backend": (("auto", "reference", "scan", "triton", "mosaic"), "this version has no such kernel"),
-    "tensor_parallel_size": ((1,), "this version runs on one device"),
-}
+def attention_backends() -> tuple[str, ...]:
+    """The values of that setting. A kernel set has the name of its file, so that it is found without importing `pallas_kernels` and jax."""
+    package = importlib.util.find_spec("pallas_kernels")
+    folders = [os.path.join(path, "sets") for path in (package and package.submodule_search_locations) or ()]
+    return ("auto", *(module.name for module in pkgutil.iter_modules(folders)))
 
 
 def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
     if config.speculative_config is not None:
         yield from (("speculative_config", text) for text in config.speculative_config.refused())
-    for name, (honoured, reason) in _REASONS.items():
-        value = getattr(config, name)
-        if value not in honoured:
-            yield name, f"{shown(value)} is not supported: {reason}; use {' or '.join(str(item) for item in honoured)}"
+    backend, backends = config.attention_backend, attention_backends()
+    if backend not in backends:
+        nearest = nearest_name(backend, backends)
+        hint = f" (did you mean {nearest!r}?)" if nearest else ""
+        text = f"{shown(backend)} is not supported: this version has no such kernel set{hint}"
+        yield "attention_backend", f"{text}; use {' or '.join(backends)}"
+    if (size := config.tensor_parallel_size) != 1:
+        yield "tensor_parallel_size", f"{size} is not supported: this version runs on one device; use 1"

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import Tiles, paged_attention
-from pallas_kernels.paged_attention.tiles import Shape, kind_of
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_pages import is_quantized, quantize
 from pallas_kernels.specs import Spec
+from pallas_kernels.tiles import Shape, Tiles, kind_of
 
 HOST_ELEMENTS = 2**23  # of a pool that numpy makes; larger ones are made on the device
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pallas_kernels.bench import pages
 from pallas_kernels.bench.children import Child, run_all
 from pallas_kernels.bench.findings import FAILED, LEFT_OUT, Finding, worst
-from pallas_kernels.paged_attention import BACKENDS
+from pallas_kernels.sets import BACKENDS, DEFINITION, KERNEL_BACKENDS, XLA_BACKENDS
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # of the GPU, among processes side by side
-KERNELS = ("triton", "mosaic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +33,17 @@ class Check:
 
     def children(self) -> list[Child]:
         """In the order in which they start: what says most about whether the kernels are right comes first, then times."""
-        kernels = [name for name in self.backends if name in KERNELS]
+        kernels = [name for name in self.backends if name in KERNEL_BACKENDS]
         made = [self._part("parity", name, needs_s=60, limit_s=240) for name in kernels]
-        made += [self._part("pages", needs_s=40, limit_s=150)] if "triton" in self.backends else []
+        made += [self._part("pages", needs_s=40, limit_s=150)] if set(pages.KERNELS) & set(self.backends) else []
         made += [self._part("stability", name, needs_s=60, limit_s=240) for name in kernels]
-        rest = [name for name in self.backends if name not in KERNELS]
+        rest = [name for name in self.backends if name not in KERNEL_BACKENDS]
         made += [self._part("parity", name, needs_s=40, limit_s=200) for name in rest]
-        made += [self._part("stability", name, needs_s=40, limit_s=200) for name in rest if name == "scan"]
+        made += [self._part("stability", name, needs_s=40, limit_s=200) for name in rest if name != DEFINITION]
         if not self.interpret:
             made.append(self._tool("contiguous", "time_contiguous_attention.py", needs_s=40, limit_s=90))
         made.append(self._part("bench", needs_s=90, limit_s=220, seconds=180, alone=True))
-        engine_backends = ["scan", "reference"] if self.interpret else [*kernels, "reference"]
+        engine_backends = [*XLA_BACKENDS] if self.interpret else [*kernels, DEFINITION]
         made.append(self._tool("engine", "check_engine.py", *engine_backends, needs_s=60, limit_s=170))
         if not self.interpret:
             made += [self._part("sanitizer", name, needs_s=45, limit_s=200, seconds=180) for name in kernels]

@@ -10,9 +10,10 @@ from typing import Any
 from pallas_kernels.bench.bounds import Ceilings, work
 from pallas_kernels.bench.cases import Case, label, make_case
 from pallas_kernels.bench.findings import Table, first_line
-from pallas_kernels.bench.timing import XLA_BACKENDS, Timing, num_layers, stays_in_cache, time_case
-from pallas_kernels.paged_attention import Tiles
+from pallas_kernels.bench.timing import Timing, num_layers, stays_in_cache, time_case
+from pallas_kernels.sets import XLA_BACKENDS
 from pallas_kernels.specs import Spec
+from pallas_kernels.tiles import Tiles
 
 TimeCase = Callable[..., Timing]
 

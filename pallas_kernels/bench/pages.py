@@ -16,9 +16,11 @@ from pallas_kernels.bench.bounds import Ceilings
 from pallas_kernels.bench.cases import Pages, make_case
 from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, first_line, judged
 from pallas_kernels.bench.timing import median_of_rounds
+from pallas_kernels.sets import DEFINITION, SETS
 from pallas_kernels.specs import Spec
 
-BACKENDS = ("xla", "triton")
+# Kernel sets that write and move pages in a way of their own: of several that share one, the first.
+KERNELS = tuple({each.write: name for name, each in reversed(SETS.items()) if each.platforms}.values())
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "uint8")
 NUM_CALLS = 50  # of a timed program
 
@@ -51,20 +53,19 @@ def bits(tree: Any) -> list[bytes]:
 def check(name: str, run: Callable[..., Any], pages: Any, *rest: Any, interpret: bool) -> Finding:
     """run: takes backend and interpret. The pages are donated, as in the engine."""
     results = {}
-    for backend in BACKENDS:
-        kernel = backend != "xla"
+    for backend in (DEFINITION, *KERNELS):
 
-        def call(pages: Pages, *rest: Any, backend: str = backend, kernel: bool = kernel) -> Any:
-            return run(pages, *rest, backend=backend, interpret=interpret and kernel)
+        def call(pages: Pages, *rest: Any, backend: str = backend) -> Any:
+            return run(pages, *rest, backend=backend, interpret=interpret and backend in KERNELS)
 
         donated = jax.tree.map(jnp.copy, pages)
         try:
             results[backend] = bits(jax.jit(call, donate_argnums=0)(donated, *rest))
         except NotImplementedError as refusal:
             raise LeftOut(str(refusal)) from refusal
-    same = results["xla"] == results["triton"]
+    same = all(result == results[DEFINITION] for result in results.values())
     summary = "the same bits as XLA" if same else "differs from XLA"
-    changed = bits(pages) != results["xla"]
+    changed = bits(pages) != results[DEFINITION]
     if not changed:
         return Finding(name, FAILED, "nothing was written, by XLA either")
     return Finding(name, PASSED if same else FAILED, summary)
@@ -164,8 +165,8 @@ def timings(ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Findi
         moved_bytes = 2 * count * len(layers) * slot_bytes * spec.block_size
         work.append((f"copy_blocks {count} x {len(layers)} layers {page_dtype}", _copied, layers, blocks, moved_bytes))
         for name, run, pages, rest, num_bytes in work:
-            for backend in BACKENDS:
-                options = {"backend": backend, "interpret": interpret and backend != "xla"}
+            for backend in (DEFINITION, *KERNELS):
+                options = {"backend": backend, "interpret": interpret and backend in KERNELS}
                 try:
                     seconds = _seconds(functools.partial(run, **options), pages, rest, num_calls)
                 except Exception as error:  # reported in its row

@@ -22,8 +22,7 @@ from pallas_kernels.bench.cases import label, make_case
 from pallas_kernels.bench.children import ENDED_BADLY
 from pallas_kernels.bench.compare import Row, ceilings_table, compare, table
 from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, judged, read
-from pallas_kernels.bench.timing import XLA_BACKENDS
-from pallas_kernels.paged_attention import BACKENDS
+from pallas_kernels.sets import BACKENDS, DEFINITION, KERNEL_BACKENDS, XLA_BACKENDS
 from pallas_kernels.specs import Spec
 
 SHORT = (
@@ -86,7 +85,7 @@ def _one_case(options: Options) -> Iterator[Finding]:
         out = make_case(one, padding=3, poison=True).run(options.backend, interpret=_kernel(options))
         finite = bool(np.isfinite(np.asarray(out).astype(np.float64)).all())
         yield Finding(f"one case {options.backend}", PASSED if finite else FAILED, f"finite: {finite}")
-    if options.backend == "triton":
+    if options.backend in pages.KERNELS:
         yield from pages.findings(interpret=options.interpret, small=True, page_dtypes=("bfloat16", "int8"))
 
 
@@ -174,7 +173,8 @@ def _bench(options: Options) -> Iterator[Finding]:
     others, left_out = contiguous_seconds(options.directory), broken(options.directory)
     rows: list[Row] = []
     for spec in [spec.cut() for spec in chosen("16x2048")[:1]] if small else chosen("short"):
-        wanted = ["reference"] if small else ["triton", "reference" if spec.tree else "scan", "mosaic"]
+        plain = DEFINITION if spec.tree else XLA_BACKENDS[0]
+        wanted = [DEFINITION] if small else [KERNEL_BACKENDS[0], plain, *KERNEL_BACKENDS[1:]]
         backends = [name for name in wanted if name not in left_out]
         layers = 2 if small else None
         found = compare([spec], backends, measured, time_left=lambda: time.monotonic() < end, layers=layers)

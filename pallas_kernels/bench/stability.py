@@ -19,9 +19,9 @@ import numpy as np
 from pallas_kernels import specs
 from pallas_kernels.bench.cases import Case, Pages, Step, make_case
 from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, judged
+from pallas_kernels.sets import KERNEL_BACKENDS
 from pallas_kernels.specs import Spec
 
-PROMISED = ("triton", "mosaic")
 Run = Callable[[Case], jax.Array]
 Settings = Iterator[tuple[str, Case]]
 
@@ -107,7 +107,7 @@ def check(backend: str, kind: str, settings: Settings, run: Run, *, promised: bo
         largest = float(np.abs(out.astype(np.float64) - base.astype(np.float64)).max())
         table.rows.append([name, "yes" if same else "NO", f"{largest:.1e}"])
         differing += [] if same else [name]
-    promised = backend in PROMISED if promised is None else promised
+    promised = backend in KERNEL_BACKENDS if promised is None else promised
     summary = f"{len(found) - len(differing)} of {len(found)} settings have the same bits"
     summary += f" (differ: {', '.join(differing)})" if differing else ""
     status = FAILED if promised and differing else PASSED

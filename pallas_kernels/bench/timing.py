@@ -26,10 +26,10 @@ import jax
 
 from pallas_kernels.bench.bounds import work
 from pallas_kernels.bench.cases import Case, Pages, Step
-from pallas_kernels.paged_attention import Tiles
+from pallas_kernels.sets import XLA_BACKENDS
 from pallas_kernels.specs import Spec
+from pallas_kernels.tiles import Tiles
 
-XLA_BACKENDS = ("reference", "scan")
 CACHE_BYTES = 128 * 2**20  # twice and a half the L2 of an H100 or H200, 50 MiB; of a B200 the whole, 126 MiB
 POOL_BYTES = 12 * 2**30  # of all layers' pages together
 

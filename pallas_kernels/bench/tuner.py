@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pallas_kernels.bench.bounds import Ceilings, work
 from pallas_kernels.bench.cases import Case, label, make_case, shape_of_spec
 from pallas_kernels.bench.timing import Program, compiled, num_layers, time_program
-from pallas_kernels.paged_attention import mosaic
-from pallas_kernels.paged_attention.tiles import Shape, Tiles, heuristic
+from pallas_kernels.sets import SETS
 from pallas_kernels.specs import Spec
+from pallas_kernels.tiles import Shape, Tiles
 
 Measure = Callable[[Spec, Tiles], float]  # what is to be least; raises where it does not compile
 
@@ -33,7 +33,7 @@ VALUES: dict[str, tuple[int, ...]] = {  # in the order in which they are tried
     "max_splits": (1, 4, 8, 16, 32),
     "split_context": (128, 256, 512, 1024, 2048),
 }
-STARTS: dict[str, Callable[[Shape], Tiles]] = {"triton": heuristic, "mosaic": mosaic.heuristic}
+STARTS: dict[str, Callable[[Shape], Tiles]] = {name: each.tiles for name, each in SETS.items() if each.tiles}
 
 
 @dataclass

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import copy_blocks, is_quantized, paged_attention, write_kv
+from pallas_kernels import KERNEL_BACKENDS, copy_blocks, is_quantized, paged_attention, write_kv
 from pallas_kernels.specs import SPECS, Spec
 
-KERNEL_BACKENDS = ("triton", "mosaic")
 LAYERS = 32  # whose blocks one call of copy_blocks copies
 _MODELS = {  # what is inspected of `SPECS`: names of models, and how the names of their calls begin
     "llama-3-8b": ("decode 64x2048", "verify chain 16x8", "verify tree 16x16", "chunk 128", "chunk 2048", "mixed"),
@@ -73,7 +72,7 @@ def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
 
 
 def write_case(
-    num_tokens: int, *, page_dtype: str = "bfloat16", num_blocks: int = 4096, backend: str = "triton"
+    num_tokens: int, *, page_dtype: str = "bfloat16", num_blocks: int = 4096, backend: str = KERNEL_BACKENDS[0]
 ) -> Case:
     """The keys and values of a step of Llama-3-8B."""
     new = _shape((num_tokens, 8, 128), "bfloat16")
@@ -86,7 +85,7 @@ def write_case(
     return Case("write_kv", backend, label, *_by_name(function, shapes, donated))
 
 
-def copy_case(num_copies: int, *, num_blocks: int = 4096, backend: str = "triton") -> Case:
+def copy_case(num_copies: int, *, num_blocks: int = 4096, backend: str = KERNEL_BACKENDS[0]) -> Case:
     """The blocks that a step of Llama-3-8B copies in all its layers."""
     pages = _pages(8, 128, num_blocks, 16, "bfloat16")
     blocks = _shape((num_copies,), "int32")

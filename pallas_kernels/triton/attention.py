@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
-from pallas_kernels.paged_attention.tiles import Tiles
+from pallas_kernels.tiles import Tiles
+from pallas_kernels.triton import backend as tb
 
 LOWEST = -1e30  # where a running maximum starts; finite, so that a masked score, minus infinity, is always below it
 LOG2_E = math.log2(math.e)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend
 from pallas_kernels.quantized_pages import SMALLEST_SCALE, largest
-from pallas_kernels.triton_backend import load, store
+from pallas_kernels.triton import backend
+from pallas_kernels.triton.backend import load, store
 
 TILE = 2048  # elements of a program's keys, and as many values: what 8 warps move with few registers
 TO_INTEGER = np.float32(1.5 * 2**23)
@@ -30,7 +30,7 @@ def write(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     *,
-    interpret: bool,
+    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     kept = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
     num_tokens, num_heads, width = k_TKH.shape
@@ -40,7 +40,7 @@ def write(
     padded_width = pl.next_power_of_2(width)
     heads = max(1, min(pl.next_power_of_2(num_heads), TILE // padded_width))
     tile_bytes = heads * padded_width * k_pages.dtype.itemsize
-    call = triton_backend.kernel_call(
+    call = backend.kernel_call(
         functools.partial(_kernel, heads=heads, padded_width=padded_width),
         name="write_kv",
         grid=(num_tokens, pl.cdiv(num_heads, heads)),

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import loaded, mg, transposed
-from pallas_kernels.paged_attention.mosaic_plan import (
+from pallas_kernels.mosaic.plan import (
     FIRST,
     LAST,
     ROW,

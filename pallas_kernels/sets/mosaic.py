@@ -1,24 +1,26 @@
-"""Paged attention for Hopper (sm_90a) by Pallas' Mosaic GPU backend: prompt chunks and wide verification first, decode as well.
+"""The kernel set of Pallas' Mosaic GPU backend, for Hopper (sm_90a): attention of prompt chunks and wide verification first, decode as
+well. What writes and moves pages is Triton's.
 
 The queries are gathered into tiles of 64 or 128 rows (query tokens times the query heads of one key/value head) outside of the kernel,
-and its results are gathered back. `mosaic_kernel` has the kernel, where the interpreter's one difference is told.
+and its results are gathered back. `mosaic.kernel` has the kernel, where the interpreter's one difference is told.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel, refuse_x64
-from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.mosaic_kernel import entry
-from pallas_kernels.paged_attention.mosaic_plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
-from pallas_kernels.paged_attention.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
-from pallas_kernels.paged_attention.tiles import Shape, Tiles, shape_of, tuned
-
-INTERPRETABLE = MOSAIC_INTERPRETABLE
+from pallas_kernels.arguments import Arguments
+from pallas_kernels.compat import MOSAIC_INTERPRETABLE, mosaic_kernel, x64_reason
+from pallas_kernels.kernel_set import Call, capability, described, first_reason
+from pallas_kernels.mosaic.kernel import entry
+from pallas_kernels.mosaic.plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
+from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
+from pallas_kernels.sets import triton
+from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
 
 SHARED_BYTES = 227 * 1024  # that a program may have on sm_90
 _RESERVED_BYTES = 3072  # of it for barriers, and for what Mosaic reduces in
@@ -47,13 +49,11 @@ def heuristic(shape: Shape) -> Tiles:
     )
 
 
-def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax.Array:
+def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
     """Returns out_TNH in the queries' type.
 
     interpret: simulate the GPU's threads, barriers and copies on CPU, about half a second for each program that has something to see.
     """
-    refuse_x64()
-    _refuse(arguments, interpret)
     tiles = tiles or tuned("mosaic", shape_of(arguments)) or heuristic(shape_of(arguments))
     _refuse_tiles(arguments, tiles)
     group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
@@ -91,46 +91,49 @@ def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax
     return _per_token(arguments, plan, cut, out_RKXH)
 
 
-def _refuse(arguments: Arguments, interpret: bool) -> None:
+def supports(device: Any, call: Call) -> str | None:
+    if reason := x64_reason():
+        return reason
+    if call.interpret and not MOSAIC_INTERPRETABLE:
+        return f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
+    if not call.interpret and capability(device) not in (None, (9, 0)):
+        return f"needs a GPU of compute capability 9.0, which alone has wgmma, but {described(device)}"
+    return None if call.attention is None else _attention_reason(call.attention)
+
+
+def _attention_reason(arguments: Arguments) -> str | None:
     dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
-    head_width, block_size = arguments.q_TNH.shape[2], arguments.k_pages.shape[1]
-    tree = arguments.tree_mask_TQ
-    reason = None
-    if interpret and not INTERPRETABLE:
-        reason = f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
-    elif not interpret and (device := jax.devices()[0]).platform == "gpu" and device.compute_capability != "9.0":
-        reason = (
-            f"a GPU of compute capability {device.compute_capability} ({device.device_kind}): wgmma is of 9.0 alone"
-        )
-    elif dtype not in ("bfloat16", "float16"):
-        reason = f"queries of {dtype}: wgmma's operands are bfloat16 or float16"
-    elif page_dtype != dtype:
-        reason = f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"
-    elif head_width % 64 or head_width > 256:
-        reason = f"head width {head_width}: a swizzled row has 64 elements, and registers hold up to 256"
-    elif block_size % 8:
-        reason = f"block size {block_size}: a swizzled tile has 8 rows"
-    elif tree is not None and arguments.sliding_window is not None:
-        reason = "a tree mask with a sliding window"
-    elif tree is not None and tree.shape[1] > _TREE_WIDTH:
-        reason = f"tree_mask_TQ of width {tree.shape[1]}: a row's mask is kept in {_TREE_WIDTH} bits"
-    if reason:
-        raise NotImplementedError(reason)
+    width, block_size, tree = arguments.q_TNH.shape[2], arguments.k_pages.shape[1], arguments.tree_mask_TQ
+    tree_width = 0 if tree is None else tree.shape[1]
+    return first_reason(
+        (dtype not in ("bfloat16", "float16"), f"queries of {dtype}: wgmma's operands are bfloat16 or float16"),
+        (page_dtype != dtype, f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"),
+        (
+            width % 64 or width > 256,
+            f"head width {width}: a swizzled row has 64 elements, and registers hold up to 256",
+        ),
+        (block_size % 8, f"block size {block_size}: a swizzled tile has 8 rows"),
+        (tree is not None and arguments.sliding_window is not None, "a tree mask with a sliding window"),
+        (
+            tree_width > _TREE_WIDTH,
+            f"tree_mask_TQ of width {tree_width}: a row's mask is kept in {_TREE_WIDTH} bits",
+        ),
+    )
 
 
 def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
     group, block_size = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2], arguments.k_pages.shape[1]
-    reason = None
-    if tiles.query_rows not in (ROWS, 2 * ROWS):
-        reason = f"tiles.query_rows={tiles.query_rows}: one or two consumers of {ROWS} rows each"
-    elif group > tiles.query_rows:
-        reason = f"{group} query heads on a key/value head, more than tiles.query_rows={tiles.query_rows}"
-    elif tiles.num_warps != tiles.query_rows // 16:
-        reason = f"tiles.num_warps={tiles.num_warps}: {ROWS} query rows take 4"
-    elif tiles.context % 64:
-        reason = f"tiles.context={tiles.context}: no multiple of 64"
-    elif tiles.context % block_size and block_size % tiles.context:
-        reason = f"tiles.context={tiles.context}: neither a multiple nor a part of the block size, {block_size}"
+    rows, context = tiles.query_rows, tiles.context
+    reason = first_reason(
+        (rows not in (ROWS, 2 * ROWS), f"tiles.query_rows={rows}: one or two consumers of {ROWS} rows each"),
+        (group > rows, f"{group} query heads on a key/value head, more than tiles.query_rows={rows}"),
+        (tiles.num_warps != rows // 16, f"tiles.num_warps={tiles.num_warps}: {ROWS} query rows take 4"),
+        (context % 64, f"tiles.context={context}: no multiple of 64"),
+        (
+            context % block_size and block_size % context,
+            f"tiles.context={context}: neither a multiple nor a part of the block size, {block_size}",
+        ),
+    )
     if reason:
         raise NotImplementedError(reason)
 
@@ -230,3 +233,13 @@ def _per_token(arguments: Arguments, plan: Plan, cut: QueryTiles, out_RKXH: jax.
     seen_T = cut.valid_T & (cut.position_RQ[cut.tile_T, cut.offset_T] >= 0)  # tiles that see nothing wrote nothing
     out_TNH = jnp.where(seen_T[:, None, None, None], out_TKGH, 0.0).reshape(arguments.q_TNH.shape)
     return out_TNH.astype(arguments.q_TNH.dtype)
+
+
+SET = dataclasses.replace(
+    triton.SET,
+    name="mosaic",
+    attend=attend,
+    supports=supports,
+    tiles=heuristic,
+    interpretable=MOSAIC_INTERPRETABLE,
+)

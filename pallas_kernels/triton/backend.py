@@ -1,6 +1,6 @@
 """Pallas' Triton backend, which JAX has deprecated since 0.11 and may remove: everything of it that kernels here use comes from this file.
 
-The names below are the same from jax 0.10 to 0.12. When the backend goes, this file and the kernels' `triton*.py` go, and nothing else.
+The names below are the same from jax 0.10 to 0.12. When the backend goes, this folder and `sets/triton.py` go, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from jax.experimental import pallas as pl
 # The interpreter of other backends is imported lazily by `pallas_call(interpret=True)`, which makes JAX trace the caller once more.
 from jax.experimental.pallas import tpu as _tpu  # noqa: F401
 from jax.experimental.pallas import triton as plt
-
-from pallas_kernels.compat import refuse_x64
 
 # Each lowering warns, and no frame of this project is on the stack then: so by its text, once for the process.
 DEPRECATION = "The Pallas Triton backend is deprecated"
@@ -61,13 +59,12 @@ def kernel_call(
     interpret: run on CPU, as plain JAX operations; warps and stages mean nothing then.
 
     Raises:
-        NotImplementedError: an operand or a result is so large that the backend's offsets overflow, or JAX counts in 64 bits.
+        NotImplementedError: an operand or a result is so large that the backend's offsets overflow.
     """
     whole = pl.BlockSpec(memory_space=pl.ANY)
     out_specs = [whole] * len(out_shape) if isinstance(out_shape, Sequence) else whole
 
     def call(*operands: jax.Array | None) -> Any:
-        refuse_x64()
         for array in (*operands, *jax.tree.leaves(out_shape)):
             _check_offsets(array)
         return pl.pallas_call(

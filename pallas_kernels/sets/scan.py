@@ -1,4 +1,4 @@
-"""Paged attention in plain XLA, for CPU: a loop over tiles of the context with an online softmax.
+"""The kernel set in plain XLA for CPU. Its attention is a loop over tiles of the context with an online softmax.
 
 Query tokens are grouped into tiles of one row each; every turn of the loop gathers one tile of the context for all of them, and the
 loop ends at the longest context of the step, so short steps stay cheap although all shapes are static.
@@ -14,15 +14,19 @@ a tree has, to the last bit, what it would have at the end of its branch alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.query_tiles import QueryTiles, query_tiles, token_rows
+from pallas_kernels.arguments import Arguments
+from pallas_kernels.kernel_set import Call
 from pallas_kernels.quantized_pages import dequantize
+from pallas_kernels.query_tiles import QueryTiles, query_tiles, token_rows
+from pallas_kernels.sets import reference
 
 CONTEXT_TILE = 64  # positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
 QUERY_TILE = 16  # tokens of a row, at most
@@ -34,11 +38,6 @@ _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  #
 
 def attend(arguments: Arguments) -> jax.Array:
     """Returns out_TNH in the queries' type."""
-    if arguments.tree_mask_TQ is not None and arguments.sliding_window is not None:
-        raise NotImplementedError("a tree mask with a sliding window")
-    block_size = arguments.k_pages.shape[1]
-    if block_size & (block_size - 1) or block_size > 2 * CONTEXT_TILE:
-        raise NotImplementedError(f"blocks of {block_size} slots (powers of two up to {2 * CONTEXT_TILE} only)")
     tree = arguments.tree_mask_TQ is not None
     tiles = _tree_tiles(arguments) if tree else query_tiles(arguments, _query_tile(arguments))
     q_RKAH = _queries(arguments, tiles)
@@ -169,3 +168,13 @@ def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
         return pages[block_RC, source_RC % block_size]
 
     return branch_tile
+
+
+def _supports(device: Any, call: Call) -> str | None:
+    block_size = 1 if call.attention is None else call.attention.k_pages.shape[1]
+    if block_size & (block_size - 1) or block_size > 2 * CONTEXT_TILE:
+        return f"blocks of {block_size} slots (powers of two up to {2 * CONTEXT_TILE} only)"
+    return reference.supports(device, call)
+
+
+SET = dataclasses.replace(reference.SET, name="scan", attend=attend, supports=_supports)

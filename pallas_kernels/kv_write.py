@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.backends import first_that_takes
-from pallas_kernels.kv_write import triton, xla
+from pallas_kernels.kernel_set import Call
 from pallas_kernels.quantized_pages import check_scales
+from pallas_kernels.sets import first_that_takes
 
 
 def write_kv(
@@ -33,25 +33,27 @@ def write_kv(
     theirs. No other slot may be named twice. A slot outside the pages is not written: the host must see to it that there is none.
 
     Args:
-        backend: "xla", "triton", or "auto": the kernel where JAX's default backend is a GPU.
-        interpret: run the kernel on CPU, operation by operation.
+        backend: one of `BACKENDS`, or "auto": a kernel where JAX's default backend is a GPU.
+        interpret: run the kernel on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it and its value.
         NotImplementedError: no backend takes the call; the text has every backend's reason.
     """
+    written = checked(k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale)
+    call = Call(interpret=interpret, page_dtype=written[2].dtype.name)
+    return first_that_takes("write_kv", lambda each: each.write, *written, call=call, backend=backend)
+
+
+def checked(
+    k_TKH: Any, v_TKH: Any, k_pages: Any, v_pages: Any, slots_T: Any, k_scale: Any | None, v_scale: Any | None
+) -> tuple[Any, ...]:
+    """The arguments as `KernelSet.write` gets them. Raises ValueError or TypeError, naming the one that does not fit."""
     k_TKH, v_TKH, k_pages, v_pages, slots_T = map(jnp.asarray, (k_TKH, v_TKH, k_pages, v_pages, slots_T))
     k_scale, v_scale = (None if scale is None else jnp.asarray(scale) for scale in (k_scale, v_scale))
     _check(k_TKH, v_TKH, k_pages, v_pages, slots_T)
     check_scales(k_pages, v_pages, k_scale, v_scale)
-    arguments = (k_TKH, v_TKH, k_pages, v_pages, slots_T.astype(jnp.int32), k_scale, v_scale)
-    return first_that_takes(
-        "write_kv",
-        functools.partial(xla.write, *arguments),
-        functools.partial(triton.write, *arguments, interpret=interpret),
-        backend=backend,
-        interpret=interpret,
-    )
+    return k_TKH, v_TKH, k_pages, v_pages, slots_T.astype(jnp.int32), k_scale, v_scale
 
 
 def _check(k_TKH: jax.Array, v_TKH: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slots_T: jax.Array) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt8
 
-Leaves = list[jax.Array]  # each [P, S, ...]
+from pallas_kernels.kernel_set import Leaves
 
 
 def copy_blocks(leaves: Leaves, source: Int[Array, "n"], destination: Int[Array, "n"]) -> Leaves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -26,12 +27,12 @@ class Arguments:
     context_len_B: jax.Array
     query_start: jax.Array  # [B + 1]
     scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
-    tree_mask_TQ: jax.Array | None
-    k_scale: jax.Array | None  # [P, S, K], of quantised pages
-    v_scale: jax.Array | None
-    max_query_len: int  # at most T
+    sliding_window: int | None = None
+    logit_softcap: float | None = None
+    tree_mask_TQ: jax.Array | None = None
+    k_scale: jax.Array | None = None  # [P, S, K], of quantised pages
+    v_scale: jax.Array | None = None
+    max_query_len: int = sys.maxsize  # becomes T where it is more
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:
@@ -47,6 +48,7 @@ class Arguments:
         for name in ("sliding_window", "max_query_len"):
             if (number := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _at_least_one(name, number))
+        object.__setattr__(self, "max_query_len", min(self.max_query_len, max(1, self.q_TNH.shape[0])))
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
 

@@ -1,18 +1,22 @@
-"""Paged attention as a definition: each query token gathers the blocks of its row's table, and one float32 softmax runs over them.
+"""The kernel set that defines what the others do. In attention each query token gathers the blocks of its row's table, and one float32
+softmax runs over them.
 
-It reads T x M x S positions, so it is for tests and as the last resort of the chooser.
+That reads T x M x S positions, so it is for tests and as the last resort of the chooser.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.query_tiles import token_rows
+from pallas_kernels.arguments import Arguments
+from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.quantized_pages import dequantize
+from pallas_kernels.query_tiles import token_rows
+from pallas_kernels.xla import move, write
 
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
 
@@ -37,8 +41,6 @@ def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
 
 def attend(arguments: Arguments) -> jax.Array:
     """Returns out_TNH in the queries' type."""
-    if arguments.tree_mask_TQ is not None and arguments.sliding_window is not None:
-        raise NotImplementedError("a tree mask with a sliding window")
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     num_tokens, num_heads, width = arguments.q_TNH.shape
     block_size, num_kv_heads = arguments.k_pages.shape[1:3]
@@ -63,3 +65,25 @@ def attend(arguments: Arguments) -> jax.Array:
     # What lies in slots that nobody sees may be anything, even NaN, and zero times NaN is NaN.
     v_TCKH = jnp.where(seen_TC[:, :, None, None], v_TCKH, 0.0)
     return _product("tkgc,tckh->tkgh", weights, v_TCKH).reshape(arguments.q_TNH.shape).astype(arguments.q_TNH.dtype)
+
+
+def supports(device: Any, call: Call) -> str | None:
+    """Of plain XLA: the device does not matter."""
+    if call.interpret or call.tiles is not None:
+        return "no kernel, so it takes neither interpret nor tiles"
+    asked = call.attention
+    if asked is not None and asked.tree_mask_TQ is not None and asked.sliding_window is not None:
+        return "a tree mask with a sliding window"
+    return None
+
+
+SET = KernelSet(
+    name="reference",
+    attend=attend,
+    write=write.write,
+    copy_blocks=move.copy_blocks,
+    copy_slots=move.copy_slots,
+    gather_blocks=move.gather_blocks,
+    scatter_blocks=move.scatter_blocks,
+    supports=supports,
+)

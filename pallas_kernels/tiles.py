@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.arguments import Arguments
+from pallas_kernels.arguments import Arguments
 
 TUNED = Path(__file__).parent / "tuned"  # a file per kind of GPU, written by tools/bench_kernels.py --tune
 
@@ -87,31 +86,6 @@ def shape_of(arguments: Arguments) -> Shape:
         block_size=arguments.k_pages.shape[1],
         dtype=arguments.q_TNH.dtype.name,
         page_dtype=arguments.k_pages.dtype.name,
-    )
-
-
-def heuristic(shape: Shape) -> Tiles:
-    """Tiles of the Triton backend for a GPU on which nobody has measured. Those of half-precision queries spill no registers."""
-    wide = shape.head_width > 128
-    eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # which become floats in registers
-    # Partial results of a long chunk would fill the memory.
-    splits = {"decode": 16, "verify": 8, "chunk": 1}[shape.kind]
-    context = 32 if wide else 64
-    if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
-        rows, context, warps = 16, 16, 8
-    elif shape.kind == "decode":
-        rows, warps = 16, 8 if eight_bits else 4
-    elif shape.kind == "verify":
-        rows, context, warps = 64, 32 if eight_bits else context, 8 if wide else 4
-    else:
-        rows, warps = 64 if wide and eight_bits else 128, 8
-    return Tiles(
-        query_rows=max(rows, 1 << (shape.group - 1).bit_length()),
-        context=context,
-        max_splits=splits,
-        split_context=256,
-        num_warps=warps,
-        num_stages=3,
     )
 
 

@@ -1,9 +1,10 @@
-"""Paged attention through Pallas' Triton backend: one kernel for decode, verification and prompt chunks, mixed as they come.
+"""The kernel set of Pallas' Triton backend, for NVIDIA GPUs. Its attention is one kernel for decode, verification and prompt chunks,
+mixed as they come.
 
 A program takes a tile of query tokens of one row, with all G query heads of one key/value head (they read the same keys and values),
 and one split of the row's context. It walks its split in turns of `Tiles.context` positions: page ids come by position from the block
 table, keys and values by page id, and an online softmax adds them up in float32. Where a context may have several splits, a second kernel
-puts them together (`triton_reduce`).
+puts them together (`triton.reduce`).
 
 Where the splits of a tile end depends on the tile alone, so the sums of a token have one order in every bucket and batch (`tiles` names
 the exception).
@@ -12,26 +13,56 @@ the exception).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import triton_backend as tb
-from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.query_tiles import QueryCut, mask_words, query_cut
-from pallas_kernels.paged_attention.tiles import Tiles, heuristic, shape_of, tuned
-from pallas_kernels.paged_attention.triton_kernel import Config, kernel
-from pallas_kernels.paged_attention.triton_reduce import reduce_splits
+from pallas_kernels.arguments import Arguments
+from pallas_kernels.compat import x64_reason
+from pallas_kernels.kernel_set import Call, KernelSet, capability, described, first_reason
+from pallas_kernels.query_tiles import QueryCut, mask_words, query_cut
+from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
+from pallas_kernels.triton import backend as tb
+from pallas_kernels.triton import move, write
+from pallas_kernels.triton.attention import Config, kernel
+from pallas_kernels.triton.reduce import reduce_splits
 
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 PAGE_DTYPES = (*QUERY_DTYPES, "int8", "float8_e4m3fn", "uint8")
 MAX_WIDTH = 256
 MAX_GROUP = 64
+CAPABILITY = (8, 0)  # Ampere
+FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)  # below it Triton converts nothing to float8_e4m3fn
 
 
-def attend(arguments: Arguments, tiles: Tiles | None, *, interpret: bool) -> jax.Array:
+def heuristic(shape: Shape) -> Tiles:
+    """Tiles for a GPU on which nobody has measured. Those of half-precision queries spill no registers."""
+    wide = shape.head_width > 128
+    eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # which become floats in registers
+    # Partial results of a long chunk would fill the memory.
+    splits = {"decode": 16, "verify": 8, "chunk": 1}[shape.kind]
+    context = 32 if wide else 64
+    if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
+        rows, context, warps = 16, 16, 8
+    elif shape.kind == "decode":
+        rows, warps = 16, 8 if eight_bits else 4
+    elif shape.kind == "verify":
+        rows, context, warps = 64, 32 if eight_bits else context, 8 if wide else 4
+    else:
+        rows, warps = 64 if wide and eight_bits else 128, 8
+    return Tiles(
+        query_rows=max(rows, 1 << (shape.group - 1).bit_length()),
+        context=context,
+        max_splits=splits,
+        split_context=256,
+        num_warps=warps,
+        num_stages=3,
+    )
+
+
+def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
     """Returns out_TNH in the queries' type."""
-    _refuse(arguments)
     shape = shape_of(arguments)
     tiles = tiles or tuned("triton", shape) or heuristic(shape)
     if tiles.query_rows < shape.group:
@@ -58,23 +89,33 @@ _ARRAYS = (
 )
 
 
-def _refuse(arguments: Arguments) -> None:
-    block_size, num_kv_heads, width = arguments.k_pages.shape[1:]
-    if arguments.tree_mask_TQ is not None and arguments.sliding_window is not None:
-        raise NotImplementedError("tree_mask_TQ with sliding_window")
-    if arguments.q_TNH.dtype.name not in QUERY_DTYPES:
-        raise NotImplementedError(f"q_TNH of {arguments.q_TNH.dtype} (only {', '.join(QUERY_DTYPES)})")
-    if arguments.k_pages.dtype.name not in PAGE_DTYPES:
-        raise NotImplementedError(f"k_pages of {arguments.k_pages.dtype} (only {', '.join(PAGE_DTYPES)})")
-    if width > MAX_WIDTH:
-        raise NotImplementedError(f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)")
-    if (group := arguments.q_TNH.shape[1] // num_kv_heads) > MAX_GROUP:
-        raise NotImplementedError(f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)")
-    if block_size & (block_size - 1):
-        raise NotImplementedError(f"k_pages with blocks of {block_size} slots (powers of two only)")
+def supports(device: Any, call: Call) -> str | None:
+    has = None if call.interpret else capability(device)
+    needed = FLOAT8_CAPABILITY if call.page_dtype in FLOAT8 else CAPABILITY
+    if has is not None and has < needed:
+        pages = f" for pages of {call.page_dtype}" if needed == FLOAT8_CAPABILITY else ""
+        return f"needs a GPU of compute capability {'.'.join(map(str, needed))} or more{pages}, but {described(device)}"
+    return x64_reason() or (None if call.attention is None else _attention_reason(call.attention))
+
+
+def _attention_reason(arguments: Arguments) -> str | None:
+    dtype, pages = arguments.q_TNH.dtype, arguments.k_pages
+    block_size, num_kv_heads, width = pages.shape[1:]
+    group = arguments.q_TNH.shape[1] // num_kv_heads
     # Pallas addresses arrays of up to 2^32 bytes with 32 bits and a sign, so the upper half of one-byte elements is out of reach.
-    if arguments.k_pages.dtype.itemsize == 1 and 2**31 <= arguments.k_pages.size <= 2**32:
-        raise NotImplementedError(f"k_pages of {arguments.k_pages.size} one-byte elements (fewer than 2^31 only)")
+    overflows = pages.dtype.itemsize == 1 and 2**31 <= pages.size <= 2**32
+    return first_reason(
+        (
+            arguments.tree_mask_TQ is not None and arguments.sliding_window is not None,
+            "tree_mask_TQ with sliding_window",
+        ),
+        (dtype.name not in QUERY_DTYPES, f"q_TNH of {dtype} (only {', '.join(QUERY_DTYPES)})"),
+        (pages.dtype.name not in PAGE_DTYPES, f"k_pages of {pages.dtype} (only {', '.join(PAGE_DTYPES)})"),
+        (width > MAX_WIDTH, f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)"),
+        (group > MAX_GROUP, f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)"),
+        (block_size & (block_size - 1), f"k_pages with blocks of {block_size} slots (powers of two only)"),
+        (overflows, f"k_pages of {pages.size} one-byte elements (fewer than 2^31 only)"),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="config")  # traced and lowered once for all layers of a model
@@ -134,3 +175,19 @@ def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Ar
     splits_R = (turns_R + share_R - 1) // jnp.maximum(share_R, 1)
     splits_T = jnp.where(cut.valid_T, splits_R[cut.tile_T], 0)
     return jnp.stack(fields, axis=1).astype(jnp.int32), splits_T.astype(jnp.int32)
+
+
+SET = KernelSet(
+    name="triton",
+    attend=attend,
+    write=write.write,
+    copy_blocks=move.copy_blocks,
+    copy_slots=move.copy_slots,
+    gather_blocks=move.gather_blocks,
+    scatter_blocks=move.scatter_blocks,
+    supports=supports,
+    tiles=heuristic,
+    platforms=("gpu",),
+    interpretable=True,
+    prefers_mixed_steps=True,
+)

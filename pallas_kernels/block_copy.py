@@ -5,15 +5,15 @@ Ids are not checked on the device, where a source beyond the pages is clamped an
 
 from __future__ import annotations
 
-import functools
-from typing import TypeVar
+import operator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt8
 
-from pallas_kernels.backends import first_that_takes
-from pallas_kernels.block_copy import triton, xla
+from pallas_kernels.kernel_set import Call
+from pallas_kernels.sets import first_that_takes
 
 Pages = TypeVar("Pages")  # any pytree of arrays [P, S, ...]
 
@@ -32,8 +32,8 @@ def copy_blocks(
     named as destination twice, but for the null block: pad the two with (0, 0).
 
     Args:
-        backend: "xla", "triton", or "auto": the kernels where JAX's default backend is a GPU.
-        interpret: run the kernels on CPU, operation by operation.
+        backend: one of `BACKENDS`, or "auto": kernels first where JAX's default backend is a GPU.
+        interpret: run the kernels on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it and its value.
@@ -41,13 +41,7 @@ def copy_blocks(
     """
     leaves, tree = _flattened(pages, axes=1)
     source, destination = _pairs(source, destination)
-    copied = first_that_takes(
-        "copy_blocks",
-        functools.partial(xla.copy_blocks, leaves, source, destination),
-        functools.partial(triton.copy_blocks, leaves, source, destination, interpret=interpret),
-        backend=backend,
-        interpret=interpret,
-    )
+    copied = _chosen("copy_blocks", backend, interpret, leaves, source, destination)
     return jax.tree.unflatten(tree, copied)
 
 
@@ -63,13 +57,7 @@ def copy_slots(
     same P and S."""
     leaves, tree = _flattened(pages, axes=2)
     source, destination = _pairs(source, destination)
-    copied = first_that_takes(
-        "copy_slots",
-        functools.partial(xla.copy_slots, leaves, source, destination),
-        functools.partial(triton.copy_slots, leaves, source, destination, interpret=interpret),
-        backend=backend,
-        interpret=interpret,
-    )
+    copied = _chosen("copy_slots", backend, interpret, leaves, source, destination)
     return jax.tree.unflatten(tree, copied)
 
 
@@ -80,13 +68,7 @@ def gather_blocks(
     interpretation and errors are those of `copy_blocks`."""
     leaves, _ = _flattened(pages, axes=1)
     blocks = _ids("blocks", blocks)
-    return first_that_takes(
-        "gather_blocks",
-        functools.partial(xla.gather_blocks, leaves, blocks),
-        functools.partial(triton.gather_blocks, leaves, blocks, interpret=interpret),
-        backend=backend,
-        interpret=interpret,
-    )
+    return _chosen("gather_blocks", backend, interpret, leaves, blocks)
 
 
 def scatter_blocks(
@@ -106,14 +88,13 @@ def scatter_blocks(
         raise ValueError(
             f"contents must be uint8 {(blocks.shape[0], block_bytes)}, but are {contents.dtype} {contents.shape}"
         )
-    scattered = first_that_takes(
-        "scatter_blocks",
-        functools.partial(xla.scatter_blocks, leaves, blocks, contents),
-        functools.partial(triton.scatter_blocks, leaves, blocks, contents, interpret=interpret),
-        backend=backend,
-        interpret=interpret,
-    )
+    scattered = _chosen("scatter_blocks", backend, interpret, leaves, blocks, contents)
     return jax.tree.unflatten(tree, scattered)
+
+
+def _chosen(operation: str, backend: str, interpret: bool, *arguments: Any) -> Any:
+    pick = operator.attrgetter(operation)
+    return first_that_takes(operation, pick, *arguments, call=Call(interpret=interpret), backend=backend)
 
 
 def _flattened(pages: Pages, *, axes: int) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:

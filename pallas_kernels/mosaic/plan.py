@@ -11,7 +11,7 @@ from jax import lax
 
 ROWS = 64  # query rows of a warpgroup: wgmma's M
 TREE_WORDS = 2  # of 32 bits: a tree has at most 64 query tokens
-ROW, FIRST, LAST = range(3)  # columns of a tile's description; `_describe` in mosaic.py says more
+ROW, FIRST, LAST = range(3)  # columns of a tile's description; `_describe` in sets/mosaic.py says more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,31 +20,30 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend
-from pallas_kernels.triton_backend import load, store
-
-Leaves = list[jax.Array]  # of the pages, each [P, S, ...]; below, each [rows, width]
+from pallas_kernels.kernel_set import Leaves
+from pallas_kernels.triton import backend
+from pallas_kernels.triton.backend import load, store
 
 MAX_ARRAYS = 128  # of a launch: its parameters are two pointers for each, of 4 KiB that a kernel may have
 IN_FLIGHT = 16  # arrays of which a program loads its tile before it stores it: 4 registers for each
 TILE_BYTES = 32 * 16  # of an array, a program moves at most what a warp takes at once
 
 
-def copy_blocks(leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool) -> Leaves:
+def copy_blocks(leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool = False) -> Leaves:
     return _copy_rows(leaves, [leaf.shape[0] for leaf in leaves], source, destination, interpret)
 
 
-def copy_slots(leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool) -> Leaves:
+def copy_slots(leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool = False) -> Leaves:
     return _copy_rows(leaves, [leaf.shape[0] * leaf.shape[1] for leaf in leaves], source, destination, interpret)
 
 
-def gather_blocks(leaves: Leaves, blocks: jax.Array, *, interpret: bool) -> jax.Array:
+def gather_blocks(leaves: Leaves, blocks: jax.Array, *, interpret: bool = False) -> jax.Array:
     flat = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
     parts = [_gather(some, blocks, None, jnp.dtype("uint8"), interpret) for some in _batches(flat)]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def scatter_blocks(leaves: Leaves, blocks: jax.Array, contents: jax.Array, *, interpret: bool) -> Leaves:
+def scatter_blocks(leaves: Leaves, blocks: jax.Array, contents: jax.Array, *, interpret: bool = False) -> Leaves:
     flat = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
     scattered: Leaves = []
     for some in _batches(flat):
@@ -77,14 +76,14 @@ def _offsets(leaves: Leaves, staging_dtype: jnp.dtype) -> list[int]:
 
 
 def _gather(
-    leaves: Leaves, source: jax.Array, destination: jax.Array | None, dtype: jnp.dtype, interpret: bool
+    leaves: Leaves, source: jax.Array, destination: jax.Array | None, dtype: jnp.dtype, interpret: bool = False
 ) -> jax.Array:
     offsets = _offsets(leaves, dtype)
     staging = jax.ShapeDtypeStruct((source.shape[0], offsets[-1]), dtype)
     if 0 in staging.shape:
         return jnp.zeros(staging.shape, dtype)
     num_tiles = _num_tiles(leaves)
-    call = triton_backend.kernel_call(
+    call = backend.kernel_call(
         functools.partial(_gather_kernel, offsets=offsets, num_tiles=num_tiles),
         name="gather_rows",
         grid=(source.shape[0], num_tiles),
@@ -97,13 +96,13 @@ def _gather(
 
 
 def _scatter(
-    leaves: Leaves, source: jax.Array | None, destination: jax.Array, staging: jax.Array, interpret: bool
+    leaves: Leaves, source: jax.Array | None, destination: jax.Array, staging: jax.Array, interpret: bool = False
 ) -> Leaves:
     if 0 in staging.shape:
         return leaves
     before = 2 if source is None else 3  # operands; None is none
     num_tiles = _num_tiles(leaves)
-    call = triton_backend.kernel_call(
+    call = backend.kernel_call(
         functools.partial(_scatter_kernel, offsets=_offsets(leaves, staging.dtype), num_tiles=num_tiles),
         name="scatter_rows",
         grid=(destination.shape[0], num_tiles),

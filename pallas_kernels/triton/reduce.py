@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels.triton import backend as tb
 
 
 def reduce_splits(

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels.paged_attention import mosaic, reference, scan, triton
-from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.tiles import Tiles
-
-_XLA: dict[str, Callable[[Arguments], jax.Array]] = {"reference": reference.attend, "scan": scan.attend}
-_KERNELS: dict[str, Callable[..., jax.Array]] = {"triton": triton.attend, "mosaic": mosaic.attend}
-_AUTO = {"gpu": ("triton", "mosaic", "scan", "reference"), "interpret": ("triton", "mosaic"), "": ("scan", "reference")}
-
-XLA_BACKENDS = tuple(_XLA)
-BACKENDS = (*XLA_BACKENDS, *_KERNELS)
-INTERPRETABLE_BACKENDS = ("triton", "mosaic") if mosaic.INTERPRETABLE else ("triton",)  # on CPU, with interpret=True
+from pallas_kernels.arguments import Arguments
+from pallas_kernels.kernel_set import Call, KernelSet
+from pallas_kernels.kv_write import checked
+from pallas_kernels.sets import first_that_takes
+from pallas_kernels.tiles import Tiles
 
 
 def paged_attention(
@@ -64,9 +61,6 @@ def paged_attention(
         ValueError, TypeError: an argument does not fit; the text names it and its value.
         NotImplementedError: no backend takes the call; the text has every backend's reason.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, not {backend!r}")
-    longest = max((1, *jnp.shape(q_TNH)[:1]))
     arguments = Arguments(
         q_TNH=q_TNH,
         k_pages=k_pages,
@@ -80,26 +74,57 @@ def paged_attention(
         tree_mask_TQ=tree_mask_TQ,
         k_scale=k_scale,
         v_scale=v_scale,
-        max_query_len=longest if max_query_len is None else min(max_query_len, longest),
+        max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
+    call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments, tiles=tiles)
+    return first_that_takes(
+        "paged_attention", lambda each: functools.partial(_attend, each), arguments, call=call, backend=backend
+    )
+
+
+def write_and_attend(
+    k_TKH: Float[Array, "T K H"],
+    v_TKH: Float[Array, "T K H"],
+    slots_T: Int[Array, "T"],
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+    **attention: Any,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """`write_kv` and then `paged_attention` over what it returns, by one kernel set, which may have one kernel for both.
+
+    attention: arguments of `paged_attention` by name, but for `tiles`; the pages are those before the write.
+
+    Returns the output of `paged_attention` and what `write_kv` returns. Raises as they do.
+    """
+    arguments = Arguments(**{name: value for name, value in attention.items() if value is not None})
+    pages = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
+    k_TKH, v_TKH, *_, slots_T, _, _ = checked(k_TKH, v_TKH, *pages)
+    call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
+    return first_that_takes(
+        "write_and_attend",
+        lambda each: functools.partial(_write_and_attend, each),
+        *(k_TKH, v_TKH, slots_T, arguments),
+        call=call,
+        backend=backend,
+    )
+
+
+def _attend(each: KernelSet, arguments: Arguments, **options: Any) -> jax.Array:
     if not arguments.q_TNH.shape[0] or not arguments.context_len_B.shape[0]:
         return jnp.zeros_like(arguments.q_TNH)  # no tokens, or nothing but padding
-    platform = "interpret" if interpret else "gpu" if jax.default_backend() == "gpu" else ""
-    refusals = []
-    for name in _AUTO[platform] if backend == "auto" else (backend,):
-        try:
-            return _attend(name, arguments, tiles, interpret)
-        except NotImplementedError as refusal:
-            refusals.append(f"{name}: {refusal}")
-    raise NotImplementedError("no backend of paged_attention takes this call: " + "; ".join(refusals))
+    return each.attend(arguments, **options)
 
 
-def _attend(name: str, arguments: Arguments, tiles: Tiles | None, interpret: bool) -> jax.Array:
-    if kernel := _KERNELS.get(name):
-        return kernel(arguments, tiles, interpret=interpret)
-    if interpret or tiles is not None:
-        raise NotImplementedError("no kernel, so it takes neither interpret nor tiles")
-    return _XLA[name](arguments)
+def _write_and_attend(
+    each: KernelSet, k_TKH: jax.Array, v_TKH: jax.Array, slots_T: jax.Array, arguments: Arguments, **options: Any
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    if each.write_and_attend is not None:
+        return each.write_and_attend(k_TKH, v_TKH, slots_T, arguments, **options)
+    old = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
+    pages = each.write(k_TKH, v_TKH, *old, **options)
+    written: dict[str, Any] = dict(zip(("k_pages", "v_pages", "k_scale", "v_scale"), pages, strict=False))
+    return _attend(each, dataclasses.replace(arguments, **written), **options), pages
 
 
 def pages_from_PSKH(pages_PSKH: Num[Array, "P S K H"]) -> Num[Array, "P S K H"]:

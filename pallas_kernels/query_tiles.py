@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.arguments import Arguments
+from pallas_kernels.arguments import Arguments
 
 
 @dataclass(frozen=True)

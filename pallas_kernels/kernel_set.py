@@ -1,0 +1,84 @@
+"""What a kernel set is: one implementation of every operation on pages, and what it says of itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pallas_kernels.arguments import Arguments
+from pallas_kernels.tiles import Shape, Tiles
+
+Leaves = list[jax.Array]  # of the pages, each [P, S, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a set is asked to take.
+
+    interpret: run kernels on CPU, operation by operation.
+    page_dtype: of pages that are read or written as numbers; None where blocks are moved as they are.
+    attention, tiles: of attention; None in other operations, and where they are not known yet.
+    """
+
+    interpret: bool = False
+    page_dtype: str | None = None
+    attention: Arguments | None = None
+    tiles: Tiles | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSet:
+    """The operations get arguments that were checked (`paged_attention`, `kv_write` and `block_copy` say what they mean), and only calls
+    that `supports` takes; `interpret=True` and `tiles` are passed where a call has them. They may still raise `NotImplementedError` with a
+    reason.
+
+    attend: (Arguments) -> out_TNH.
+    write: (k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale) -> the pages, and the scales where there are any.
+    copy_blocks, copy_slots: (leaves, source, destination) -> leaves.
+    gather_blocks: (leaves, blocks) -> bytes. scatter_blocks: (leaves, blocks, bytes) -> leaves.
+    write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns, where one kernel does both.
+    supports: (jax.Device, Call) -> why not, or None. Kernels are also lowered for GPUs that are not there: then the device is a CPU.
+    tiles: how a call of this shape is cut where nobody has measured; None for a set that takes no tiles.
+    platforms: of JAX, where it runs natively; empty for plain XLA, which runs everywhere.
+    interpretable: whether its kernels run on CPU with interpret=True.
+    prefers_mixed_steps: whether rows that decode and prompt chunks are best computed in one step.
+    """
+
+    name: str
+    attend: Callable[..., jax.Array]
+    write: Callable[..., tuple[jax.Array, ...]]
+    copy_blocks: Callable[..., Leaves]
+    copy_slots: Callable[..., Leaves]
+    gather_blocks: Callable[..., jax.Array]
+    scatter_blocks: Callable[..., Leaves]
+    write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]] | None = None
+    supports: Callable[[Any, Call], str | None]
+    tiles: Callable[[Shape], Tiles] | None = None
+    platforms: tuple[str, ...] = ()
+    interpretable: bool = False
+    prefers_mixed_steps: bool = False
+
+    def runs_on(self, platform: str) -> bool:
+        return not self.platforms or platform in self.platforms
+
+
+def first_reason(*reasons: tuple[Any, str]) -> str | None:
+    """The text of the first pair that begins with something true."""
+    return next((text for refused, text in reasons if refused), None)
+
+
+def capability(device: Any) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU, (0, 0) of a GPU of another maker, None of what is no GPU."""
+    if device.platform != "gpu":
+        return None
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def described(device: Any) -> str:
+    """A GPU as a refusal names it."""
+    return f"{device.device_kind} has {getattr(device, 'compute_capability', 'none')}"

@@ -1,0 +1,66 @@
+"""The registry of kernel sets, a file each, and the one way to choose among them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from pallas_kernels.kernel_set import Call, KernelSet
+from pallas_kernels.sets import mosaic, reference, scan, triton
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# In the order in which "auto" tries them. Each has the name of its file, so that names can be listed without importing JAX.
+SETS: dict[str, KernelSet] = {each.name: each for each in (triton.SET, mosaic.SET, scan.SET, reference.SET)}
+
+BACKENDS = tuple(SETS)
+DEFINITION = reference.SET.name  # of what the others must give
+XLA_BACKENDS = tuple(name for name, each in SETS.items() if not each.platforms)
+KERNEL_BACKENDS = tuple(name for name, each in SETS.items() if each.platforms)
+INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.interpretable)  # on CPU, with interpret=True
+
+
+def candidates(backend: str, platform: str, *, interpret: bool = False) -> tuple[KernelSet, ...]:
+    """The sets to try, in order: that of this name, or for "auto" those that run on the platform; to be interpreted, those with kernels.
+
+    Raises ValueError where no set has this name.
+    """
+    if backend == "auto":
+        return tuple(each for each in SETS.values() if (each.platforms if interpret else each.runs_on(platform)))
+    if backend not in SETS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(SETS)}, not {backend!r}")
+    return (SETS[backend],)
+
+
+def first_that_takes(
+    operation: str, pick: Callable[[KernelSet], Callable[..., Result]], *arguments: Any, call: Call, backend: str
+) -> Result:
+    """What the first candidate that takes the call makes of the arguments. `pick`: its function for this operation.
+
+    Raises:
+        ValueError: no set has this name.
+        NotImplementedError: no set takes the call; the text has every set's reason.
+    """
+    device, refusals = jax.devices()[0], list[str]()
+    options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
+    for each in candidates(backend, jax.default_backend(), interpret=call.interpret):
+        try:
+            if (reason := each.supports(device, call)) is None:
+                result = pick(each)(*arguments, **options)
+                if refusals and not each.platforms:
+                    _warn_once(f"{operation} is left to plain XLA ({each.name}), which is slow: {'; '.join(refusals)}")
+                return result
+        except NotImplementedError as refusal:
+            reason = str(refusal)
+        refusals.append(f"{each.name}: {reason}")
+    raise NotImplementedError(f"no backend of {operation} takes this call: " + "; ".join(refusals))
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)

@@ -1,0 +1,1 @@
+"""Kernels through Pallas' Triton backend: attention, writing keys and values, moving blocks."""
