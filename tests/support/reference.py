@@ -49,7 +49,7 @@ def _settings() -> Iterator[str]:
     yield ""
     for title, config, flags, prefix in (
         ("The engine", EngineConfig, ENGINE_FLAGS, "JAXPAGE_"),
-        ("The server", ServerConfig, SERVER_FLAGS, "JAXPAGE_SERVER_"),
+        ("The server", ServerConfig, SERVER_FLAGS, "JAXPAGE_"),
     ):
         yield f"## {title}"
         yield ""
