@@ -122,5 +122,5 @@ def pytest_addoption(parser):
     parser.addoption(
         "--write-support-matrix",
         action="store_true",
-        help="write docs/support-matrix.md and jaxpage/support_matrix.json anew",
+        help="write docs/reference/support-matrix.md and jaxpage/support_matrix.json anew",
     )

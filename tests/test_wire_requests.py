@@ -461,7 +461,7 @@ def test_a_field_that_is_null_counts_as_left_out(model: Any, opens: Any, body: d
 
 
 def test_the_document_says_what_asks_for_nothing() -> None:
-    document = (Path(__file__).parents[1] / "docs" / "wire-format.md").read_text().replace("\n", " ")
+    document = (Path(__file__).parents[1] / "docs" / "reference" / "wire-format.md").read_text().replace("\n", " ")
     endpoints = {"completions": CompletionRequest, "chat": ChatCompletionRequest}
 
     def cell(name: str, model: Any) -> str:

@@ -114,7 +114,7 @@ ENGINE_FLAGS = (
     Flag(
         "speculative_config",
         json_object,
-        'how what follows is drafted: {"method": "ngram"}, "suffix", "lookahead", ... (docs/speculation.md); default: not',
+        'speculative decoding, as JSON, such as {"method": "ngram"} (docs/guides/speculation.md); default: off',
         "JSON",
     ),
     Flag("tensor_parallel_size", int, "devices to split the model over (this version: 1)"),

@@ -65,7 +65,7 @@ def _setting_rows(config: Any, flags: Iterable[Flag], prefix: str) -> Iterator[t
 
 
 def _sampling() -> Iterator[str]:
-    yield "How the parameters of a request work together, and in which order, is in [decoding](../decoding.md)."
+    yield "How the parameters of a request work together, and in which order, is in [decoding](../guides/decoding.md)."
     yield ""
     for kind in (SamplingParams, BeamSearchParams):
         yield f"## `{kind.__name__}`"

@@ -1,4 +1,4 @@
-// Makes snapshots of a recorded event log (docs/event-log.md), with no engine: follows the block tables that the plans hold, and works
+// Makes snapshots of a recorded event log (docs/reference/event-log.md), without an engine: follows the block tables of the plans, and works
 // out what lies between them: forks, releases, and which blocks the prefix index knows.
 
 import { close, compute, wait } from "./timeline.js";
