@@ -177,7 +177,7 @@ class LLM:
             raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
         if (length := len(requests[0].token_ids)) + 2 > self.memory.max_model_len:
             raise ValueError(
-                f"The prefix has {length} tokens; a prompt must go on behind it, and max_model_len is {self.memory.max_model_len}"
+                f"The prefix has {length} tokens, which leaves no room for a prompt after it: max_model_len is {self.memory.max_model_len}"
             )
         return self._calls.pin(requests[0])
 

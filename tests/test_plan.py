@@ -306,7 +306,7 @@ def test_what_a_cpu_ignores_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 WRONG_USE = [
-    (("--memory", "0"), "not more than nothing: '0'"),
+    (("--memory", "0"), "must be more than 0, got '0'"),
     (("--memory", "24"), "argument --memory: 24 without a unit is 24 bytes; write 24GiB or 24MiB"),
     (("--kv-cache-memory-bytes", "4"), "argument --kv-cache-memory-bytes: 4 without a unit is 4 bytes; write 4GiB"),
     (("--memory", "24GX"), "not an amount of memory such as 24GiB, 40GB or bytes: '24GX'"),

@@ -101,7 +101,7 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
     if config.scheduling_policy == "priority" and config.new_requests_wait_until == "completed":
         yield (
             "new_requests_wait_until",
-            "cannot be 'completed' while scheduling_policy is 'priority': the urgent go first",
+            "cannot be 'completed' while scheduling_policy is 'priority': requests of higher priority do not wait",
         )
     if config.speculative_config is not None:
         yield from (("speculative_config", text) for text in config.speculative_config.problems())
