@@ -218,7 +218,21 @@ def test_the_tables_have_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.
     assert ["KV", "bytes", "per", "token", "131,072"] in lines
     for row in plan["users_by_length"]:
         assert [f"{row[name]:,}" for name in ("length", "blocks", "users")] in lines
-    assert ["max_num_seqs", "lets", "64", "of", "them", "run;", "the", "others", "wait."] in lines
+    assert [
+        "At",
+        "most",
+        "64",
+        "of",
+        "them",
+        "run",
+        "at",
+        "a",
+        "time",
+        "(max_num_seqs);",
+        "the",
+        "others",
+        "wait.",
+    ] in lines
     assert ["float32", "auto", "1", "does", "not", "fit"] in lines
     for option in plan["alternatives"]:
         if option["error"] is None:

@@ -21,6 +21,13 @@ def test_the_reference_is_what_the_code_says(request: pytest.FixtureRequest) -> 
         assert path.read_text() == text, f"{name} is old: pytest tests/test_reference.py --write-reference"
 
 
+def test_every_setting_and_parameter_is_explained() -> None:
+    for name, column in (("settings.md", 2), ("sampling-parameters.md", 3)):
+        rows = [line[2:-2].split(" | ") for line in pages()[name].splitlines() if line.startswith("| `")]
+        silent = [row[0] for row in rows if not row[column].strip()]
+        assert rows and not silent, f"{name}: {', '.join(silent)}"
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
 def test_links_lead_somewhere(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)

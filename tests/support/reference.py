@@ -87,11 +87,13 @@ def _sampling() -> Iterator[str]:
 
 
 def _comments(kind: type) -> dict[str, str]:
-    """What stands beside a field in the source."""
+    """The comment beside a field in the source, or on the line above it."""
     found = {}
+    above = ""
     for line in inspect.getsource(kind).splitlines():
         if match := re.fullmatch(r"    (\w+): [^=#]+?(?:  # (.*))?", line):
-            found.setdefault(match[1], match[2] or "")
+            found.setdefault(match[1], match[2] or above)
+        above = line.removeprefix("    # ") if line.startswith("    # ") else ""
     return found
 
 
