@@ -101,11 +101,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--optimized", action="store_true", help="all engines are compiled as for users: see the mark of this name"
     )
+    parser.addoption("--write-reference", action="store_true", help="write the pages of docs/reference/ anew")
     parser.addoption(
         "--write-durations", action="store_true", help="write tests/durations.json anew, for the files that run"
     )
     parser.addoption(
         "--write-support-matrix",
         action="store_true",
-        help="write docs/support-matrix.md and jaxpage/support_matrix.json anew",
+        help="write docs/reference/support-matrix.md and jaxpage/support_matrix.json anew",
     )

@@ -398,7 +398,7 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.truncate(MAX_LINE_BYTES + 2)
-    with pytest.raises(EventLogError, match="line 1: a line of more than"):
+    with pytest.raises(EventLogError, match="line 1: a line has more than"):
         replay_module.replay(path)
 
 
@@ -417,7 +417,7 @@ def test_a_header_that_is_none_is_refused(crowd: Path, tmp_path: Path, change: d
     with pytest.raises(EventLogError, match=f"(?s)line 1: .*{message}"):
         replay_module.replay(write(tmp_path / "a.jsonl", [{**first, **change}, *rest]))
     (tmp_path / "empty").touch()
-    with pytest.raises(EventLogError, match="no event log"):
+    with pytest.raises(EventLogError, match="not an event log"):
         replay_module.replay(tmp_path / "empty")
 
 
@@ -799,7 +799,7 @@ def test_a_missing_event_shows_where_it_is_missed(llm: LLM, crowd: Path, tmp_pat
     assert "sequences[0] of its arrival" in (replayed(llm, write(path, records[:3] + records[4:])).difference or "")
 
     plan = find(records, "plan", nth=10)
-    with pytest.raises(EventLogError, match=f"line {plan + 1}: nothing led to this result of step 11"):
+    with pytest.raises(EventLogError, match=f"line {plan + 1}: the log has no cause for this result of step 11"):
         replayed(llm, write(path, records[:plan] + records[plan + 1 :]))
     assert step_of(replayed(llm, write(path, records[: plan + 1] + records[plan + 2 :]))) == 12  # as if interrupted
 

@@ -618,7 +618,7 @@ def test_equal_seeds_give_equal_texts(server: Running, client: httpx.Client) -> 
 
 
 def test_special_tokens_in_text_are_special(server: Running, client: httpx.Client) -> None:
-    """In prompts and in messages, as docs/serving.md says. Of a token's parts nothing is special."""
+    """In prompts and in messages, as docs/guides/serving.md says. Of a token's parts nothing is special."""
     special = {"prompt": "a<|endoftext|>"}, {"messages": [said("a<|endoftext|>")]}
     for body in special:
         assert 0 in client.post("/tokenize", json=body).json()["tokens"]

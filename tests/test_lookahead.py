@@ -421,11 +421,11 @@ def test_any_number_of_drafts_gives_sizes_that_fit() -> None:
     [
         (
             {"lookahead_window": 15, "lookahead_ngram": 5, "lookahead_guesses": 15},
-            "lookahead_window 15, lookahead_ngram 5 and lookahead_guesses 15 take 119 drafts, above the 63 that a step holds",
+            "lookahead_window 15, lookahead_ngram 5 and lookahead_guesses 15 take 119 drafts, more than the 63 that fit in a step",
         ),
         (
             {"num_speculative_tokens": 3, "lookahead_ngram": 5},
-            "lookahead_window 1, lookahead_ngram 5 and lookahead_guesses 1 take 7 drafts, above num_speculative_tokens, 3",
+            "lookahead_window 1, lookahead_ngram 5 and lookahead_guesses 1 take 7 drafts, more than num_speculative_tokens, 3",
         ),
         (
             {"method": "ngram", "lookahead_window": 3},

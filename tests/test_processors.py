@@ -495,7 +495,7 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
     ended, beside = llm.generate([[7, 8], PROMPT], [params, other], use_tqdm=False)
     (output,) = ended.outputs
     assert (output.finish_reason, len(output.token_ids)) == ("error", 1) and output.token_ids[0] in (1, 2)
-    assert "leaves no token that could be drawn" in output.stop_reason
+    assert "leave no token to sample" in output.stop_reason
     assert beside.outputs == want.outputs
     assert llm.stats()["prefix_cache_hits_total"] > hits
     (again,) = llm.generate(PROMPT, other, use_tqdm=False)
@@ -522,7 +522,7 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
         (
             {"allowed_token_ids": [3, 0], "min_tokens": 2, "stop_token_ids": [3]},
             ValueError,
-            "nothing could be drawn: all of allowed_token_ids ends the text before min_tokens=2",
+            "all tokens are masked: all of allowed_token_ids ends the text before min_tokens=2",
         ),
         (
             {"allowed_token_ids": [3, 4], "min_tokens": 2, "stop_token_ids": [3], "bad_words": ["4"]},

@@ -81,7 +81,7 @@ def test_wrong_answers_logs_and_statuses_are_seen() -> None:
     assert _found(tally=Tally(errors=Counter({"anchor: another text than before": 2}))) == [
         "2 x anchor: another text than before"
     ]
-    assert _found(log=Counter({"error: a step broke off": 1})) == ["1 x in the server's log: error: a step broke off"]
+    assert _found(log=Counter({"error: a step failed": 1})) == ["1 x in the server's log: error: a step failed"]
     assert _found(status=1) == ["the server's exit status is 1"]
 
 

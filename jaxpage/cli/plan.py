@@ -174,7 +174,7 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
         *aligned([("tokens", "blocks", "users"), *(tuple(f"{number:,}" for number in row) for row in users)]),
     ]
     if users[0][-1] > seats:
-        lines.append(f"max_num_seqs lets {seats} of them run; the others wait.")
+        lines.append(f"At most {seats} of them run at a time (max_num_seqs); the others wait.")
     return [*lines, ""]
 
 

@@ -136,12 +136,14 @@ class Server:
 
     async def _health(self, request: Request) -> Response:
         if not self._loop.healthy:
-            raise ApiError(503, "The engine does not go on", code="unhealthy")
+            raise ApiError(503, "The engine has stopped, or a step takes too long", code="unhealthy")
         return json_answer({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
         if self.visitors.is_closed or not self._loop.ready:
-            raise ApiError(503, "No requests are taken now", code="not_ready")
+            raise ApiError(
+                503, "The server does not accept requests now: it is starting or shutting down", code="not_ready"
+            )
         return json_answer({"status": "ready"})
 
     async def _exposition(self, request: Request) -> Response:
@@ -220,7 +222,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = {404: "There is nothing at this path", 405: "This path has no such method"}.get(
+    message = {404: "This path does not exist", 405: "This path does not support the method"}.get(
         error.status_code, error.detail
     )
     return error_answer(ApiError(error.status_code, message, code=code, headers=error.headers))

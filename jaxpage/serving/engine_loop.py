@@ -264,8 +264,8 @@ class EngineLoop:
 
     def _recover(self, error: Exception) -> None:
         """After a step that could neither be taken nor be failed: all requests end, and the engine is empty and whole, or dies."""
-        logger.error("a step broke off; all requests end with an error", exc_info=error)
-        self._end_all(EngineFailed("The engine failed while it generated"))
+        logger.error("a step failed; all requests end with an error", exc_info=error)
+        self._end_all(EngineFailed("The engine failed during generation"))
         self.engine.abort_all()
         self.engine.recover()
         stats = self.engine.stats()
@@ -273,7 +273,7 @@ class EngineLoop:
             self.engine.has_unfinished
             or stats["num_blocks_free"] + stats["num_blocks_pinned"] != stats["num_blocks_total"]
         ):
-            raise RuntimeError("blocks are lost behind a step that broke off") from error
+            raise RuntimeError("KV blocks were not freed after a failed step") from error
 
     def _add(self, submitted: list[Submitted], name: str) -> None:
         reporters: dict[str, Reporter] = {}
@@ -299,8 +299,8 @@ class EngineLoop:
         try:
             output = reporter.delta() if one.stream else reporter.whole()
         except Exception as error:
-            logger.error("the output of request %s cannot be told", one.request_id, exc_info=error)
-            self._end(one, EngineFailed("The engine failed while it told what was generated"))
+            logger.error("the output of request %s cannot be reported", one.request_id, exc_info=error)
+            self._end(one, EngineFailed("The engine failed to report the output"))
             return
         self._news.append((one, output))
         if output.finished:
