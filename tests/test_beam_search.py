@@ -417,7 +417,8 @@ def test_whatever_happens_around_them(engine, directories, prompts, lone):
         SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True),
     ]
     strangers = [[7] * 150, [8] * 140]
-    with make_llm(directories[family], **ENGINES[engine]) as llm:
+    crowd = {} if engine == "blocks of 4" else {"max_num_seqs": 16}  # as many as `llm` has
+    with make_llm(directories[family], **ENGINES[engine], **crowd) as llm:
         alone = [llm.generate(*one, use_tqdm=False)[0].outputs for one in zip(strangers, others, strict=True)]
         num_preemptions = 0
         for order in (range(5), range(4, -1, -1)):
@@ -436,7 +437,7 @@ def test_whatever_happens_around_them(engine, directories, prompts, lone):
 def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
     """In its prompt, before and after it forks, when some have ended: it comes back as it was."""
     stride = 1 if family == "llama" else 3
-    with make_llm(directories[family], **SMALL_POOL, preemption_mode=mode) as llm:
+    with make_llm(directories[family], **SMALL_POOL, max_num_seqs=16, preemption_mode=mode) as llm:
         engine = llm._engine
         for step in range(1, 16, stride):
             llm.reset_prefix_cache()

@@ -671,7 +671,7 @@ def test_pins_go_with_the_pages(llm, caplog):
 
 def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
     """What it has moved is in the tables, and not in the pages: everything is computed again."""
-    settings = {"num_blocks": 18, "max_model_len": 150, "preemption_mode": "swap", "enable_prefix_caching": False}
+    settings = {"num_blocks": 18, "preemption_mode": "swap", "enable_prefix_caching": False}
     params = dataclasses.replace(GREEDY, max_tokens=60)
     prompts = prompts_of(60, 61, 62)
     with make_llm(directory, **settings) as llm:

@@ -455,7 +455,7 @@ def test_aborts_and_resets(llm: LLM, tmp_path: Path) -> None:
 def test_swaps_pins_and_a_fair_policy(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     settings = {"num_blocks": 18, "preemption_mode": "swap", "scheduling_policy": "fair", "enable_mixed_steps": True}
-    with make_llm(directory, max_model_len=150, event_log=str(path), **settings) as llm:
+    with make_llm(directory, event_log=str(path), **settings) as llm:
         system, *prompts = prompts_of(21, 40, 61, 9, 33, 70)
         pinned = llm.pin_prefix(system)
         params = [dataclasses.replace(LONG, max_tokens=60, user=user) for user in "aabab"]

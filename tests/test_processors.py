@@ -445,10 +445,10 @@ def test_no_bad_word_comes_out(rich, rich_alone):
             assert not any(ends_with(output.token_ids[:end], word) for end in range(len(output.token_ids) + 1))
 
 
-ENGINES = {  # in shapes that tests/test_path_independence.py has compiled
-    "recompute": SMALL_POOL,
-    "swap": {**SMALL_POOL, "preemption_mode": "swap"},
-    "blocks of 4": {**BLOCKS_OF_4},
+ENGINES = {
+    "recompute": {**SMALL_POOL, "num_blocks": 25},
+    "swap": {**SMALL_POOL, "num_blocks": 25, "preemption_mode": "swap"},
+    "blocks of 4": BLOCKS_OF_4,
 }
 
 
