@@ -17,7 +17,7 @@ from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.buckets import make_menu
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
-from jaxpage.scheduling.open_plan import OpenPlan
+from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.step.request import Sequence, SequenceGroup
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -678,7 +678,7 @@ def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
         want = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         assert llm.stats()["num_preemptions_total"]["swap"] > 0
         streams = [llm.stream(prompt, params) for prompt in prompts]
-        scheduler, freeze = llm._engine.scheduler, OpenPlan.freeze
+        scheduler, freeze = llm._engine.scheduler, PlanBuilder.freeze
 
         def fails_once(step, *rest):
             if step.swap_out:
@@ -686,7 +686,7 @@ def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
                 raise OSError("in the middle of planning")
             return freeze(step, *rest)
 
-        monkeypatch.setattr(OpenPlan, "freeze", fails_once)
+        monkeypatch.setattr(PlanBuilder, "freeze", fails_once)
         tokens = [[] for _ in prompts]
         with pytest.raises(OSError, match="in the middle"):
             for chunk in streams[0]:

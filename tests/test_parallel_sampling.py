@@ -11,7 +11,7 @@ import pytest
 
 from jaxpage import SamplingParams
 from jaxpage.errors import CapacityError, UnsupportedError
-from jaxpage.scheduling.open_plan import OpenPlan
+from jaxpage.scheduling.plan_builder import PlanBuilder
 from tests.support.engines import (
     ENGINES,
     LLAMA,
@@ -139,7 +139,7 @@ def held(llm, sequence_id, num_tokens):
 def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
     """The first to write into the shared last block gets a copy of it, the last writes in place; the others keep what they had."""
     if mistaken:  # the table says that there is a copy, and there is none
-        monkeypatch.setattr(OpenPlan, "add_copies", lambda *_: None)
+        monkeypatch.setattr(PlanBuilder, "add_copies", lambda *_: None)
     engine, manager = llm._engine, llm._engine.scheduler.block_manager
     prompt, copied = prompts[3], llm.stats()["copy_on_write_blocks_total"]
     llm.reset_prefix_cache()

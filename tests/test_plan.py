@@ -12,7 +12,7 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.cli.flags import ENGINE_FLAGS, PLAN_SETTINGS, PLANNED_SETTINGS, byte_size
-from jaxpage.engine.capacity import Form
+from jaxpage.engine.capacity import ModelLayout
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.settings.base import UnsupportedSettings
@@ -419,4 +419,4 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
 
 def test_flags_are_settings() -> None:
     assert set(PLAN_SETTINGS) < {flag.setting for flag in ENGINE_FLAGS}
-    assert set(PLANNED_SETTINGS) == set(PLAN_SETTINGS) & set(Form.__dataclass_fields__) - {"dtype"}
+    assert set(PLANNED_SETTINGS) == set(PLAN_SETTINGS) & set(ModelLayout.__dataclass_fields__) - {"dtype"}

@@ -23,7 +23,7 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.errors import UnsupportedError
-from jaxpage.scheduling.open_plan import sample_of, suppression
+from jaxpage.scheduling.plan_builder import sample_of, suppression
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.step import token_masks
 from jaxpage.step.plan import Row, StepPlan

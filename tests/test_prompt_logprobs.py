@@ -14,7 +14,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.engine import runner as runner_module
 from jaxpage.errors import CapacityError
 from jaxpage.outputs import Logprob
-from jaxpage.scheduling import admitting, committing, open_plan
+from jaxpage.scheduling import admitting, committing, plan_builder
 from tests.support.engines import ENGINES, LLAMA, WIDE, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import SMALL
@@ -157,9 +157,9 @@ def forgets_the_chunk_before(group, edit):
     group.prompt_logprobs[:] = [*edit.logprobs, *group.prompt_logprobs]
 
 
-_scoring, _unpack_drawn, _beginnings = open_plan._scoring, runner_module.unpack_drawn, admitting.beginnings
+_scoring, _unpack_drawn, _beginnings = plan_builder._scoring, runner_module.unpack_drawn, admitting.beginnings
 MISTAKES = {
-    "one too early": (open_plan, "_scoring", one_too_early),
+    "one too early": (plan_builder, "_scoring", one_too_early),
     "of the row before": (runner_module, "unpack_drawn", of_the_row_before),
     "cached all the same": (admitting, "beginnings", cached_all_the_same),
     "chunks in another order": (committing, "_score", forgets_the_chunk_before),

@@ -65,7 +65,7 @@ def _with(**metrics: float) -> Look:
         (_with(num_requests_waiting=1), "num_requests_waiting is 1"),
         (_with(num_blocks_pinned=1), "num_blocks_pinned is 1"),
         (_with(compile_total=11), "compiled in service"),
-        (_with(num_preemptions_total=0), "no request gave way"),
+        (_with(num_preemptions_total=0), "no request was preempted"),
         (replace(WARM, resident_bytes=1101 << 20), "memory grew from 1000 to 1101 MiB"),
         (replace(WARM, num_files=12), "files 9 -> 12"),
         (replace(WARM, num_threads=23), "threads 20 -> 23"),

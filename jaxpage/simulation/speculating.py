@@ -188,7 +188,7 @@ class SpeculativeLoop:
         drafts = self.speculator.propose(self.scheduler.running)
         plan = self.scheduler.plan(drafts)
         assert plan is not None
-        depth = self.speculator.draft_depth(plan, self.scheduler.has_seats)
+        depth = self.speculator.draft_depth(plan, self.scheduler.has_sequence_slots)
         plan = replace(plan, draft_depth=depth)
         self.depths.append(depth)
         edits = self._requests.edits(plan)

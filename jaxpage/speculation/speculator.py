@@ -118,7 +118,7 @@ class ProposingSpeculator:
                 num_rows += 1
                 if sequence.num_pending_tokens > 1:  # the step computes a prompt, and has no room for drafts
                     return {}
-                if not (group.request.beam or group.children_due) and self._can_draft(group.request, sequence):
+                if not (group.request.beam or group.pending_forks) and self._can_draft(group.request, sequence):
                     decoding[sequence.sequence_id] = group.request, sequence
         drafts: dict[int, Draft] = {}
         for sequence_id, num_drafts in self._ask(num_rows, decoding).items():

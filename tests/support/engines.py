@@ -22,7 +22,7 @@ from jaxpage.models.base import KVSpec
 from jaxpage.outputs import CompletionOutput
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling import scheduler as planning
-from jaxpage.scheduling.open_plan import OpenPlan
+from jaxpage.scheduling.plan_builder import PlanBuilder
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -107,20 +107,20 @@ def invariants(llm: LLM) -> None:
 
 
 def give_way(scheduler: Scheduler) -> None:
-    """Makes the newest running group give way at the beginning of the next step, whatever there is room for."""
+    """Preempts the newest running group at the beginning of the next step, whatever there is room for."""
 
-    class Forced(OpenPlan):
+    class Forced(PlanBuilder):
         def __init__(self) -> None:
             super().__init__()
-            planning.OpenPlan = OpenPlan  # type: ignore[misc]
+            planning.PlanBuilder = PlanBuilder  # type: ignore[misc]
             if scheduler.num_running > 1:
                 scheduler._preempt_last(self)
 
-    planning.OpenPlan = Forced  # type: ignore[misc]
+    planning.PlanBuilder = Forced  # type: ignore[misc]
 
 
 def run_giving_way(engine: Engine, step: int) -> None:
-    """Steps an engine until nothing is left; before step `step`, counted from 0, the newest running group gives way."""
+    """Steps an engine until nothing is left; before step `step`, counted from 0, the newest running group is preempted."""
     for number in itertools.count():
         if not engine.has_unfinished:
             return

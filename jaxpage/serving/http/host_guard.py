@@ -14,7 +14,7 @@ from jaxpage.serving.wire.errors import ApiError
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/?#@]+)(:[0-9]*)?")
 
 
-class OwnMachine:
+class HostGuard:
     """Lets a request through whose Host is a name of this machine (another's may have been made to lead here, by DNS), and which no page
     of another origin has sent (browsers send simple requests anywhere, and only keep the answer from the page).
     """
