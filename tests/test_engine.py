@@ -470,7 +470,7 @@ def test_nothing_compiles_after_start_up(llm):
             ]
             llm.generate(prompts, params, use_tqdm=False)
     assert compilations == []
-    assert llm.stats()["compile_total"] == before >= len(llm._engine.builder.menu.buckets) + 1
+    assert llm.stats()["compile_total"] == before
 
 
 def test_a_compilation_would_be_counted(llm):

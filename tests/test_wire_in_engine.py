@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "x", "logit_bias": {"2048": 1}}, "logit_bias", None),
     ({"prompt": "x", "allowed_token_ids": [1, 2**31 - 1]}, "allowed_token_ids", None),
     ({"prompt": "x", "priority": 1}, "priority", None),
-    ({"prompt": "x", "min_tokens": 300, "max_tokens": 300}, "min_tokens", None),
+    ({"prompt": "x", "min_tokens": 600, "max_tokens": 600}, "min_tokens", None),
     ({"prompt": "x", "use_beam_search": True, "n": 100}, "n", None),
     ({"prompt": "x", "n": 5}, "n", None),
     ({"prompt": "x", "n": 1, "best_of": 5}, "best_of", None),
