@@ -399,11 +399,11 @@ class DrawsAGroupApart(Scheduler):
         return admitted
 
 
-class LeaksSeats(Scheduler):
+class LeaksSequenceSlots(Scheduler):
     def _forget(self, group):
-        num_sequence slots = self._num_sequence_slots
+        num_sequence_slots = self._num_sequence_slots
         super()._forget(group)
-        self._num_sequence_slots = num_sequence slots
+        self._num_sequence_slots = num_sequence_slots
 
 
 class AdmitsOutOfOrder(Scheduler):
@@ -445,7 +445,7 @@ class ForgetsMinTokens(Scheduler):
         OverfillsChunks,
         DrawsSamplesFromChunks,
         DrawsAGroupApart,
-        LeaksSeats,
+        LeaksSequenceSlots,
         AdmitsOutOfOrder,
         DropsCopies,
         NeverAlternates,
@@ -628,7 +628,7 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
     assert (sample.row, sample.offset, sample.position) == (0, 7, 40)
 
 
-def test_sequence slots_that_are_free_for_who_waits() -> None:
+def test_sequence_slots_that_are_free_for_who_waits() -> None:
     driver = make_driver(max_tokens=64)
     scheduler = driver.scheduler
     assert not scheduler.has_sequence_slots, "nobody waits"

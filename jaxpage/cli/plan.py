@@ -155,7 +155,7 @@ def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
 
 
 def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
-    plan, layout, kv, sequence slots = chosen.plan, chosen.layout, subject.spec.kv, subject.config.max_num_seqs
+    plan, layout, kv, max_num_seqs = chosen.plan, chosen.layout, subject.spec.kv, subject.config.max_num_seqs
     if plan is None:
         return []
     rows = [
@@ -169,7 +169,7 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
     if chosen.refused:
         rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))
     users = _users(plan)
-    if subject.device.is_cpu and plan.num_blocks - 1 == sequence slots * plan.blocks_for(plan.max_model_len):
+    if subject.device.is_cpu and plan.num_blocks - 1 == max_num_seqs * plan.blocks_for(plan.max_model_len):
         rows.append(("", "(no more blocks than max_num_seqs x max_model_len can use)"))
     lines = [
         *aligned(rows, num_words=2),
@@ -177,8 +177,8 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
         "Users at the same time, by the tokens of each, prompt and output together:",
         *aligned([("tokens", "blocks", "users"), *(tuple(f"{number:,}" for number in row) for row in users)]),
     ]
-    if users[0][-1] > sequence slots:
-        lines.append(f"At most {sequence slots} of them run at a time (max_num_seqs); the others wait.")
+    if users[0][-1] > max_num_seqs:
+        lines.append(f"At most {max_num_seqs} of them run at a time (max_num_seqs); the others wait.")
     return [*lines, ""]
 
 

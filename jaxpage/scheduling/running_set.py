@@ -301,8 +301,8 @@ class RunningSet:
         assert len(self._queue) == len(waiting)
         assert not waiting or waiting[0] is self._queue.first(), "the first is not first"
         assert {g.request.request_id for g in groups if g.num_preemptions} == self._was_preempted
-        num_sequence slots = sum(group.request.num_sequences for group in self._running.values())
-        assert self._num_sequence_slots == num_sequence slots <= self.max_num_seqs
+        num_sequences = sum(group.request.num_sequences for group in self._running.values())
+        assert self._num_sequence_slots == num_sequences <= self.max_num_seqs
         assert {id(s) for _, s in self._sequences.values()} == {id(s) for group in groups for s in group.sequences}
         running = {s.sequence_id: s for group in self._running.values() for s in group.unfinished}
         assert {*running, *manager.pins} == set(manager.sequence_ids), "blocks belong to the running sequences and pins"
