@@ -650,7 +650,7 @@ def test_pins_leave_room_for_what_was_accepted(llm):
             with pytest.raises(CapacityError, match="the pool has 32, of which 16 are pinned"):
                 llm._engine.scheduler.add(_too_long(llm))
         list(stream)
-    for prefix, message in (([], "one prefix, not 0"), (prompts_of(255)[0], "must go on behind it")):
+    for prefix, message in (([], "one prefix, not 0"), (prompts_of(255)[0], "leaves no room for a prompt after it")):
         with pytest.raises(ValueError, match=message):
             llm.pin_prefix(prefix)
     assert pinned.released

@@ -145,6 +145,6 @@ def test_what_the_engine_refuses_has_the_clients_names(
 
 
 def test_a_request_that_leaves_no_token_is_the_clients_fault(llm: LLM, server: ModelContext) -> None:
-    with pytest.raises(ApiError, match="leaves no token") as caught:
+    with pytest.raises(ApiError, match="leave no token") as caught:
         generated(llm, opened(server, {"prompt": "x", "allowed_token_ids": [0], "structured_outputs": {"regex": "a+"}}))
     assert caught.value.status == 400
