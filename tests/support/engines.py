@@ -83,9 +83,10 @@ class _RoomyPages:
     def __getattr__(self, name: str) -> Any:
         return getattr(kv_pages, name)
 
-    def page_shapes(self, kv: KVSpec, num_blocks: int, block_size: int, dtype: Any) -> kv_pages.KVPages:
+    def page_shapes(self, kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any) -> kv_pages.KVPages:
         self._asked = kv_pages.page_shapes(kv, num_blocks, block_size, dtype)
-        return kv_pages.page_shapes(kv, max(num_blocks, _DEVICE_BLOCKS.get(block_size, 0)), block_size, dtype)
+        least = _DEVICE_BLOCKS.get(block_size, 0) if len(set(num_blocks)) == 1 else 0
+        return kv_pages.page_shapes(kv, [max(count, least) for count in num_blocks], block_size, dtype)
 
     def num_bytes(self, pages: kv_pages.KVPages) -> int:
         """Of what was asked: it goes into the table of the memory."""
