@@ -55,6 +55,7 @@ class LLM:
         built = open_engine(self.config, progress=use_tqdm, verbose=verbose)
         self._engine = built.engine
         self.tokenizer = built.tokenizer
+        self.spec = built.spec
         self.memory = built.memory
         self.sampling_defaults = built.sampling_defaults  # what the model's generation_config.json says of sampling
         self._calls = Calls(built.engine)

@@ -31,6 +31,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _private_directory())
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Of torch, the oracle: with two threads on a busy machine a tiny model takes twenty times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
 from jaxpage.checkpoints.opening import open_model
 from jaxpage.checkpoints.resolve import DEMO, resolve_model
-from jaxpage.engine.draft_heads import open_heads
+from jaxpage.engine.drafters import open_heads
 from jaxpage.errors import CheckpointError
 from jaxpage.models.base import abstract
 from jaxpage.models.medusa import MedusaHeads
@@ -44,7 +45,7 @@ from tools.demo_model.model import (
 pytestmark = pytest.mark.slow
 
 TOY = ModelSpec(vocabulary=48, width=32, layers=4, heads=2, kv_heads=1, feed_forward=48, max_positions=64)
-CYCLE_SPEC = load_family(CYCLE).Spec.from_config(CYCLE)
+TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 FREQUENT = np.sort(np.random.default_rng(3).permutation(48)[:40])
 
 
@@ -293,19 +294,19 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
 
 def heads_with(tmp_path: Path, accuracies: Any) -> SpeculativeConfig:
     write_vllm(tmp_path, random_heads(2, rows=8), token_map=np.arange(8), jaxpage_accuracies=accuracies)
-    return SpeculativeConfig(method="medusa", model=str(tmp_path), tree=True)
+    return SpeculativeConfig(method="medusa", model=str(tmp_path), tree=True, num_speculative_tokens=4)
 
 
 def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) -> None:
     rows = [[0.1, 0.6], [0.2, 0.3]]
     config = heads_with(tmp_path / "a", rows)
-    found = open_heads(config, CYCLE_SPEC, 4)
-    assert found is not None and found.choices == search(rows, 4) == ((1,), (1, 1), (1, 0), (0,))
+    found = open_heads(config, TARGET)
+    assert found.choices == search(rows, 4) == ((1,), (1, 1), (1, 0), (0,))
     given = config.model_copy(update={"medusa_choices": ((0,), (1,), (2,), (0, 0), (1, 0))})
-    ordered = open_heads(given, CYCLE_SPEC, 5)
-    assert ordered is not None and ordered.choices == ((1,), (1, 0), (0,), (0, 0), (2,))  # of rank 2 nothing is known
-    without = open_heads(heads_with(tmp_path / "b", None), CYCLE_SPEC, 4)
-    assert without is not None and without.choices == search(assumed_accuracies(2), 4) == ((0,), (0, 0), (1,), (0, 1))
+    ordered = open_heads(given, TARGET)
+    assert ordered.choices == ((1,), (1, 0), (0,), (0, 0), (2,))  # of rank 2 nothing is known
+    without = open_heads(heads_with(tmp_path / "b", None), TARGET)
+    assert without.choices == search(assumed_accuracies(2), 4) == ((0,), (0, 0), (1,), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) ->
 )
 def test_accuracies_that_are_none_are_refused(tmp_path: Path, accuracies: Any) -> None:
     with pytest.raises(CheckpointError, match="jaxpage_accuracies must be a list of shares"):
-        open_heads(heads_with(tmp_path / "a", accuracies), CYCLE_SPEC, 4)
+        open_heads(heads_with(tmp_path / "a", accuracies), TARGET)
 
 
 # --- what jaxpage brings along

@@ -17,11 +17,11 @@ from flax import nnx
 
 from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.engine.drafters import OpenDrafter, open_drafter
+from jaxpage.engine.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.context import ForwardContext
-from jaxpage.models.base import abstract, abstract_model
-from jaxpage.models.drafter import WithDrafter, join
+from jaxpage.models.base import abstract_model
+from jaxpage.models.drafter import join
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.eagle import LAYERS, TARGET, Eagle, Eagle3, write
 from tests.support.hf_models import save_model
@@ -58,9 +58,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(files, random_tensors(TARGET), parameters, states, output[0].numpy())
 
 
-def opened(directory: Path, method: Any, target: Target) -> OpenDrafter:
+def opened(directory: Path, method: Any, target: Target) -> ModelDrafterFiles:
     drafter = open_drafter(SpeculativeConfig(method=method, model=str(directory)), target.files)
-    assert drafter is not None
+    assert isinstance(drafter, ModelDrafterFiles)
     return drafter
 
 
@@ -86,8 +86,9 @@ def growing(
     return jnp.einsum("NTC,CNH->TNH", weights_NTC, v_CNH), (k_CKH, v_CKH)
 
 
-def graph_of(drafter: OpenDrafter, dtype: str = "float32") -> Any:
-    return abstract(drafter.make(dtype))[0]
+def both(drafter: ModelDrafterFiles, target: Target, dtype: str = "float32") -> Any:
+    """The parameters of a step."""
+    return {"target": target.parameters, "drafter": drafter.load(dtype, jnp.asarray, progress=False)}
 
 
 class Run(NamedTuple):
@@ -98,13 +99,13 @@ class Run(NamedTuple):
     logits: np.ndarray
 
 
-def run(drafter: OpenDrafter, target: Target) -> Run:
-    parameters = drafter.load(target.parameters, "float32", jax.devices()[0], progress=False)
+def run(drafter: ModelDrafterFiles, target: Target) -> Run:
+    parameters = both(drafter, target)
     states = [target.output] if not drafter.aux_layers else [target.states[layer] for layer in drafter.aux_layers]
-    graph, none = graph_of(drafter), (None,) * drafter.kv.num_layers
+    graph, none = drafter.graph("float32"), (None,) * drafter.kv.num_layers
 
     @functools.partial(jax.jit, static_argnames="fuse")
-    def forward(parameters: WithDrafter, token_ids: Any, feature: Any, start: Any, pages: Any, fuse: bool) -> Any:
+    def forward(parameters: Any, token_ids: Any, feature: Any, start: Any, pages: Any, fuse: bool) -> Any:
         model = join(graph, parameters)
         feature = model.fuse(feature) if fuse else feature
         positions = start + jnp.arange(len(token_ids))
@@ -143,7 +144,7 @@ NESTED = {
 }
 
 
-def check_eagle(directory: Path, head: Eagle, target: Target) -> OpenDrafter:
+def check_eagle(directory: Path, head: Eagle, target: Target) -> ModelDrafterFiles:
     drafter = opened(directory, "eagle", target)
     assert drafter.aux_layers == () and drafter.kv.num_layers == head.config.num_hidden_layers
     found = run(drafter, target)
@@ -315,17 +316,17 @@ def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Targe
     head.take(target.tensors, "tokens")
     directory = write(tmp_path, EAGLE3, {**head.tensors(), **D2T}, without=("embed_tokens.weight",))
     drafter, files = opened(directory, "eagle3", target), target.files
-    parameters = drafter.load(target.parameters, "float32", jax.devices()[0], progress=False)
-    assert parameters.drafter["tokens"] is None and parameters.model is target.parameters
+    parameters = both(drafter, target)
+    assert parameters["drafter"]["tokens"] is None
     graph, _ = abstract_model(files.family, files.spec, "float32")
 
     @jax.jit
-    def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:
+    def forward(parameters: Any, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(LENGTH)
-        model = nnx.merge(graph, parameters.model)
+        model = nnx.merge(graph, parameters["target"])
         context = ForwardContext(positions, growing, aux_layers=drafter.aux_layers)
         _, _, states = model(token_ids[:LENGTH], (None,) * 7, context)
-        module = join(graph_of(drafter), parameters)
+        module = join(drafter.graph("float32"), parameters)
         output, _ = module(token_ids[1:], module.fuse(states), (None,), ForwardContext(positions, growing))
         return module.logits(output)
 
@@ -338,11 +339,11 @@ def test_a_head_in_half_precision(tmp_path: Path, target: Target) -> None:
     """Its weights are kept so; logits are in float32, and token ids are what they are."""
     head = Eagle3(rows=len(KNOWN))
     drafter = opened(write(tmp_path, EAGLE3, {**head.tensors(), **D2T}), "eagle3", target)
-    parameters = drafter.load(target.parameters, "bfloat16", jax.devices()[0], progress=False)
-    graph, states = graph_of(drafter, "bfloat16"), [jnp.bfloat16(target.states[layer]) for layer in DEFAULT_LAYERS]
+    parameters = both(drafter, target, "bfloat16")
+    graph, states = drafter.graph("bfloat16"), [jnp.bfloat16(target.states[layer]) for layer in DEFAULT_LAYERS]
 
     @jax.jit
-    def forward(parameters: WithDrafter) -> Any:
+    def forward(parameters: Any) -> Any:
         module = join(graph, parameters)
         output, _ = module(
             jnp.asarray(TOKENS[1:]), module.fuse(states), (None,), ForwardContext(jnp.arange(LENGTH), growing)
@@ -492,15 +493,15 @@ def test_tables_of_one_vocabulary_may_be_padded_differently(tmp_path: Path, targ
     padded = target._replace(files=open_model(tmp_path / "target"))
     drafter = opened(tmp_path / "draft", "draft_model", padded)
     tokens = TOKENS % min(vocab_size, VOCAB)
-    graph, none = graph_of(drafter), (None,) * drafter.kv.num_layers
+    graph, none = drafter.graph("float32"), (None,) * drafter.kv.num_layers
 
     @jax.jit
-    def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:
+    def forward(parameters: Any, token_ids: jax.Array) -> jax.Array:
         module = join(graph, parameters)
         output, _ = module(token_ids, None, none, ForwardContext(jnp.arange(len(token_ids)), growing))
         return module.logits(output)
 
-    ours = forward(drafter.load(target.parameters, "float32", jax.devices()[0], progress=False), tokens)
+    ours = forward(both(drafter, target), tokens)
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)[None]).logits[0].numpy()
     check_spread(np.asarray(ours), theirs[:, :VOCAB], np.arange(min(vocab_size, VOCAB)))
@@ -516,5 +517,4 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, target: Targ
 
 
 def test_other_methods_have_no_drafter_here(target: Target) -> None:
-    assert open_drafter(None, target.files) is None
     assert open_drafter(SpeculativeConfig(method="ngram"), target.files) is None

@@ -44,7 +44,7 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
         )
         invariants(llm)
         if (
-            llm._engine.scheduler.block_manager.sliding_window is None
+            llm._engine.scheduler.block_manager.groups[0].sliding_window is None
         ):  # else blocks that fell out of the window are enough
             assert llm.stats()["num_preemptions_total"]["recompute"] > 0
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation.controller import MOST_NAP
 from jaxpage.speculation.costs import Costs
 from jaxpage.speculation.following import KEEPS, PATIENCE, SHARE, Following

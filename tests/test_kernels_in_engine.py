@@ -15,7 +15,7 @@ from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages
-from jaxpage.device.step_inputs import packed_size, unpack, views
+from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.engine.capacity import Place, mixes
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings import engine_config
@@ -110,16 +110,16 @@ def test_a_gpu_without_fp8_is_refused_pages_of_it():
 
 def attended(backend):
     """What the seam makes of a step of two tokens behind three, in the blocks 1 and 2 of four slots."""
-    bucket, width = Bucket(num_tokens=4, num_rows=1, max_query_len=4), 2
-    packed = np.zeros(packed_size(bucket, width), np.int32)
-    fields = views(packed, bucket, width)
-    fields["slots_T"][:2], fields["block_table_BM"][0] = (7, 8), (1, 2)
+    bucket, tables = Bucket(num_tokens=4, num_rows=1, max_query_len=4), TableShape(1, 2)
+    packed = np.zeros(packed_size(bucket, tables), np.int32)
+    fields = views(packed, bucket, tables)
+    fields["slots_ZT"][0, :2], fields["block_table_ZBM"][0, 0] = (7, 8), (1, 2)
     fields["context_len_B"][0], fields["query_start"][1:] = 5, 2
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((4, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     pages = LayerPages(*(jnp.asarray(rng.standard_normal((3, 4, 2, 8)), jnp.float32) for _ in range(2)))
-    attend = make_attend(unpack(jnp.asarray(packed), bucket, width), backend=backend, bucket=bucket)
-    out, pages = attend(q, k, v, pages, scale=0.3)
+    attend = make_attend(unpack(jnp.asarray(packed), bucket, tables), backend=backend, bucket=bucket, layer_groups=(0,))
+    out, pages = attend(0, q, k, v, pages, scale=0.3)
     return jax.tree.map(np.asarray, (out[:2], [array[1:] for array in pages[:2]]))
 
 

@@ -3,11 +3,10 @@ the text; that nothing hurts it; that no text changes; and what it is worth."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,22 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.speculative_config import Lookahead, SpeculativeConfig
+from jaxpage.settings.draft_settings import Lookahead
+from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import lookahead as under_test
 from jaxpage.speculation.controller import LEAST_NAP, SEEK_EVERY, Controller
 from jaxpage.speculation.lookahead import LookaheadProposer, Pool, Window
-from jaxpage.speculation.speculation import Speculation
-from jaxpage.step.draft import Draft
+from jaxpage.speculation.speculator import ProposingSpeculator
+from jaxpage.step.draft import NO_DRAFTS, Draft
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
-from tests.support.drafting_engines import engines_that_draft, held, made_when_asked, right_drafts
-from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
-from tests.support.tokenizers import write_tokenizer
-from tests.test_speculation import PROMPTS, REQUESTS, everything
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
@@ -311,18 +309,22 @@ class Hearing(LookaheadProposer):
 
 def test_draws_are_told_by_row_and_by_draft(caplog: pytest.LogCaptureFixture) -> None:
     proposer = Hearing()
-    speculation = Speculation(proposer, LIMITS, None, vocab_size=VOCAB)
+    speculator = ProposingSpeculator(proposer, LIMITS, None, vocab_size=VOCAB)
     rows = Row(3, 4, (7,), (1,)), Row(5, 9, (1, 2, 3), (2,), parents=(0, 0)), Row(6, 1, (4, 5), (3,), parents=(0,))
     numbers = np.array([9, 11, 12, NOT_FINITE, 14, 15], np.int32)
     nothing = np.empty((6, 0))
     result = StepResult(numbers, nothing, nothing, nothing, nothing)
-    speculation.observe(StepPlan(1, rows, ()), result)
+
+    def observe(*rows: Row) -> None:
+        speculator.observe(StepReport(NO_DRAFTS, StepPlan(1, rows, ()), result, [], []))
+
+    observe(*rows)
     told = [(5, 10, Draft((2, 3), (-1, -1)), [11, 12, NOT_FINITE]), (6, 2, Draft((5,), (-1,)), [14, 15])]
     assert proposer.heard == told
-    speculation.observe(StepPlan(2, rows[:1], ()), result)
+    observe(rows[0])
     assert proposer.heard == told, "of a step without drafts there is nothing to tell"
     for _ in range(2):
-        speculation.observe(StepPlan(3, rows, ()), result)
+        observe(*rows)
     assert len(proposer.heard) == 3 and "the proposer failed" in caplog.text
 
 
@@ -349,91 +351,6 @@ def test_samples_share_n_grams_and_requests_do_not() -> None:
 
 # --- the engine
 
-# Seven drafts.
-DRAFTING = {"method": "lookahead", "num_speculative_tokens": 7, "lookahead_window": 2, "lookahead_ngram": 3}
-ENGINES = engines_that_draft(DRAFTING, roomy=DRAFTING)
-HELD = held(ENGINES, len(PROMPTS))
-
-
-# Texts of few tokens, in which n-grams come again.
-FEW = [[5, 6, 7, 8] * 3, [70, 71], [66, 67, 68]]
-SELDOM_NEW = [
-    SamplingParams(temperature=heat, seed=3, max_tokens=40, ignore_eos=True, logprobs=2, allowed_token_ids=few, n=2)
-    for heat, few in ((0.0, [5, 6, 7, 8]), (1.5, [70, 71]), (0.7, [66, 67, 68]))
-]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA))
-
-
-@pytest.fixture(scope="module")
-def engines(directory: Path) -> Iterator[Callable[[str], LLM]]:
-    with made_when_asked(directory, ENGINES) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def want(engines: Callable[[str], LLM]) -> list[Any]:
-    return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
-
-
-@pytest.mark.parametrize("engine", ["roomy", "recomputing", "swapping"])
-def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[Any]) -> None:
-    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who gives way."""
-    llm, chosen = engines(engine), HELD[engine]
-    before = llm.stats()
-    got = llm.generate([PROMPTS[index] for index in chosen], [REQUESTS[index] for index in chosen], use_tqdm=False)
-    after = llm.stats()
-    assert everything(got) == [want[index] for index in chosen]
-    name = "spec_decode_num_accepted_tokens_total"
-    assert after[name] - before[name] > 10
-    if engine != "roomy":
-        mode = "swap" if engine == "swapping" else "recompute"
-        assert after["num_preemptions_total"][mode] > before["num_preemptions_total"][mode]
-    invariants(llm)
-    proposer = llm._engine.speculation._proposer  # type: ignore[union-attr]
-    assert isinstance(proposer, LookaheadProposer) and not proposer._drafted and not proposer._pools
-
-
-def test_nothing_changes_where_much_is_right(engines: Callable[[str], LLM]) -> None:
-    plain = everything(engines("without").generate(FEW, SELDOM_NEW, use_tqdm=False))
-    llm = engines("roomy")
-    before = right_drafts(llm)
-    assert everything(llm.generate(FEW, SELDOM_NEW, use_tqdm=False)) == plain
-    assert right_drafts(llm) - before > 80
-    invariants(llm)
-
-
-@pytest.mark.parametrize("engine", ["recomputing", "swapping"])
-def test_a_window_outlives_that_its_sequence_gives_way(
-    engine: str, engines: Callable[[str], LLM], want: list[Any]
-) -> None:
-    llm, chosen = engines(engine), [0, 2]
-    before = right_drafts(llm)
-    for number in (4, 7):
-        reporters = [
-            llm._engine.add(f"{number} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]))
-            for index in chosen
-        ]
-        run_giving_way(llm._engine, number)
-        assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
-    assert right_drafts(llm) > before
-    invariants(llm)
-
-
-def test_stops_cut_inside_an_accepted_run(engines: Callable[[str], LLM]) -> None:
-    few = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True, allowed_token_ids=[66, 67], seed=1, n=2)
-    (output,) = engines("without").generate("ab", few, use_tqdm=False)
-    stops = sorted({output.outputs[0].text[place : place + 4] for place in range(5, 25)})
-    requests = [dataclasses.replace(few, stop=(stop,)) for stop in stops]
-    plain = everything(engines("without").generate(["ab"] * len(stops), requests, use_tqdm=False))
-    before = right_drafts(engines("roomy"))
-    assert everything(engines("roomy").generate(["ab"] * len(stops), requests, use_tqdm=False)) == plain
-    assert len(stops) > 5 and all(each[1][0].stop_reason for each in plain)
-    assert right_drafts(engines("roomy")) - before > len(stops)
-
 
 def test_it_is_worth_something_on_the_demo_model() -> None:
     """Greedily on texts that repeat themselves, and hot, where prompt lookup finds nothing: windows and text share their noise."""
@@ -455,9 +372,11 @@ def test_it_is_worth_something_on_the_demo_model() -> None:
             assert tokens / rows > least
 
 
-def test_drafts_for_which_no_step_has_room_are_refused(directory: Path) -> None:
+def test_drafts_for_which_no_step_has_room_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the smallest step with drafts has 63 tokens; max_num_batched_tokens is 62"):
-        make_llm(directory, max_num_batched_tokens=62, speculative_config={"method": "lookahead"})
+        make_llm(
+            random_checkpoint(tmp_path, LLAMA), max_num_batched_tokens=62, speculative_config={"method": "lookahead"}
+        )
 
 
 def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
@@ -599,7 +518,7 @@ def test_it_does_not_lose(rate: float) -> None:
     for shape in ((2, 2), (1, 16)):
         controller.costs.at_start(shape, device.seconds(shape))
     auto.controller = controller
-    auto.speculation = Speculation(auto.speculation._proposer, auto.limits, controller, vocab_size=1 << 21)
+    auto.speculator = auto._new_speculator(controller)
     auto.run(900)
     got = auto.run(1000)
     none = 1 / device.seconds((2, 2))

@@ -156,7 +156,7 @@ def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
     ids = group.sequence_ids
     shared = manager.block_table(ids[0])
     assert [manager.block_table(i) for i in ids] == [shared] * 3 and len(shared) == 3
-    assert manager.pool.ref_count(shared[2]) == 3 and llm.stats()["copy_on_write_blocks_total"] == copied
+    assert manager.groups[0].pool.ref_count(shared[2]) == 3 and llm.stats()["copy_on_write_blocks_total"] == copied
     before = held(llm, ids[0], len(prompt))
     engine.step()
     tables = [manager.block_table(i) for i in ids]

@@ -14,7 +14,7 @@ from jaxpage import cli
 from jaxpage.cli.flags import ENGINE_FLAGS, PLAN_SETTINGS, PLANNED_SETTINGS, byte_size
 from jaxpage.engine.capacity import Form
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import LLAMA, make_llm
@@ -165,7 +165,7 @@ def test_users_are_as_many_as_a_block_manager_takes(tmp_path: Path, capsys: pyte
     assert full["users_by_length"] == [{"length": 256, "blocks": 16, "users": 1}], "one block is the null block"
     for of in (plan, odd, full):
         for row in of["users_by_length"]:
-            manager, num_users = BlockManager(BlockPool(of["num_blocks"]), of["block_size"]), 0
+            manager, num_users = BlockManager([BlockTables(BlockPool(of["num_blocks"]), of["block_size"])]), 0
             with pytest.raises(CapacityError):
                 while True:
                     manager.reserve(num_users, 0, row["length"])

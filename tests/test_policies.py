@@ -232,7 +232,7 @@ def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(monkeypatch: pyt
     """The control of the test above: with the watermark alone, some come back and give way at once."""
     monkeypatch.setattr(
         "jaxpage.scheduling.roster.spare_blocks",
-        lambda usable, running, joining, *, resumes: spare_blocks(usable, running, joining, resumes=False),
+        lambda usable, **rest: spare_blocks(usable, **{**rest, "resumes": False}),
     )
     with pytest.raises(AssertionError, match="came back only to give way"):
         test_everybody_finishes_and_nobody_thrashes("fcfs", "recompute", "readmitted")

@@ -38,7 +38,11 @@ from tests.support.reference_sampling import adjusted, drawn, ends_with
 NUM_ROWS, VOCAB, CONTEXT = 4, 75, 32  # the mask has a last word that is not full
 BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
 BUILDER = BatchBuilder(
-    BucketMenu((BUCKET,), (Bucket(16, NUM_ROWS, 16),)), table_width=2, block_size=16, num_blocks=9, vocab_size=VOCAB
+    BucketMenu((BUCKET,), (Bucket(16, NUM_ROWS, 16),)),
+    table_width=2,
+    block_size=16,
+    blocks=[range(1, 9)],
+    vocab_size=VOCAB,
 )
 EOS = frozenset({0})
 NEUTRAL = jax.tree.map(

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.device.kv_pages import bytes_per_block, page_dtype
+from jaxpage.device.kv_pages import bytes_per_layer, page_dtype
 from jaxpage.models.base import KVSpec
 from pallas_kernels import copy_blocks, paged_attention, write_kv
 from tests.support.attention import SHARED_BACKENDS, dequantized, make_case, oracle, quantized, run
@@ -219,7 +219,7 @@ def test_refusals_name_the_argument():
 
 def test_bytes_of_a_block_count_the_scales():
     kv = KVSpec(num_layers=3, num_kv_heads=2, head_width=64, sliding_windows=(None,) * 3)
-    sizes = {name: bytes_per_block(kv, 16, page_dtype(name, "bfloat16")) for name in ("auto", "int8", "fp8")}
+    sizes = {name: 3 * bytes_per_layer(kv, 16, page_dtype(name, "bfloat16")) for name in ("auto", "int8", "fp8")}
     assert sizes == {"auto": 3 * 2 * 16 * 2 * 64 * 2, "int8": 3 * 2 * 16 * 2 * 68, "fp8": 3 * 2 * 16 * 2 * 68}
 
 

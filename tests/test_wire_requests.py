@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
-from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.scheduling import Scheduler
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
@@ -577,7 +577,9 @@ def test_errors_of_the_engine_in_the_clients_terms() -> None:
 def test_a_request_that_never_fits_is_told_by_its_parameter(opens: Any, param: str) -> None:
     """In the words of the engine's roster, which has no parameters."""
     exchange = opens(completion() if opens is open_completion else chat(), context())
-    scheduler = Scheduler(StepLimits(2, 16, 2, mixed=False), BlockManager(BlockPool(5), 4), max_num_seqs=2)
+    scheduler = Scheduler(
+        StepLimits(2, 16, 2, mixed=False), BlockManager([BlockTables(BlockPool(5), 4)]), max_num_seqs=2
+    )
     for group, name, message in (
         (
             make_group("long", 0, range(10), max_tokens=8),

@@ -76,7 +76,7 @@ def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFile
 def load_eagle(
     files: EagleFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
 ) -> dict[str, Any]:
-    """The parameters as `models.drafter.WithDrafter` takes them, each one `put(array)`."""
+    """The parameters as `models.drafter.join` takes them, each one `put(array)`."""
     parameters = dict.fromkeys(TABLES) | load_weights(files.plan, dtype, put, progress=progress)
     return parameters if files.token_map is None else {**parameters, "token_map": put(files.token_map)}
 

@@ -17,19 +17,17 @@ from jaxpage.engine.capacity import (
     Form,
     Place,
     choose_dtype,
-    draft_lengths,
     kv_heads_per_device,
     notices,
     place_of,
-    plan_memory,
     refused_settings,
 )
 from jaxpage.engine.drafting import Drafting, open_drafting
+from jaxpage.engine.engine_spec import describe_engine
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, model_weights
 from jaxpage.models.weights import Weight, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.settings.speculative_config import WITH_WEIGHTS
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -61,12 +59,12 @@ class Subject:
         weights_bytes = num_bytes(self.weights, form.dtype)
         weights_bytes += self.drafting.num_bytes(form.dtype) if self.drafting else 0
         try:
-            plan = plan_memory(self.config, self.spec, self.place, form, weights_bytes, self.drafting)
+            spec = describe_engine(self.config, self.spec, self.place, form, weights_bytes, self.drafting, swaps=False)
         except (CapacityError, ConfigError) as error:
             return Option(form, refused, None, 0, error)
         num_devices = form.tensor_parallel_size
         num_copies = num_devices * kv_heads_per_device(self.spec, num_devices) // self.spec.kv.num_kv_heads
-        return Option(form, refused, plan, num_copies, None)
+        return Option(form, refused, spec.memory, num_copies, None)
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,9 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
 def _drafting(config: EngineConfig) -> Drafting | None:
     """What has weights of its own, and with it the model, must be there: their headers say how large it is."""
     asked = config.speculative_config
-    if asked is None or asked.method not in WITH_WEIGHTS:
+    if asked is None or asked.model is None:
         return None
-    return open_drafting(asked, draft_lengths(config), open_model(resolve_model(config.model, config.revision)))
+    return open_drafting(asked, open_model(resolve_model(config.model, config.revision)))
 
 
 def _place(memory: int | None, utilization: float) -> Place:
@@ -139,6 +137,12 @@ def _bytes_per_token(plan: MemoryPlan) -> int:
     return plan.block_bytes // plan.block_size
 
 
+def _bytes_per_token_text(plan: MemoryPlan) -> str:
+    beyond = plan.block_bytes - sum(window.block_bytes for window in plan.windows)
+    behind = f"; {beyond // plan.block_size:,} behind the windows" if plan.windows else ""
+    return f"{_bytes_per_token(plan):,}{behind}"
+
+
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
     """(tokens of each user, blocks of each user, users that fit), for lengths up to the longest."""
     doubling = (SHORTEST << power for power in range(32))
@@ -156,7 +160,7 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
         ("dtype", f"{form.dtype}; of keys and values: {form.kv_cache_dtype}"),
         ("devices", f"{form.tensor_parallel_size}{', each as follows' if form.tensor_parallel_size > 1 else ''}"),
         *plan.rows(),
-        ("KV bytes per token", f"{_bytes_per_token(plan):,}"),
+        ("KV bytes per token", _bytes_per_token_text(plan)),
     ]
     if chosen.refused:
         rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 from flax import nnx
@@ -46,19 +46,14 @@ class Drafter(Protocol):
         """Of the token behind the last one that it was given: [B, V of the target], float32, -inf for tokens that it lacks."""
 
 
-class WithDrafter(NamedTuple):
-    """The parameters of a model and of a drafter beside it."""
+def join(graph: Any, parameters: Mapping[str, Any]) -> Drafter:
+    """The drafter, for use inside a jitted function: a table that it lacks is the target's, which is not copied.
 
-    model: Any
-    drafter: dict[str, Any]  # None in place of a table that is the model's
-
-
-def join(graph: Any, parameters: WithDrafter) -> Drafter:
-    """The drafter, for use inside a jitted function: a table that it lacks is the model's, which is not copied.
-
-    graph: of the drafter, with all of its tables.
+    Args:
+        graph: of the drafter, with all of its tables.
+        parameters: {"target": the target's, "drafter": its own, with None in place of a table that is the target's}.
     """
-    tables = {"tokens": parameters.model["tokens"]}
-    tables["head"] = parameters.model.get("head", tables["tokens"])
-    own = {name: tables[name] if part is None else part for name, part in parameters.drafter.items()}
+    tables = {"tokens": parameters["target"]["tokens"]}
+    tables["head"] = parameters["target"].get("head", tables["tokens"])
+    own = {name: tables[name] if part is None else part for name, part in parameters["drafter"].items()}
     return cast(Drafter, nnx.merge(graph, own))

@@ -7,7 +7,7 @@ published formats of the weights are known here: of the authors, and of vLLM.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +39,6 @@ class MedusaSpec:
 
     def block(self, head: int, layer: int) -> str:
         return f"{head}.{layer}.linear" if self.layout == "medusa" else f"blocks.{head}.layers.{layer}"
-
-
-class WithHeads(NamedTuple):
-    """The parameters of a model and of heads that guess ahead of it."""
-
-    model: Any
-    heads: Any  # of `MedusaHeads`
 
 
 class MedusaHeads(nnx.Module):

@@ -33,7 +33,7 @@ class OpenPlan:
     def add_copies(self, copies: Iterable[tuple[int, int]], block_manager: BlockManager) -> None:
         for source, destination in copies:
             # A source that were free could be handed out to a swap-in of this very step, which happens before the copies.
-            assert block_manager.pool.ref_count(source) > 0, f"block {source} is copied and was given up"
+            assert block_manager.is_used(source), f"block {source} is copied and was given up"
             self.copies.append((source, destination))
 
     @property
@@ -59,6 +59,8 @@ class OpenPlan:
                 samples.append(sample)
             token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
             row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
+            if further := block_manager.further_tables(sequence_id):
+                row = row._replace(further_tables=further)
             if not draws:
                 row = row._replace(next_token_id=known[start + num_tokens])
             if draft := self.drafts.get(sequence_id):

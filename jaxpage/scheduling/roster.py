@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, MemorySplit, Pin
-from jaxpage.memory.sliding import most_blocks
+from jaxpage.memory import BlockManager, Counts, MemorySplit, Pin
 from jaxpage.scheduling import admitting
 from jaxpage.scheduling.admitting import PrefixCounts
 from jaxpage.scheduling.open_plan import OpenPlan
@@ -126,27 +127,30 @@ class Roster:
             raise CapacityError(
                 f"request {request.request_id!r} asks for {width} sequences at once; max_num_seqs is {self.max_num_seqs}"
             )
-        needed, num_pinned = self._most_blocks(group), manager.num_pinned_blocks
-        if needed > manager.pool.num_usable - num_pinned:
-            pinned = f", of which {num_pinned} are pinned" if num_pinned else ""
-            raise CapacityError(
-                f"request {request.request_id!r} may need {needed} KV blocks ({width} x {request.max_total_tokens} tokens in"
-                f" blocks of {manager.block_size}); the pool has {manager.pool.num_usable}{pinned}. Ask for fewer tokens, or give"
-                " the engine more blocks (num_blocks, kv_cache_memory_bytes)"
-            )
+        for needed, num_pinned, tables in zip(
+            self._most_blocks(group), manager.num_pinned_blocks, manager.groups, strict=True
+        ):
+            if needed > tables.pool.num_usable - num_pinned:
+                pinned = f", of which {num_pinned} are pinned" if num_pinned else ""
+                raise CapacityError(
+                    f"request {request.request_id!r} may need {needed} KV blocks ({width} x {request.max_total_tokens} tokens in"
+                    f" blocks of {manager.block_size}); the pool has {tables.pool.num_usable}{pinned}. Ask for fewer tokens, or give"
+                    " the engine more blocks (num_blocks, kv_cache_memory_bytes)"
+                )
 
-    def _most_blocks(self, group: SequenceGroup) -> int:
+    def _most_blocks(self, group: SequenceGroup) -> Counts:
         """The blocks that a group may need when it runs alone, beside the pins. What it shares otherwise does not count: a
         recomputed group shares nothing."""
         request, manager = group.request, self.block_manager
-        blocks = manager.blocks_for(request.max_total_tokens - 1)  # the last token is drawn and never computed
-        if manager.sliding_window is not None:
-            most = most_blocks(manager.sliding_window, self.limits.max_tokens, manager.block_size)
-            return request.num_sequences * min(blocks, most)
-        if request.params.prompt_logprobs is not None:
-            return request.num_sequences * blocks  # it computes all of its prompt, whatever is pinned of it
-        _, num_pinned = manager.find_pinned(request.prompt_token_ids, request.params.cache_salt)
-        return request.num_sequences * blocks - num_pinned // manager.block_size
+        blocks = manager.most_blocks(request.max_total_tokens - 1)  # the last token is drawn and never computed
+        num_pinned = 0
+        if request.params.prompt_logprobs is None:  # else it computes all of its prompt, whatever is pinned of it
+            prefix = manager.find_pinned(request.prompt_token_ids, request.params.cache_salt)
+            num_pinned = prefix.num_tokens // manager.block_size
+        return tuple(
+            request.num_sequences * count - (num_pinned if tables.sliding_window is None else 0)
+            for count, tables in zip(blocks, manager.groups, strict=True)
+        )
 
     def abort(self, request_id: str, reason: str = "abort") -> SequenceGroup | None:
         """Ends a group in whatever state it is, and gives its blocks back at once. None: there is no such group any more."""
@@ -161,24 +165,23 @@ class Roster:
 
     def _admit(self, group: SequenceGroup, step: OpenPlan) -> bool:
         """Moves a waiting group to the running ones if there is room for all that is known of it."""
-        manager, width, max_tokens = self.block_manager, group.request.num_sequences, self.limits.max_tokens
+        manager, width = self.block_manager, group.request.num_sequences
         resumes = group.num_preemptions > 0
         if self._num_seats + width > self.max_num_seqs:
             return False
         if self.preemption.new_wait_until == "completed" and self._gave_way and self._running and not resumes:
             return False
-        spare = spare_blocks(manager.pool.num_usable, self._num_seats, width, resumes=resumes)
-        num_free = manager.pool.num_free - spare
+        spare = partial(spare_blocks, num_running=self._num_seats, num_joining=width, resumes=resumes)
         if admitting.is_swapped(group, manager):
-            if admitting.blocks_to_swap_in(group, manager, max_tokens) > num_free:
+            if not manager.fits(admitting.blocks_to_swap_in(group, manager), spare):
                 return False
-            admitting.admit_swapped(group, manager, step, max_tokens)
+            admitting.admit_swapped(group, manager, step)
         else:
             beginnings = admitting.beginnings(group, manager)
-            fitting = (hits for hits in beginnings if admitting.blocks_to_admit(hits, manager, max_tokens) <= num_free)
+            fitting = (hits for hits in beginnings if manager.fits(admitting.blocks_to_admit(hits, manager), spare))
             if (hits := next(fitting, None)) is None:
                 return False
-            admitting.admit_with_hits(group, hits, manager, step, max_tokens, self.prefix_counts)
+            admitting.admit_with_hits(group, hits, manager, step, self.prefix_counts)
         step.num_admitted += 1
         self._queue.remove(group)
         if not resumes:
@@ -244,8 +247,8 @@ class Roster:
         """What is computed of a group is given up, wherever it lies."""
         manager = self.block_manager
         for sequence in reversed(group.unfinished):
-            if sequence.sequence_id in manager.swapped:
-                manager.swapped.drop(sequence.sequence_id)
+            if manager.is_swapped(sequence.sequence_id):
+                manager.drop_swapped(sequence.sequence_id)
             elif sequence.sequence_id in manager.sequence_ids:
                 manager.release(sequence.sequence_id)
             sequence.num_computed_tokens = 0
@@ -272,14 +275,16 @@ class Roster:
         sequence = group.unfinished[0]
         assert sequence.num_computed_tokens >= len(prompt), "the prompt is not computed yet"
         manager.pin(pin_id, sequence.sequence_id, Pin(prompt, salt))
-        room = manager.pool.num_usable - manager.num_pinned_blocks
+        usable = [tables.pool.num_usable for tables in manager.groups]
+        left = [total - pinned for total, pinned in zip(usable, manager.num_pinned_blocks, strict=True)]
         for other in self._groups.values():
-            if other is not group and (needed := self._most_blocks(other)) > room:
-                manager.unpin(pin_id)
-                raise CapacityError(
-                    f"a prefix of {len(prompt)} tokens cannot be pinned now: request {other.request.request_id!r} may need"
-                    f" {needed} KV blocks, and {room} of {manager.pool.num_usable} would be left"
-                )
+            for needed, room, total in zip(self._most_blocks(other), left, usable, strict=True):
+                if other is not group and needed > room:
+                    manager.unpin(pin_id)
+                    raise CapacityError(
+                        f"a prefix of {len(prompt)} tokens cannot be pinned now: request {other.request.request_id!r} may need"
+                        f" {needed} KV blocks, and {room} of {total} would be left"
+                    )
         self.abort(request_id)
         return group
 
@@ -313,16 +318,18 @@ class Roster:
             for sequence in group.unfinished:
                 assert sequence.num_known_tokens < group.request.max_total_tokens, "a sequence outgrew its request"
         for sequence in [sequence for group in waiting for sequence in group.unfinished]:
-            table = manager.swapped.table(sequence.sequence_id) if sequence.sequence_id in manager.swapped else ()
-            assert len(table) == manager.blocks_for(sequence.num_computed_tokens), "what waits has what is swapped"
-        num_swapped = sum(s.sequence_id in manager.swapped for group in waiting for s in group.unfinished)
-        assert num_swapped == len(manager.swapped), "somebody else is swapped"
+            tables = manager.host_tables(sequence.sequence_id) if manager.is_swapped(sequence.sequence_id) else [[]]
+            num_blocks = manager.blocks_for(sequence.num_computed_tokens)
+            assert all(len(table) == num_blocks for table in tables), "what waits has what is swapped"
+        num_swapped = sum(manager.is_swapped(s.sequence_id) for group in waiting for s in group.unfinished)
+        assert num_swapped == manager.num_swapped, "somebody else is swapped"
 
     def _check_prefix(self, sequence: Sequence) -> None:
         """The cached blocks of a sequence hold its tokens, and none of them lies behind what is computed: nobody writes there."""
         manager = self.block_manager
-        if (index := manager.prefix_index) is None:
+        if manager.cached is None:
             return
+        index = manager.cached.index
         num_full = sequence.num_computed_tokens // manager.block_size
         for place, block in enumerate(manager.block_table(sequence.sequence_id)):
             if block in index:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
-from jaxpage.scheduling.admitting import held_until
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.open_plan import OpenPlan
 from jaxpage.scheduling.roster import Roster
-from jaxpage.step.draft import Draft
+from jaxpage.step.draft import NO_DRAFTS, Draft, Drafts
 from jaxpage.step.edits import Append, Edit, Score
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import Sequence, SequenceGroup
 
-NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
 Members = tuple[SequenceGroup, list[Sequence]]  # a group and those of its sequences that are not finished
 
 
@@ -35,11 +32,11 @@ class Scheduler(Roster):
     _last_was_chunk = False  # where the two kinds of steps alternate: whose turn it is
     _num_steps = 0  # that were planned
 
-    def plan(self, drafts: Mapping[int, Draft] = NO_DRAFTS) -> StepPlan | None:
+    def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
         """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts.
 
-        drafts: by sequence id, what may follow. They are suggestions: as many are verified as fit in a step in which everybody decodes,
-        and in the blocks that are free.
+        drafts: what may follow. They are suggestions: as many are verified as fit in a step in which everybody decodes, and in the blocks
+        that are free.
         """
         step = OpenPlan()
         decoding, computing = self._divide()
@@ -62,8 +59,8 @@ class Scheduler(Roster):
         if not step.work:
             assert not self._groups, "there are unfinished groups, and none can run"
             return None
-        if drafts:
-            self._plan_drafts(step, drafts)
+        if drafts.of:
+            self._plan_drafts(step, drafts.of)
         self._num_steps += 1
         return step.freeze(self._num_steps, self.block_manager)
 
@@ -105,7 +102,7 @@ class Scheduler(Roster):
             num_drafts = min(len(draft.token_ids), most)
             while num_drafts > 0:
                 span = (sequence.sequence_id, start, start + num_drafts)
-                if manager.num_new_blocks(*span) <= manager.pool.num_free:
+                if manager.has_room([span]):
                     step.add_copies(manager.reserve(*span), manager)
                     step.drafts[sequence.sequence_id] = draft.cut(num_drafts)
                     num_left -= num_drafts
@@ -118,18 +115,17 @@ class Scheduler(Roster):
         A step admits or preempts, never both: the blocks of who was just admitted are filled in this very step.
         """
         manager = self.block_manager
-        if manager.sliding_window is not None:
+        if manager.slides:
             for sequence in sequences:
                 manager.slide(sequence.sequence_id, sequence.num_computed_tokens)
         if all([manager.can_write(s.sequence_id, s.num_computed_tokens) for s in sequences]):
             return True  # as fifteen times in sixteen
         spans = [(s.sequence_id, s.num_computed_tokens, s.num_computed_tokens + 1) for s in sequences]
-        while (num_new := manager.num_new_blocks_together(spans)) > manager.pool.num_free:
+        while not manager.has_room(spans):
             if step.num_admitted or self._preempt_last(step) is group:
                 return False
-        if num_new:
-            for span in spans:
-                step.add_copies(manager.reserve(*span), manager)
+        for span in spans:
+            step.add_copies(manager.reserve(*span), manager)
         return True
 
     def _plan_chunks(self, step: OpenPlan, computing: list[Members]) -> None:
@@ -169,8 +165,8 @@ class Scheduler(Roster):
         """Blocks for a chunk: they are there since the admission, unless a window slides over what others share by now."""
         manager, sequence_id, start = self.block_manager, sequence.sequence_id, sequence.num_computed_tokens
         manager.slide(sequence_id, start)
-        for stop in (held_until(sequence, start, manager, self.limits.max_tokens), start + num_tokens):
-            if manager.num_new_blocks(sequence_id, start, stop) <= manager.pool.num_free:
+        for stop in (sequence.num_known_tokens, start + num_tokens):
+            if manager.has_room([(sequence_id, start, stop)]):
                 step.add_copies(manager.reserve(sequence_id, start, stop), manager)
                 return True
         return False

@@ -12,7 +12,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.base import ByteSize, Problem, Settings, nearest_name
-from jaxpage.settings.speculative_config import AcceptanceRule, SpeculativeConfig
+from jaxpage.settings.draft_settings import AcceptanceRule
+from jaxpage.settings.speculative_config import SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
 _Count = Annotated[int, Field(ge=1, lt=2**31)]

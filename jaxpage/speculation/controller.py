@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation.costs import MOST_SURPRISING, Costs, Shape
 from jaxpage.speculation.estimates import FIRST_GUESS, FIRST_GUESS_TOGETHER, Acceptance
 from jaxpage.step.draft import Draft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation.controller import MOST_NAP, Controller
 from jaxpage.speculation.costs import AheadCosts
 from jaxpage.step.limits import StepLimits

@@ -109,14 +109,14 @@ class LogitsWitness:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def step(self, bucket: Any, *, rests: bool = False) -> Any:
+    def step(self, bucket: Any, draft_depth: int | None = None) -> Any:
         def run(parameters: Any, pages: Any, packed: Any, adjustments: Any) -> Any:
             if bucket not in self._jitted:
                 self._jitted[bucket] = jax.jit(functools.partial(self._logits_of, bucket))
             logits = np.asarray(self._jitted[bucket](parameters, pages, packed))
             for sample, row in zip(self._samples, logits, strict=False):
                 self.logits[sample.sequence_id, sample.position] = row
-            return self._real.step(bucket)(parameters, pages, packed, adjustments)
+            return self._real.step(bucket, draft_depth)(parameters, pages, packed, adjustments)
 
         return run
 
@@ -126,5 +126,5 @@ class LogitsWitness:
 
     def _logits_of(self, bucket: Any, parameters: Any, pages: Any, packed: Any) -> jax.Array:
         options = self._real.options
-        inputs = unpack(packed, bucket, options.table_width)
+        inputs = unpack(packed, bucket, options.tables)
         return logits_step(parameters, pages, inputs, bucket=bucket, options=options)[0]

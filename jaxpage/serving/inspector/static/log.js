@@ -3,7 +3,7 @@
 
 import { close, compute, wait } from "./timeline.js";
 
-const FORMAT = 2;
+const FORMAT = 3;
 const MOST_BYTES = 2 ** 28;
 const MOST_BLOCKS = 2 ** 21;
 const MOMENTS_BETWEEN_COPIES = 128;
@@ -185,7 +185,12 @@ class LogState {
   on_plan(record) {
     const data = this.data;
     data.step = record.step;
-    const { rows, tables = [], swap_out = [], swap_in = [], copies = [], preempted = [], drafts = [] } = record;
+    const { rows, tables = [], preempted = [], drafts = [] } = record;
+    // The page shows the first cache group; the others' blocks have ids behind its own.
+    const shown = (pairs = [], place) => pairs.filter((pair) => pair[place] < this.data.refs.length);
+    const swap_out = shown(record.swap_out, 0);
+    const swap_in = shown(record.swap_in, 1);
+    const copies = shown(record.copies, 0);
     const hostOf = new Map(swap_out);
     const preemptedNumbers = preempted.map((id) => {
       const request = data.requests.get(id);

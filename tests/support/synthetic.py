@@ -1,15 +1,13 @@
-"""Drafts of which a set share is right: what speculation costs and gains, whatever a model is worth. For benchmarks and tests.
-
-No configuration asks for it: somebody has to have run the same requests without drafts, or nobody knows which tokens are right.
-"""
+"""Drafts of which a set share is right: somebody has to have run the same requests without drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
+from jaxpage.speculation import Proposer
 from jaxpage.step.draft import Draft, chain
-from jaxpage.step.request import Request, SequenceGroup
+from jaxpage.step.request import Request
 from jaxpage.step.request import Sequence as Known
 
 Outputs = Mapping[tuple[int, ...], Sequence[Sequence[int]]]  # by prompt: of each of its samples
@@ -26,7 +24,7 @@ def rates_of(mean_length: float, num_drafts: int) -> tuple[float, ...]:
     return tuple(min(1.0, max(0.0, mean_length - 1 - place)) for place in range(num_drafts))
 
 
-class SyntheticProposer:
+class SyntheticProposer(Proposer):
     """Drafts chains of `len(rates)` tokens: so many from the known output, and from there on wrong ones."""
 
     def __init__(self, outputs: Outputs, rates: Sequence[float], *, vocab_size: int, seed: int = 0) -> None:
@@ -62,6 +60,3 @@ class SyntheticProposer:
         key = blake2b(f"{self._seed} {sequence_id} {position}".encode(), digest_size=8)
         uniform = int.from_bytes(key.digest(), "little") / 2**64
         return sum(uniform < rate for rate in self._rates)
-
-    def forget(self, group: SequenceGroup) -> None:
-        """There is nothing to forget."""

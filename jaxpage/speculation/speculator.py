@@ -3,21 +3,61 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.following import Following
-from jaxpage.speculation.proposal import DrawObserver, LikeliestObserver, Observer, Proposer
-from jaxpage.step.draft import Draft
+from jaxpage.speculation.proposal import Proposer
+from jaxpage.step.draft import NO_DRAFTS, Draft, Drafts
 from jaxpage.step.edits import Append, Edit
 from jaxpage.step.limits import StepLimits
-from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.plan import Row, StepPlan
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import Request, Sequence, SequenceGroup
+from jaxpage.step.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
 
-class Speculation:
+class Speculator(Protocol):
+    """What an engine asks for drafts, and tells what came of its steps."""
+
+    def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
+        """Drafts for sequences of the running groups. They can be verified in any step, and need not be."""
+        ...
+
+    def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
+        """See `StepPlan.draft_depth`. others_wait: there are requests that could run and do not yet."""
+        ...
+
+    def observe(self, report: StepReport) -> None:
+        """The step for which drafts were asked last has happened."""
+        ...
+
+    def forget(self, group: SequenceGroup) -> None:
+        """The request has ended."""
+        ...
+
+
+class NoSpeculation:
+    """Of an engine that drafts nothing."""
+
+    def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
+        return NO_DRAFTS
+
+    def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
+        return None
+
+    def observe(self, report: StepReport) -> None:
+        """There is nothing to learn."""
+
+    def forget(self, group: SequenceGroup) -> None:
+        """There is nothing to forget."""
+
+
+class ProposingSpeculator:
     """Asks a controller how many drafts a step is worth, and a proposer for so many; without a controller as many as the shapes allow."""
 
     def __init__(
@@ -27,43 +67,55 @@ class Speculation:
         controller: Controller | None,
         *,
         vocab_size: int,
+        strategies: Mapping[int, Strategy] | None = None,
         following: Following | None = None,
+        learns_top_ids: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             vocab_size: of the model. What a proposer drafts beyond it is dropped.
+            strategies: of the requests, by sequence id: they say what their grammars admit. None: there are no grammars.
             following: of a drafter on the device, which has to draft before it is asked.
+            learns_top_ids: the step is to tell what is likely behind its draws.
+            clock: seconds.
         """
-        self._proposer = proposer
-        self._vocab_size = vocab_size
-        self._failed = False
-        self._limits = limits
+        self.proposer = proposer
         self.controller = controller
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._strategies = strategies
         self._following = following
+        self._learns_top_ids = learns_top_ids
+        self._clock = clock
+        self.has_failed = False
         self._nap = 0  # steps for which the controller is yet not to be asked
         self._num_slept = 0  # steps for which it was not
+        self._proposed = 0.0  # when that was done
         # Of this step's drafts, those that a grammar does not admit whole, and how many of their tokens it does. By sequence id.
         self._refused: dict[int, tuple[Draft, int]] = {}
-        self._draw_observer = proposer if isinstance(proposer, DrawObserver) else None
-        self._recycler = proposer if isinstance(proposer, LikeliestObserver) else None
 
-    def propose(self, groups: Iterable[SequenceGroup]) -> Mapping[int, Draft]:
-        """Drafts for the running groups' sequences that have one token left to compute, by sequence id. Beams are not drafted for:
-        which of them goes on behind a token is not known before it is drawn."""
+    def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
+        """See `Speculator`: of sequences that have one token left to compute. Beams are not drafted for: which of them goes on behind a
+        token is not known before it is drawn."""
+        began = self._clock()
         if self._nap:
             self._nap -= 1
             self._num_slept += 1
-            return {}
+            self._proposed = began
+            return NO_DRAFTS
         awoke = self._num_slept > 0
         if awoke and self.controller is not None:
             self.controller.slept(self._num_slept)
         self._num_slept, self._refused = 0, {}
-        return {} if self._failed else self._drafts(groups, awoke)
-
-    @property
-    def has_part(self) -> bool:
-        """In the step for which drafts were asked last. Else nothing needs to be told of it, which saves the host some microseconds."""
-        return not self._failed and (not self._num_slept or self._following is not None)
+        proposed = {} if self.has_failed else self._drafts(running, awoke)
+        drafts = proposed if self._strategies is None else filter_drafts(proposed, self._strategies)
+        for sequence_id, draft in proposed.items():
+            num_left = len(drafts[sequence_id].token_ids) if sequence_id in drafts else 0
+            if num_left < len(draft.token_ids):
+                self._refused[sequence_id] = draft, num_left
+        self._proposed = self._clock()
+        return Drafts(drafts, self._proposed - began)
 
     def _drafts(self, groups: Iterable[SequenceGroup], awoke: bool) -> dict[int, Draft]:
         """awoke: from a nap."""
@@ -97,13 +149,6 @@ class Speculation:
         counts = self.controller.cut(num_rows, drafts)
         return {sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()}
 
-    def admitted(self, proposed: Mapping[int, Draft], left: Mapping[int, Draft]) -> None:
-        """What is left of what `propose` gave for the step. What is missing cannot follow: it counts as wrong, unverified."""
-        for sequence_id, draft in proposed.items():
-            num_left = len(left[sequence_id].token_ids) if sequence_id in left else 0
-            if num_left < len(draft.token_ids):
-                self._refused[sequence_id] = draft, num_left
-
     def _can_draft(self, sequence_id: int) -> bool:
         return self._following is None or not self._following.has_lost(sequence_id)
 
@@ -117,10 +162,10 @@ class Speculation:
 
     def _draft(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """As much of the proposer's draft as can be verified. No step fails because of a proposer: one that fails is not asked again."""
-        if self._failed:
+        if self.has_failed:
             return None
         try:
-            draft = self._proposer.propose(request, sequence, num_drafts)
+            draft = self.proposer.propose(request, sequence, num_drafts)
             return None if draft is None else self._sound(sequence, draft, num_drafts)
         except Exception:
             self._give_up()
@@ -136,51 +181,34 @@ class Speculation:
 
     def _give_up(self) -> None:
         logger.exception("the proposer failed: from now on nothing is drafted")
-        self._failed = True
+        self.has_failed = True
 
-    def levels(self, plan: StepPlan, others_wait: bool = False) -> int | None:
-        """How many tokens ahead a drafter on the device drafts behind the step's draws. None: it does not follow, or is not there.
-        Where tokens are recycled 1: the step is to tell what is likely behind its draws.
-
-        others_wait: there are requests that could run and do not yet."""
+    def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
         if self._following is None:
-            return None if self._recycler is None else 1
-        levels = self._following.levels(plan, others_wait)
+            return 1 if self._learns_top_ids else None
+        depth = self._following.levels(plan, others_wait)
         if self._following.last_levels is not None:
             self._nap = 0
-        return levels
+        return depth
 
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """A step ran: the proposer hears what was drawn behind its drafts, and what heads of the model or a drafter guess behind that."""
+    def observe(self, report: StepReport) -> None:
         if self._following is not None:
-            self._following.ran(plan, result.guesses is not None)
-        if self._failed:
-            return
-        try:
-            has_drafted = self._following is not None and self._following.has_drafted
-            if has_drafted and result.guesses is not None and isinstance(self._proposer, Observer):
-                last = range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
-                for index, guesses in zip(last, result.guesses, strict=True):
-                    sample = plan.samples[index]
-                    self._proposer.observe(sample.sequence_id, sample.position + 1, guesses)
-            if self._draw_observer is not None and plan.verifies:
-                for row, draws in _drawn(plan, result):
-                    draft = Draft(row.token_ids[1:], _behind(row))
-                    self._draw_observer.drawn(row.sequence_id, row.start + 1, draft, draws)
-            if self._recycler is not None and result.likeliest is not None:
-                token_ids = [plan.rows[sample.row].token_ids[sample.offset] for sample in plan.samples]
-                salts = [sample.params.cache_salt for sample in plan.samples]
-                self._recycler.heard(salts, token_ids, result.likeliest)
-        except Exception:
-            self._give_up()
+            self._following.ran(report.plan, report.result.guesses is not None)
+        if not self.has_failed:
+            try:
+                self.proposer.observe(report.plan, report.result)
+            except Exception:
+                self._give_up()
+        if self.controller is not None:
+            self._measure(self.controller, report, self._clock() - self._proposed)
 
-    def verified(self, plan: StepPlan, edits: Iterable[Edit], seconds: float, proposing: float) -> None:
-        """A step happened, with drafts or without. Seconds of `propose`, and of all else that the step took."""
-        if self.controller is None or plan.swap_in or plan.swap_out:
-            return  # nothing to learn, or a step that moved blocks: its seconds say nothing
+    def _measure(self, controller: Controller, report: StepReport, seconds: float) -> None:
+        plan = report.plan
+        if plan.swap_in or plan.swap_out:
+            return  # a step that moved blocks: its seconds say nothing
         if self._num_slept and (self._following is None or self._following.last_levels is None):
             return
-        num_appended = self._learn(self.controller, plan, edits) if plan.verifies or self._refused else 0
+        num_appended = self._learn(controller, plan, report.edits) if plan.verifies or self._refused else 0
         if not plan.decodes:  # with prompts in it, whose seconds say nothing of shapes with drafts
             if self._following is not None:
                 self._following.paid(plan, 0)
@@ -190,7 +218,7 @@ class Speculation:
         if self._following is not None:
             levels = self._following.last_levels
             self._following.paid(plan, num_tokens)
-        self.controller.measured(num_rows, plan.num_tokens - num_rows, num_tokens, seconds, proposing, levels)
+        controller.measured(num_rows, plan.num_tokens - num_rows, num_tokens, seconds, report.drafts.seconds, levels)
 
     def _learn(self, controller: Controller, plan: StepPlan, edits: Iterable[Edit]) -> int:
         """Which drafts were right. Returns how many tokens the sequences got."""
@@ -212,10 +240,9 @@ class Speculation:
         return num_appended
 
     def forget(self, group: SequenceGroup) -> None:
-        """The request has ended."""
-        if not self._failed:
+        if not self.has_failed:
             try:
-                self._proposer.forget(group)
+                self.proposer.forget(group)
             except Exception:
                 self._give_up()
         if self.controller is not None:
@@ -224,14 +251,31 @@ class Speculation:
             self._following.forget(group.sequence_ids)
 
 
-def _drawn(plan: StepPlan, result: StepResult) -> Iterator[tuple[Row, list[int]]]:
-    """The rows with drafts, and what was drawn behind each of their tokens. A step that verifies draws behind every token."""
-    draws, first = result.token_ids.tolist(), 0
-    for row in plan.rows:
-        stop = first + len(row.token_ids)
-        if row.parents:
-            yield row, draws[first:stop]
-        first = stop
+def filter_drafts(drafts: Mapping[int, Draft], strategies: Mapping[int, Strategy]) -> dict[int, Draft]:
+    """The drafts, less those that no grammar admits, with what stands behind them. By sequence id.
+
+    A draft that a grammar does not admit is wrong for certain, and one that ends the sequence saves no step: the draw before it gives the
+    same token. A mask behind a draft is needed anyway if it is verified, and grammars keep it, so that asking costs no more than not.
+
+    Drafts with a `q` stay: what they were drawn from includes what no grammar admits, and the rule that looks at it rejects those.
+    """
+    filtered = {each: _admitted(each, draft, strategies[each]) for each, draft in drafts.items() if each in strategies}
+    return {sequence_id: draft for sequence_id, draft in filtered.items() if draft.token_ids}
+
+
+def _admitted(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
+    places = {-1: -1}  # of those that stay, by their place before
+    try:
+        if draft.q is not None or strategy.mask(sequence_id) is None:
+            return draft  # as most are
+        for place, parent in enumerate(draft.parents):
+            if parent in places and strategy.mask(sequence_id, draft.path(place)) is not None:
+                places[place] = len(places) - 1
+    except Exception:  # of one request: nobody else notices
+        logger.exception("nothing is drafted for sequence %d", sequence_id)
+        return Draft((), ())
+    kept = [place for place in places if place >= 0]
+    return Draft(tuple(draft.token_ids[p] for p in kept), tuple(places[draft.parents[p]] for p in kept))
 
 
 def _behind(row: Row) -> tuple[int, ...]:
