@@ -485,7 +485,7 @@ def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
     [
         ({}, "method 'medusa' needs model"),
         ({"model": "m", "medusa_choices": [[0], [0]]}, "has a path twice"),
-        ({"model": "m", "tree": True, "medusa_choices": [[0], [1, 0]]}, r"has \[1, 0\], but not \[1\]"),
+        ({"model": "m", "tree": True, "medusa_choices": [[0], [1, 0]]}, r"has \[1, 0\], but not its parent \[1\]"),
         ({"model": "m", "medusa_choices": [[0], [1]]}, "branches, but tree is False"),
         ({"model": "m", "medusa_choices": [[0]], "num_speculative_tokens": 2}, "is 2, but medusa_choices has 1 paths"),
         ({"model": "m", "medusa_choices": []}, "medusa_choices"),
