@@ -468,7 +468,7 @@ def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LL
             if count == 4:
                 rows = bucket.num_rows if bucket.verifies else bucket.num_draws
                 assert shapes[0].guesses.shape == (rows, 3, 1)
-    assert trees._engine.runner.executables.options.drafter == HeadDrafter(num_guesses=2)
+    assert trees._engine.runner.executables.options.drafter.num_guesses == 2
 
 
 # --- settings
