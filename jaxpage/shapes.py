@@ -19,7 +19,7 @@ Host lists and integers keep plain names. Lengths count tokens; any other unit s
 
 # In place of a drawn token id, when there is none:
 NOT_FINITE = -1  # the model's logits hold no number to choose by
-NOTHING_ALLOWED = -2  # what the request allows, forbids and penalises leaves no token to choose
+NOTHING_ALLOWED = -2  # all tokens are masked by what the request allows, forbids and penalises
 
 # Of speculation:
 MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens

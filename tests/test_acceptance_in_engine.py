@@ -211,7 +211,7 @@ def test_a_proposer_that_lies_shows(llm: LLM, log_probabilities: list[np.ndarray
 
 
 def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np.ndarray]) -> None:
-    """Every third step the newest request gives way, with the samples that it was forked into; the prompt is found in the cache."""
+    """Every third step the newest request is preempted, with the samples that it was forked into; the prompt is found in the cache."""
     draft_with(llm._engine, Drawing(TREE))
     engine, before = llm._engine, llm.stats()
     reporters = [

@@ -1,4 +1,4 @@
-"""Drafts among requests that come and go: nobody gives way or waits for them, no block keeps what was wrong, and nothing is drawn twice.
+"""Drafts among requests that come and go: nobody is preempted or waits for them, no block keeps what was wrong, and nothing is drawn twice.
 
 The machines of tests/test_scheduler.py, with right and wrong drafts. Every plan with drafts is compared with the one without.
 """
@@ -16,7 +16,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from jaxpage.memory import BlockManager
 from jaxpage.scheduling import Preemption, Scheduler
-from jaxpage.scheduling import open_plan as opening
+from jaxpage.scheduling import plan_builder as opening
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.limits import StepLimits
 from tests.support.drafts import random_draft

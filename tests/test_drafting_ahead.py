@@ -77,7 +77,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def tight(case: Case, root: Path) -> Iterator[LLM]:
-    """An engine whose requests give way to each other, with blocks that no draft ends on evenly."""
+    """An engine whose requests preempt each other, with blocks that no draft ends on evenly."""
     mode = "swap" if case.tree else "recompute"
     with start(root, case, block_size=4, num_blocks=26, max_model_len=96, preemption_mode=mode) as llm:
         yield llm

@@ -385,8 +385,8 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "map beyond": (store("d2t", np.full(60, 72)), ["'d2t'", "end at 130"]),
     "map with doubles": (store("d2t", -np.arange(60)), ["'d2t'", "twice"]),
     "map of floats": (store("d2t", np.zeros(60, np.float32)), ["'d2t'", "F32"]),
-    "layer entered": (change(**{IDS: [1, 2, 8]}), [IDS, "[1, 2, 8]", "enter", "has 7"]),
-    "layer left": (change(eagle_config={IDS: [1, 2, 7]}), [IDS, "[1, 2, 7]", "leave", "has 7"]),
+    "layer entered": (change(**{IDS: [1, 2, 8]}), [IDS, "[1, 2, 8]", "inputs", "has 7 layers"]),
+    "layer left": (change(eagle_config={IDS: [1, 2, 7]}), [IDS, "[1, 2, 7]", "outputs", "has 7 layers"]),
     "layer before": (change(**{IDS: [1, 2, -1]}), [IDS, "-1"]),
     "no layer": (change(**{IDS: [1, 2, True]}), [IDS, "True"]),
     "two states": (change(**{IDS: [1, 2]}), ["fc.weight", "(48, 144)", "(48, 96)"]),
@@ -453,7 +453,7 @@ def test_a_table_that_only_the_target_has_must_fit(tmp_path: Path, target: Targe
 def test_without_layer_ids_a_target_of_two_layers_is_refused(tmp_path: Path) -> None:
     shallow = open_model(random_checkpoint(tmp_path / "target", {**TARGET, "num_hidden_layers": 2}))
     directory = write(tmp_path / "head", EAGLE3, head_tensors())
-    with pytest.raises(CheckpointError, match=r"\[2, 1, -1\] enter layers .* it has 2"):
+    with pytest.raises(CheckpointError, match=r"\[2, 1, -1\] are inputs of layers .* has 2 layers"):
         open_drafter(SpeculativeConfig(method="eagle3", model=str(directory)), shallow)
 
 

@@ -17,7 +17,7 @@ from jaxpage.errors import CapacityError, JaxpageError, UnsupportedError
 from jaxpage.serving import engine_loop
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import news_of
-from jaxpage.serving.submitted import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+from jaxpage.serving.request_handle import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from tests.support.engines import LLAMA
 from tests.support.gates import Gate
 from tests.support.random_checkpoints import random_checkpoint

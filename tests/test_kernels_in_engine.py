@@ -16,7 +16,7 @@ from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
-from jaxpage.engine.capacity import Place, mixes
+from jaxpage.engine.capacity import DeviceSpec, mixes
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings import engine_config
 from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, SETS, XLA_BACKENDS
@@ -25,7 +25,7 @@ from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.optimized
 
-# Three rows and 16 tokens at most, so that few shapes are compiled; a pool that makes somebody give way.
+# Three rows and 16 tokens at most, so that few shapes are compiled; a pool in which some are preempted.
 SETTINGS = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 11, "block_size": 8}
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
@@ -134,7 +134,7 @@ def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
     toy = dataclasses.replace(scan, name="toy", platforms=("cpu",), prefers_mixed_steps=True, attend=None, write=None)
     monkeypatch.setitem(SETS, "toy", dataclasses.replace(toy, write_and_attend=write_and_attend))
     monkeypatch.setattr(engine_config, "attention_backends", lambda: ("auto", "toy"))
-    assert mixes(EngineConfig(attention_backend="toy"), Place("cpu (cpu)", 2**34))
+    assert mixes(EngineConfig(attention_backend="toy"), DeviceSpec("cpu (cpu)", 2**34))
     (want, want_pages), (got, pages) = attended(Backend("scan")), attended(choose_backend("toy", CPU))
     np.testing.assert_allclose(got, want + 1, atol=1e-6)
     np.testing.assert_array_equal(pages, want_pages)
@@ -143,7 +143,7 @@ def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
 
 
 def test_steps_mix_by_default_where_kernels_run():
-    cpu, big = Place("cpu (cpu)", 2**34), Place("gpu (NVIDIA H200)", 2**37)
+    cpu, big = DeviceSpec("cpu (cpu)", 2**34), DeviceSpec("gpu (NVIDIA H200)", 2**37)
     assert not mixes(EngineConfig(), cpu) and mixes(EngineConfig(), big)
     assert mixes(EngineConfig(attention_backend="triton"), big)
     assert not mixes(EngineConfig(attention_backend="scan"), big)

@@ -22,7 +22,7 @@ from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import lookahead as under_test
-from jaxpage.speculation.controller import LEAST_NAP, SEEK_EVERY, Controller
+from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.lookahead import LookaheadProposer, Pool, Window
 from jaxpage.speculation.speculator import ProposingSpeculator
 from jaxpage.step.draft import NO_DRAFTS, Draft
@@ -421,11 +421,11 @@ def test_any_number_of_drafts_gives_sizes_that_fit() -> None:
     [
         (
             {"lookahead_window": 15, "lookahead_ngram": 5, "lookahead_guesses": 15},
-            "lookahead_window 15, lookahead_ngram 5 and lookahead_guesses 15 take 119 drafts, above the 63 that a step holds",
+            "lookahead_window 15, lookahead_ngram 5 and lookahead_guesses 15 take 119 drafts, more than the 63 that fit in a step",
         ),
         (
             {"num_speculative_tokens": 3, "lookahead_ngram": 5},
-            "lookahead_window 1, lookahead_ngram 5 and lookahead_guesses 1 take 7 drafts, above num_speculative_tokens, 3",
+            "lookahead_window 1, lookahead_ngram 5 and lookahead_guesses 1 take 7 drafts, more than num_speculative_tokens, 3",
         ),
         (
             {"method": "ngram", "lookahead_window": 3},
@@ -447,14 +447,13 @@ def test_sizes_that_make_no_sense_are_refused(given: dict[str, Any], message: st
 PARENTS = (-1, 0, 1, -1, 3, 4)  # of a draft that has found less than it was asked for
 
 
-def told(right: int, dear: float = 1.0, **settings: int) -> Controller:
+def told(right: int, dear: float = 1.0) -> Controller:
     """A controller of drafts that come in fifteens, of which so many were right."""
-    controller = Controller(LIMITS, together=15, **settings)
+    controller = Controller(LIMITS, unit=15)
     for shape in ((2, 2), (4, 4), (2, 32), (4, 64)):
         controller.costs.at_start(shape, 1.0 + dear * (shape[1] > shape[0]))
     for sequence_id in (1, 2, 3):
         for _ in range(100):
-            controller.acceptance.came(sequence_id, True, 0)
             controller.verified(sequence_id, PARENTS, range(right))
     return controller
 
@@ -463,45 +462,11 @@ def test_all_drafts_or_none() -> None:
     """By how many of them are right: no node of a window ever seems worth it, and without them there is nothing to draft."""
     draft = Draft((5,) * 6, PARENTS)
     worth = told(right=3)
-    assert worth.ask(3, [1, 2, 3]) == {1: 15, 2: 15, 3: 15}
+    asked = [worth.ask(3, [1, 2, 3]) for _ in range(2)]
+    assert {} in asked and {1: 15, 2: 15, 3: 15} in asked, "one of them is a probe"
     assert worth.cut(3, {1: draft, 3: draft}) == {1: 15, 3: 15}
     for controller in (told(right=0), told(right=3, dear=5.0)):
-        assert controller.ask(3, [1, 2, 3]) == {}
-
-
-@pytest.mark.parametrize("steps_to_show", [1, 5])
-def test_a_look_lasts_as_long_as_a_window_takes_to_fill(steps_to_show: int) -> None:
-    controller = told(right=0, dear=0.01, steps_to_show=steps_to_show)
-    looks = []
-    for number in range(1600):
-        if controller.ask(2, [1, 2]):
-            looks.append(number)
-            assert controller.cut(2, {1: Draft((5,) * 6, PARENTS)}) == {1: 15}
-            controller.verified(1, PARENTS, ())
-        controller.measured(2, 6 if looks[-1:] == [number] else 0, 2, 1.01 if looks[-1:] == [number] else 1.0, 0.0)
-    lengths = [1 + looks[place + 1] - looks[place] for place in range(len(looks) - 1)]
-    together = [len(list(run)) for is_near, run in itertools.groupby(lengths, lambda gap: gap == 2) if is_near]
-    assert len(looks) > 10 and min(gap for gap in lengths if gap != 2) > SEEK_EVERY
-    assert set(together[:-1]) == ({steps_to_show - 1} if steps_to_show > 1 else set())
-
-
-def test_who_cannot_afford_the_next_look_of_several_is_not_asked_meanwhile() -> None:
-    """Asking in every step took 2 % of the steps of the demo model, from the first look on."""
-    controller = told(right=0, dear=3.0, steps_to_show=5)
-    looks, num_asked, step = 0, 0, 0
-    while step < 3000:
-        num_asked += 1
-        asked = controller.ask(2, [1, 2])
-        if asked:
-            looks += 1
-            controller.cut(2, {1: Draft((5,) * 6, PARENTS)})
-            controller.verified(1, PARENTS, ())
-        controller.measured(2, 6 if asked else 0, 2, 4.0 if asked else 1.0, 0.0)
-        if nap := controller.nap:
-            controller.slept(nap)
-        step += 1 + nap
-    assert 1 <= looks <= 10 and looks % 5, "in the middle of the looks that belong together"
-    assert num_asked < 3000 / LEAST_NAP
+        assert {} in [controller.ask(3, [1, 2, 3]) for _ in range(2)] and not controller.drafts
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
@@ -514,7 +479,7 @@ def test_it_does_not_lose(rate: float) -> None:
         return SpeculativeLoop(device, Guesses(lambda place, step: (rate,) * 15, seed=1), 1, num_drafts=num_drafts)
 
     always, auto = loop(15), loop(15)
-    controller = Controller(auto.limits, together=15, steps_to_show=5)
+    controller = Controller(auto.limits, unit=15, warm_up=5)
     for shape in ((2, 2), (1, 16)):
         controller.costs.at_start(shape, device.seconds(shape))
     auto.controller = controller

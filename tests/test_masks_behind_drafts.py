@@ -20,7 +20,7 @@ from jaxpage.decoding import grammars as rules
 from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.engine.grammar_compiler import GrammarCompiler
 from jaxpage.engine.text import NoText, load_tokenizer
-from jaxpage.scheduling.open_plan import drafted_samples, sample_of
+from jaxpage.scheduling.plan_builder import drafted_samples, sample_of
 from jaxpage.speculation import Proposer
 from jaxpage.speculation.speculator import filter_drafts
 from jaxpage.step.draft import Draft, chain

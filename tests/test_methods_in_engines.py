@@ -97,7 +97,7 @@ def right_drafts(llm: LLM) -> int:
 @pytest.mark.parametrize("engine", ["roomy", "recomputing", "swapping"])
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_changes(method: str, engine: str, engines: Callable[..., LLM], want: list[Any]) -> None:
-    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who gives way."""
+    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who is preempted."""
     llm, chosen = engines(engine, method), HELD[engine]
     before, right = llm.stats()["num_preemptions_total"], right_drafts(llm)
     for _ in range(2):  # the second time recycling knows much

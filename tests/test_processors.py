@@ -17,19 +17,19 @@ from jaxpage import SamplingParams
 from jaxpage.device.adjustments import adjust
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.sampler import draw
-from jaxpage.device.step_inputs import MAX_BIASES, Adjustments, adjustment_shapes, unpack
+from jaxpage.device.step_inputs import MAX_BIASES, Adjustments, TableShape, adjustment_shapes, unpack
 from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.errors import UnsupportedError
-from jaxpage.scheduling.open_plan import sample_of, suppression
+from jaxpage.scheduling.plan_builder import sample_of, suppression
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.step import token_masks
 from jaxpage.step.plan import Row, StepPlan
 from jaxpage.step.request import Request, Sequence
 from jaxpage.step.token_masks import mask_of
-from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm, run_giving_way
+from tests.support.engines import BLOCKS_OF_4, LLAMA, SMALL_POOL, LogitsWitness, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import adjusted, drawn, ends_with
 
@@ -52,7 +52,7 @@ NEUTRAL = jax.tree.map(
 
 @functools.partial(jax.jit, static_argnames="by_row")
 def on_device(logits, packed, adjustments, by_row):
-    inputs = unpack(packed, BUCKET, 2)
+    inputs = unpack(packed, BUCKET, TableShape(1, 2))
     return adjust(logits, inputs, adjustments, by_row=by_row), draw(logits, inputs, adjustments, by_row=by_row)
 
 
@@ -445,10 +445,10 @@ def test_no_bad_word_comes_out(rich, rich_alone):
             assert not any(ends_with(output.token_ids[:end], word) for end in range(len(output.token_ids) + 1))
 
 
-ENGINES = {  # in shapes that tests/test_path_independence.py has compiled
-    "recompute": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32},
-    "swap": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32, "preemption_mode": "swap"},
-    "blocks of 8": {"block_size": 8, "num_blocks": 257},
+ENGINES = {
+    "recompute": {**SMALL_POOL, "num_blocks": 25},
+    "swap": {**SMALL_POOL, "num_blocks": 25, "preemption_mode": "swap"},
+    "blocks of 4": BLOCKS_OF_4,
 }
 
 
@@ -495,7 +495,7 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
     ended, beside = llm.generate([[7, 8], PROMPT], [params, other], use_tqdm=False)
     (output,) = ended.outputs
     assert (output.finish_reason, len(output.token_ids)) == ("error", 1) and output.token_ids[0] in (1, 2)
-    assert "leaves no token that could be drawn" in output.stop_reason
+    assert "leave no token to sample" in output.stop_reason
     assert beside.outputs == want.outputs
     assert llm.stats()["prefix_cache_hits_total"] > hits
     (again,) = llm.generate(PROMPT, other, use_tqdm=False)
@@ -522,7 +522,7 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
         (
             {"allowed_token_ids": [3, 0], "min_tokens": 2, "stop_token_ids": [3]},
             ValueError,
-            "nothing could be drawn: all of allowed_token_ids ends the text before min_tokens=2",
+            "all tokens are masked: all of allowed_token_ids ends the text before min_tokens=2",
         ),
         (
             {"allowed_token_ids": [3, 4], "min_tokens": 2, "stop_token_ids": [3], "bad_words": ["4"]},

@@ -514,7 +514,7 @@ def test_rates_that_rise_or_are_none_are_refused(rates: tuple[float, ...]) -> No
         ),
         (
             {"method": "suffix", "suffix_decoding_max_tree_depth": 8, "suffix_decoding_max_spec_factor": 0.1},
-            "suffix_decoding_max_spec_factor is 0.1, which drafts nothing: .* 8 lets at most 7 tokens match",
+            "suffix_decoding_max_spec_factor is 0.1, so nothing is drafted: .* 8 allows at most 7 matching tokens; use at least 1/7",
         ),
     ],
 )

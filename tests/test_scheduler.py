@@ -275,7 +275,7 @@ class Scheduling(RuleBasedStateMachine):
 
 
 class Searching(Scheduling):
-    """Beam searches among the others: what comes out is what a naive search finds, and a search has its seats and no more."""
+    """Beam searches among the others: what comes out is what a naive search finds, and a search has its sequence slots and no more."""
 
     @rule(
         seed=st.integers(0, 2**32),
@@ -399,11 +399,11 @@ class DrawsAGroupApart(Scheduler):
         return admitted
 
 
-class LeaksSeats(Scheduler):
+class LeaksSequenceSlots(Scheduler):
     def _forget(self, group):
-        num_seats = self._num_seats
+        num_sequence_slots = self._num_sequence_slots
         super()._forget(group)
-        self._num_seats = num_seats
+        self._num_sequence_slots = num_sequence_slots
 
 
 class AdmitsOutOfOrder(Scheduler):
@@ -445,7 +445,7 @@ class ForgetsMinTokens(Scheduler):
         OverfillsChunks,
         DrawsSamplesFromChunks,
         DrawsAGroupApart,
-        LeaksSeats,
+        LeaksSequenceSlots,
         AdmitsOutOfOrder,
         DropsCopies,
         NeverAlternates,
@@ -628,16 +628,20 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
     assert (sample.row, sample.offset, sample.position) == (0, 7, 40)
 
 
-def test_seats_that_are_free_for_who_waits() -> None:
+def test_sequence_slots_that_are_free_for_who_waits() -> None:
     driver = make_driver(max_tokens=64)
     scheduler = driver.scheduler
-    assert not scheduler.has_seats, "nobody waits"
+    assert not scheduler.has_sequence_slots, "nobody waits"
     for number in range(scheduler.max_num_seqs + 1):
         scheduler.add(make_group(str(number), number, range(2), max_tokens=12, ignore_eos=True))
     for _ in range(6):
-        assert scheduler.has_seats == (scheduler.num_running < scheduler.max_num_seqs)
+        assert scheduler.has_sequence_slots == (scheduler.num_running < scheduler.max_num_seqs)
         driver.step()
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.has_seats) == (scheduler.max_num_seqs, 1, False)
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.has_sequence_slots) == (
+        scheduler.max_num_seqs,
+        1,
+        False,
+    )
     driver.run()
 
 

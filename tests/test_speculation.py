@@ -16,7 +16,7 @@ from jaxpage import BeamSearchParams, SamplingParams
 from jaxpage.device import steps
 from jaxpage.engine import batch_builder
 from jaxpage.errors import UnsupportedError
-from jaxpage.scheduling import open_plan
+from jaxpage.scheduling import plan_builder
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import NoSpeculation
@@ -368,7 +368,7 @@ def test_who_does_not_know_who_goes_on_does_not_draft(engines, lone):
         forked = set()
         groups = {group.request.request_id: group for group in engine.scheduler.waiting}
         while engine.has_unfinished:
-            due = set(groups["1"].children_due)
+            due = set(groups["1"].pending_forks)
             engine.step()
             beams = set(groups["2"].sequence_ids)
             forked |= due & {sample.sequence_id for sample in watched.plans[-1].samples}
@@ -479,14 +479,18 @@ def accepts_one_more(plan, result):
             yield index + 1, plan.samples[index + 1], False
 
 
-right_samples, right_mask, right_draws = open_plan.drafted_samples, batch_builder._fill_tree_mask, advancing._that_count
+right_samples, right_mask, right_draws = (
+    plan_builder.drafted_samples,
+    batch_builder._fill_tree_mask,
+    advancing._that_count,
+)
 
 
 @pytest.mark.parametrize(
     ("module", "name", "mistake"),
     [
-        (open_plan, "drafted_samples", forgets_the_position),
-        (open_plan, "drafted_samples", forgets_the_branch),
+        (plan_builder, "drafted_samples", forgets_the_position),
+        (plan_builder, "drafted_samples", forgets_the_branch),
         (batch_builder, "_fill_tree_mask", transposes_the_mask),
         (batch_builder, "_fill_tree_mask", sees_no_branch),
         (advancing, "_that_count", accepts_one_more),

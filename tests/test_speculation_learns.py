@@ -1,4 +1,4 @@
-"""What the speculator tells its controller of each step: what was right, what a grammar refused, and nothing while it naps."""
+"""What the speculator tells its controller of each step: what was right, what a grammar refused, and nothing to decide."""
 
 from __future__ import annotations
 
@@ -112,27 +112,19 @@ def test_what_is_learned(
     assert told == learned
 
 
-def test_in_a_nap_nobody_is_asked() -> None:
+def test_where_there_is_nothing_to_decide_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    slept: list[int] = []
-    controller: Any = SimpleNamespace(nap=3, ask=lambda *_: asked.append(1) or {}, slept=slept.append)
-    speculator = ProposingSpeculator(Always(), LIMITS, controller, vocab_size=9)
-    for _ in range(9):
+    controller = controller_of()
+    monkeypatch.setattr(controller, "ask", lambda *_: asked.append(1) or {})
+    skips = iter([True, True, False, True])
+    monkeypatch.setattr(controller, "skips", lambda: next(skips))
+    sync: Any = SimpleNamespace(is_off=False, ready=set(), is_stale=lambda _: False)
+    speculator = ProposingSpeculator(Always(), LIMITS, controller, vocab_size=9, sync=sync)
+    for _ in range(4):
         assert not speculator.propose([decoding()]).of
-    assert len(asked) == 3 and slept == [3, 3]
-
-
-def test_a_drafter_that_follows_again_ends_the_nap() -> None:
-    asked: list[int] = []
-    controller: Any = SimpleNamespace(ask=lambda *_: asked.append(1) or {}, slept=lambda _: None)
-    follows: Any = SimpleNamespace(nap=30, ready=frozenset(), has_lost=lambda _: False, last_levels=None)
-    follows.levels = lambda *_: follows.last_levels
-    speculator = ProposingSpeculator(Always(), LIMITS, controller, vocab_size=9, following=follows)
-    for step in range(12):
-        speculator.propose([decoding()])
-        follows.last_levels = 0 if step == 9 else None
-        speculator.draft_depth(plan_of(), False)
-    assert len(asked) == 2, "in the first step, and behind that in which it followed"
+    assert len(asked) == 1
+    sync.is_off, skips = True, iter([False])
+    assert not speculator.propose([decoding()]).of and len(asked) == 1, "the drafter on the device is off"
 
 
 def test_a_proposer_that_failed_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:

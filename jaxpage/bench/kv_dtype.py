@@ -23,7 +23,7 @@ from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
-from jaxpage.engine.capacity import choose_dtype, place_of
+from jaxpage.engine.capacity import choose_dtype, device_spec_of
 from jaxpage.models.base import abstract_model
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -47,7 +47,7 @@ _ROWS = (
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for a text that is too short."""
     files = open_model(resolve_model(config.model, config.revision))
-    place = place_of(jax.devices()[0], config.gpu_memory_utilization)
+    place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     longest = min(files.spec.max_position_embeddings, config.max_model_len or files.spec.max_position_embeddings)
     token_ids = _token_ids(arguments, config, files)[: min(arguments.num_tokens, longest)]

@@ -96,7 +96,8 @@ class EagleConfig:
             raise CheckpointError(f"config.json: {LAYER_IDS} must be a list of whole numbers, not {quoted(ids)}")
         if min(ids) + behind < 0 or max(ids) + behind > num_layers:
             raise CheckpointError(
-                f"config.json: {LAYER_IDS} {ids} {'leave' if behind else 'enter'} layers that the model has not: it has {num_layers}"
+                f"config.json: {LAYER_IDS} {ids} are {'outputs' if behind else 'inputs'} of layers that do not exist: "
+                f"the model has {num_layers} layers"
             )
         return tuple(number + behind for number in ids)
 

@@ -139,7 +139,7 @@ def renamed(found: Mapping[str, TensorInfo], rename: Callable[[str], str], probl
 def read_layout(directory: Path, problems: Problems) -> tuple[str, dict[str, TensorInfo]]:
     """The layout of the directory, and its tensors by name; headers only."""
     if has_orbax(directory) and has_safetensors(directory):
-        problems.add("there are both safetensors files and an orbax directory: which of them is meant?")
+        problems.add("there are both safetensors files and an orbax directory: set load_format to one of them")
         return "safetensors", {}
     if has_orbax(directory):
         return "orbax", read_orbax_tensors(directory, problems)

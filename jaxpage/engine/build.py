@@ -24,14 +24,14 @@ from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.capacity import Form, choose_dtype, notices, place_of
+from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, notices
 from jaxpage.engine.drafters import Target
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
-from jaxpage.engine.shape_costs import measure_shapes
+from jaxpage.engine.step_costs import measure_costs
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
@@ -84,7 +84,7 @@ def build_engine(
     if verbose := progress if verbose is None else verbose:
         _print(aligned([*spec.rows()], num_words=2))
     phase(PHASES[2])
-    dtype = spec.form.dtype
+    dtype = spec.layout.dtype
     weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
     parameters = {"target": weights, "drafter": drafting.load(dtype, mesh.put, progress=progress)}
     phase(PHASES[3])
@@ -110,7 +110,7 @@ def build_engine(
         **chosen,
     )
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
-        measure_shapes(engine.builder, engine.runner, controller)
+        measure_costs(engine.builder, engine.runner, controller)
     scratch_bytes = kv_pages.num_bytes(pages) - spec.memory.pool_bytes
     memory = replace(spec.memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
@@ -123,11 +123,11 @@ def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, draftin
     kernels = choose_backend(config.attention_backend, mesh.first, config.kv_cache_dtype)
     if kernels.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
-    place = place_of(mesh.first, config.gpu_memory_utilization)
-    form = Form(choose_dtype(config, place, files.plan.stored_dtype()), config.kv_cache_dtype)
-    weights_bytes = files.plan.num_bytes(form.dtype) + drafting.num_bytes(form.dtype)
-    spec = describe_engine(config, files.spec, place, form, weights_bytes, drafting, kernels=kernels)
-    for notice in notices(config, place, files.spec, spec.memory):
+    device = device_spec_of(mesh.first, config.gpu_memory_utilization)
+    layout = ModelLayout(choose_dtype(config, device, files.plan.stored_dtype()), config.kv_cache_dtype)
+    weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
+    spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
+    for notice in notices(config, device, files.spec, spec.memory):
         logger.warning(notice)
     return spec
 
@@ -144,7 +144,7 @@ def _step_options(
     spec: EngineSpec, config: EngineConfig, files: ModelFiles, drafting: Drafting, *, by_row: bool
 ) -> StepOptions:
     assert spec.kernels is not None, "the device is at hand"
-    graph, _ = abstract_model(files.family, files.spec, spec.form.dtype)
+    graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype)
     return StepOptions(
         graph,
         spec.vocab_size,
@@ -155,7 +155,7 @@ def _step_options(
         sample_by_row=by_row,
         drafter=drafting.make(
             Target(
-                spec.form.dtype,
+                spec.layout.dtype,
                 spec.vocab_size,
                 spec.menu,
                 spec.layer_groups,

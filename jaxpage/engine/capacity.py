@@ -36,7 +36,7 @@ BATCHED_TOKENS_ON_ACCELERATORS = 2048
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceSpec:
     """The device that an engine runs on, or one that somebody has in mind."""
 
     name: str  # begins with the platform
@@ -48,7 +48,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Form:
+class ModelLayout:
     """How a model is kept: its numbers in which types, on how many devices. The fields are settings."""
 
     dtype: str  # never "auto"
@@ -56,35 +56,35 @@ class Form:
     tensor_parallel_size: int = 1
 
 
-def place_of(device: jax.Device, utilization: float) -> Place:
-    return Place(f"{device.platform} ({device.device_kind})", available_bytes(device, utilization))
+def device_spec_of(device: jax.Device, utilization: float) -> DeviceSpec:
+    return DeviceSpec(f"{device.platform} ({device.device_kind})", available_bytes(device, utilization))
 
 
-def choose_dtype(config: EngineConfig, place: Place, stored: str) -> str:
+def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
     """ "auto" follows the checkpoint, but on CPU everything runs in float32, where XLA's bfloat16 products are many times slower."""
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if place.is_cpu else stored
+    return "float32" if device.is_cpu else stored
 
 
-def mixes(config: EngineConfig, place: Place) -> bool:
+def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
     """By default as the kernel set prefers: a GPU's kernel takes any rows in one launch, but in plain XLA a step that mixes pads every
     single token to a tile of queries."""
     if config.enable_mixed_steps is not None:
         return config.enable_mixed_steps
-    return prefers_mixed_steps(config.attention_backend, "cpu" if place.is_cpu else "gpu")
+    return prefers_mixed_steps(config.attention_backend, "cpu" if device.is_cpu else "gpu")
 
 
-def step_menu(config: EngineConfig, place: Place) -> BucketMenu:
+def step_menu(config: EngineConfig, device: DeviceSpec) -> BucketMenu:
     """The shapes of an engine's steps.
 
     Raises ConfigError if none of them has room for drafts that are asked for.
     """
-    most = max_num_batched_tokens(config, place)
+    most = max_num_batched_tokens(config, device)
     menu = make_menu(
         config.max_num_seqs,
         most,
-        mixed=mixes(config, place),
+        mixed=mixes(config, device),
         num_drafts=draft_lengths(config),
         max_verified_tokens=most,
         trees=config.speculative_config is not None and config.speculative_config.branches,
@@ -103,17 +103,17 @@ def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
     return config.speculative_config.draft_lengths if config.speculative_config else ()
 
 
-def max_num_batched_tokens(config: EngineConfig, place: Place) -> int:
+def max_num_batched_tokens(config: EngineConfig, device: DeviceSpec) -> int:
     if config.max_num_batched_tokens is not None:
         return max(config.max_num_batched_tokens, 2)
-    return BATCHED_TOKENS_ON_CPU if place.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
+    return BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
 
 
 def plan_memory(
     config: EngineConfig,
     spec: ModelSpec,
-    place: Place,
-    form: Form,
+    device: DeviceSpec,
+    layout: ModelLayout,
     weights_bytes: int,
     groups: Sequence[CacheGroup],
     menu: BucketMenu,
@@ -125,7 +125,7 @@ def plan_memory(
     longest = config.max_model_len or spec.max_position_embeddings
     workspace_bytes = _workspace_estimate(spec, longest, menu)
     if drafting is not None:
-        page_dtype = kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
+        page_dtype = kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype)
         scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
         workspace_bytes += kv_pages.num_bytes(scratch)
 
@@ -134,9 +134,9 @@ def plan_memory(
         return window_blocks(window, longest_row, config.block_size)
 
     plan = MemoryPlan(
-        device=place.name,
-        available_bytes=place.available_bytes,
-        weights_bytes=-(-weights_bytes // form.tensor_parallel_size),
+        device=device.name,
+        available_bytes=device.available_bytes,
+        weights_bytes=-(-weights_bytes // layout.tensor_parallel_size),
         workspace_bytes=workspace_bytes,
         block_bytes=sum(group.block_bytes for group in groups),
         block_size=config.block_size,
@@ -159,8 +159,8 @@ def plan_memory(
         wanted=config.num_blocks,
         pool_bytes=config.kv_cache_memory_bytes,
         max_num_seqs=config.max_num_seqs,
-        narrower_dtype="bfloat16" if form.dtype == "float32" else None,
-        utilization=1.0 if place.is_cpu else config.gpu_memory_utilization,
+        narrower_dtype="bfloat16" if layout.dtype == "float32" else None,
+        utilization=1.0 if device.is_cpu else config.gpu_memory_utilization,
     )
     if plan.blocks_for(plan.max_model_len) < plan.num_blocks:
         return plan
@@ -184,10 +184,10 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
     return f"{shorter}, or raise {setting} or more."
 
 
-def notices(config: EngineConfig, place: Place, spec: ModelSpec, plan: MemoryPlan) -> list[str]:
+def notices(config: EngineConfig, device: DeviceSpec, spec: ModelSpec, plan: MemoryPlan) -> list[str]:
     """What is not as somebody may think who looks at the settings alone."""
     found = []
-    if place.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
+    if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
         found.append(
             f"gpu_memory_utilization = {config.gpu_memory_utilization:g} means nothing on a CPU: num_blocks or kv_cache_memory_bytes "
             "size the pool here"
@@ -223,10 +223,10 @@ def kv_heads_per_device(spec: ModelSpec, num_devices: int) -> int:
     return max(1, num_kv_heads // num_devices)
 
 
-def refused_settings(config: EngineConfig, form: Form) -> tuple[str, ...]:
-    """The settings that keep this version from running a model in that form. Raises ConfigError for what is no form at all."""
+def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:
+    """The settings that keep this version from running a model in that layout. Raises ConfigError for what is no layout at all."""
     try:
-        config.replace(**asdict(form))
+        config.replace(**asdict(layout))
     except UnsupportedSettings as error:
         return tuple(name for name, _ in error.problems)
     return ()

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from jax.typing import DTypeLike
 
@@ -19,9 +19,10 @@ from jaxpage.engine.drafters import DrafterFiles, NoFiles, Target, open_drafter,
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation import NoSpeculation, Speculator, make_proposer, methods
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.following import Following
+from jaxpage.speculation.drafter_sync import DrafterSync
 from jaxpage.speculation.speculator import ProposingSpeculator
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.strategy import Strategy
@@ -85,22 +86,23 @@ class Drafting:
         if self.config is None:
             return NoSpeculation()
         proposer = make_proposer(self.config, methods.Target(vocab_size, getattr(self.drafter, "choices", ())))
-        controller = following = None
-        if self.config.num_speculative_tokens == "auto":
-            controller = Controller(limits, together=proposer.num_together, steps_to_show=proposer.warm_up_steps)
+        controller = sync = None
         learns_top_ids = isinstance(self.drafter, NoFiles)
-        if self.drafter and not learns_top_ids:
-            most_levels, remembers = tree_shape(menu).num_levels, bool(self.kvs)
-            following = Following(
-                limits, controller, block_size=block_size, most_levels=most_levels, remembers=remembers
-            )
+        has_kv, depths = bool(self.kvs), cast(Sequence[int], ())
+        if self.drafter and not learns_top_ids:  # heads draft all at once
+            depths = range(1, 1 + tree_shape(menu).num_levels) if has_kv else (MOST_DRAFTS,)
+        if self.config.num_speculative_tokens == "auto":
+            unit, warm_up = proposer.num_together, proposer.warm_up_steps
+            controller = Controller(limits, unit=unit, warm_up=warm_up, depths=depths)
+        if depths:
+            sync = DrafterSync(limits, controller, block_size=block_size, has_kv=has_kv)
         return ProposingSpeculator(
             proposer,
             limits,
             controller,
             vocab_size=vocab_size,
             strategies=strategies,
-            following=following,
+            sync=sync,
             learns_top_ids=learns_top_ids,
         )
 

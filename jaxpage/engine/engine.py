@@ -171,7 +171,7 @@ class Engine:
         self._blocks_may_be_missing = plan is not None and plan.moves_blocks
         if plan is None:
             return None
-        return replace(plan, draft_depth=self.speculator.draft_depth(plan, self.scheduler.has_seats))
+        return replace(plan, draft_depth=self.speculator.draft_depth(plan, self.scheduler.has_sequence_slots))
 
     def _run(self, plan: StepPlan) -> StepResult | None:
         """None: the step failed."""
@@ -242,7 +242,7 @@ class Engine:
         """A failed step took the donated pages with it: what was running ends with an error, and the pool is made anew."""
         edits: list[Edit] = []
         for group in self.scheduler.running:
-            ended, due = [sequence.sequence_id for sequence in group.unfinished], group.children_due
+            ended, due = [sequence.sequence_id for sequence in group.unfinished], group.pending_forks
             edits += [Fork(ended[0], child_id, index) for index, child_id in enumerate(due, start=1)]
             edits += [Finish(sequence_id, "error") for sequence_id in (*ended, *due)]
         groups = self.scheduler.commit(replace(plan, rows=()), edits)  # nothing of it was computed

@@ -17,7 +17,15 @@ from jaxpage.device.buckets import BucketMenu, swapped_at_once
 from jaxpage.device.cache_groups import CacheGroup, cache_groups, group_of_layers
 from jaxpage.device.sizing import MemoryPlan
 from jaxpage.device.step_inputs import TableShape
-from jaxpage.engine.capacity import Form, Place, kv_heads_per_device, mixes, plan_memory, plan_swapping, step_menu
+from jaxpage.engine.capacity import (
+    DeviceSpec,
+    ModelLayout,
+    kv_heads_per_device,
+    mixes,
+    plan_memory,
+    plan_swapping,
+    step_menu,
+)
 from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import ConfigError
 from jaxpage.memory import pool_ids
@@ -30,7 +38,7 @@ from jaxpage.step.limits import StepLimits
 class EngineSpec:
     """One engine. kernels: None where the device is not at hand."""
 
-    form: Form
+    layout: ModelLayout
     kernels: Backend | None
     groups: tuple[CacheGroup, ...]
     menu: BucketMenu
@@ -40,7 +48,7 @@ class EngineSpec:
 
     @property
     def page_dtype(self) -> jnp.dtype:
-        return kv_pages.page_dtype(self.form.kv_cache_dtype, self.form.dtype)
+        return kv_pages.page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
@@ -68,7 +76,7 @@ class EngineSpec:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """For people."""
-        dtype, cache = self.form.dtype, self.form.kv_cache_dtype
+        dtype, cache = self.layout.dtype, self.layout.kv_cache_dtype
         yield from self.memory.rows()
         yield "dtype", dtype
         yield "KV dtype", dtype if cache == "auto" else f"{cache}, a float32 scale per token and head"
@@ -78,7 +86,7 @@ class EngineSpec:
         """For the event log: all that decides plans."""
         memory = self.memory
         return {
-            "dtype": self.form.dtype,
+            "dtype": self.layout.dtype,
             "max_model_len": memory.max_model_len,
             "num_blocks": memory.num_blocks,
             "swap_space_blocks": memory.num_host_blocks,
@@ -94,18 +102,18 @@ class EngineSpec:
 def describe_engine(
     config: EngineConfig,
     model: ModelSpec,
-    place: Place,
-    form: Form,
+    device: DeviceSpec,
+    layout: ModelLayout,
     weights_bytes: int,
     drafting: Drafting | None = None,
     *,
     kernels: Backend | None = None,
     swaps: bool = True,
 ) -> EngineSpec:
-    """What one device holds and runs. Of `form`'s devices each has its part of the weights and its heads of every block.
+    """What one device holds and runs. Of `layout`'s devices each has its part of the weights and its heads of every block.
 
     Args:
-        weights_bytes: of the whole model, in `form.dtype`, and of what drafts for it.
+        weights_bytes: of the whole model, in `layout.dtype`, and of what drafts for it.
         drafting: whose layers take a part of every block, and scratch blocks.
         swaps: whether the host's memory is planned as well; False for a device that is not at hand.
 
@@ -117,21 +125,21 @@ def describe_engine(
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
-    menu = step_menu(config, place)
-    limits = step_limits(menu, config.max_num_seqs, mixed=mixes(config, place))
-    kv = replace(model.kv, num_kv_heads=kv_heads_per_device(model, form.tensor_parallel_size))
+    menu = step_menu(config, device)
+    limits = step_limits(menu, config.max_num_seqs, mixed=mixes(config, device))
+    kv = replace(model.kv, num_kv_heads=kv_heads_per_device(model, layout.tensor_parallel_size))
     groups = cache_groups(
         (kv, *(drafting.kvs if drafting else ())),
         longest=config.max_model_len or longest,
         block_size=config.block_size,
-        dtype=kv_pages.page_dtype(form.kv_cache_dtype, form.dtype),
+        dtype=kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype),
     )
-    memory = plan_memory(config, model, place, form, weights_bytes, groups, menu, limits.longest_row, drafting)
+    memory = plan_memory(config, model, device, layout, weights_bytes, groups, menu, limits.longest_row, drafting)
     if swaps:
         memory = plan_swapping(config, memory)
     if memory.num_host_blocks:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
-    return EngineSpec(form, kernels, groups, menu, limits, memory, model.vocab_size)
+    return EngineSpec(layout, kernels, groups, menu, limits, memory, model.vocab_size)
 
 
 def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:

@@ -50,7 +50,7 @@ def read_header(log: LogReader) -> Record:
     log.take()
     logged = log.next or {}
     if logged.get("event") != "header":
-        log.refuse("this is no event log: it does not begin with a header")
+        log.refuse("this is not an event log: it does not begin with a header")
     if logged.get("format") != FORMAT:
         log.refuse(f"the log has format {shown(logged.get('format'))}; this version reads format {FORMAT}")
     for name, kind in _FIELDS.items():

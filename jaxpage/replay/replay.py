@@ -155,7 +155,7 @@ class Replay:
             case "end":
                 self._engine.events.closed()
             case event:
-                self._log.refuse(f"nothing led to this {event} of step {record.get('step')}")
+                self._log.refuse(f"the log has no cause for this {event} of step {record.get('step')}")
 
     def _add(self, record: Record) -> None:
         try:

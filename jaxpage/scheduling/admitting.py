@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxpage.memory import BlockManager, Counts, Prefix
-from jaxpage.scheduling.open_plan import OpenPlan
+from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.step.request import Sequence, SequenceGroup
 
 
@@ -67,7 +67,7 @@ def blocks_to_admit(hits: list[Hit], manager: BlockManager) -> Counts:
 
 
 def admit_with_hits(
-    group: SequenceGroup, hits: list[Hit], manager: BlockManager, step: OpenPlan, counts: PrefixCounts
+    group: SequenceGroup, hits: list[Hit], manager: BlockManager, step: PlanBuilder, counts: PrefixCounts
 ) -> None:
     """Begins the block tables of the group."""
     step.add_copies(manager.begin([(s.sequence_id, s.num_known_tokens, prefix) for s, prefix in hits]), manager)
@@ -85,7 +85,7 @@ def blocks_to_swap_in(group: SequenceGroup, manager: BlockManager) -> Counts:
     return manager.num_swap_in_blocks(_spans(group))
 
 
-def admit_swapped(group: SequenceGroup, manager: BlockManager, step: OpenPlan) -> None:
+def admit_swapped(group: SequenceGroup, manager: BlockManager, step: PlanBuilder) -> None:
     """Takes the block tables of the group back from host memory."""
     step.swap_in += manager.swap_in([sequence.sequence_id for sequence in group.unfinished])
     for span in _spans(group):

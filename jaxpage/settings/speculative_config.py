@@ -153,8 +153,8 @@ class SpeculativeConfig(BaseModel):
             )
         if int((depth - 1) * factor) < 1:
             yield (
-                f"suffix_decoding_max_spec_factor is {factor:g}, which drafts nothing: suffix_decoding_max_tree_depth {depth} lets at most "
-                f"{depth - 1} tokens match, so that a single draft takes 1/{depth - 1}"
+                f"suffix_decoding_max_spec_factor is {factor:g}, so nothing is drafted: suffix_decoding_max_tree_depth {depth} allows "
+                f"at most {depth - 1} matching tokens; use at least 1/{depth - 1}"
             )
 
     def _too_many(self, sizes: Lookahead) -> Iterable[str]:
@@ -162,8 +162,8 @@ class SpeculativeConfig(BaseModel):
         most = MOST_DRAFTS if wanted == "auto" else wanted
         if sizes.num_drafts > most:
             window, ngram, guesses = (f"lookahead_{name} {value}" for name, value in sizes._asdict().items())
-            whose = f"the {most} that a step holds" if wanted == "auto" else f"num_speculative_tokens, {most}"
-            yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, above {whose}"
+            whose = f"the {most} that fit in a step" if wanted == "auto" else f"num_speculative_tokens, {most}"
+            yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, more than {whose}"
 
     def _wrong_choices(self, choices: tuple[tuple[int, ...], ...]) -> Iterable[str]:
         known = set(choices)
@@ -171,7 +171,7 @@ class SpeculativeConfig(BaseModel):
             yield "medusa_choices has a path twice"
         for path in sorted(known):
             if len(path) > 1 and path[:-1] not in known:
-                yield f"medusa_choices has {list(path)}, but not {list(path[:-1])}, from which it goes on"
+                yield f"medusa_choices has {list(path)}, but not its parent {list(path[:-1])}"
         if not self.tree and len({len(path) for path in known}) < len(known):
             yield "medusa_choices branches, but tree is False"
         if self.num_speculative_tokens not in ("auto", len(choices)):
@@ -181,7 +181,7 @@ class SpeculativeConfig(BaseModel):
         """What this version does not do."""
         if self.method == "lookahead" and self.acceptance != "coupled":
             yield (
-                f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from a coupled draw behind "
+                f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from coupled draws after "
                 "every draft; use coupled"
             )
         if self.method in FIXED and self.num_speculative_tokens == "auto":

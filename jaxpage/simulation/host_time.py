@@ -57,7 +57,7 @@ Times = TypeVar("Times", PlanningTime, WaitingTime)
 
 
 class Decoding:
-    """A scheduler whose `num_running` sequences all decode, with blocks for `num_steps` more steps and one seat that is free."""
+    """A scheduler whose `num_running` sequences all decode, with blocks for `num_steps` more steps and one free sequence slot."""
 
     def __init__(self, num_running: int, num_steps: int, *, prefix_caching: bool) -> None:
         # Some decode while the prompts of the others are computed, a few of them at each step.

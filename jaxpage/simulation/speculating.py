@@ -18,9 +18,8 @@ from jaxpage.scheduling import Scheduler
 from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
-from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.costs import Shape
-from jaxpage.speculation.following import Following
+from jaxpage.speculation.controller import Controller, Shape
+from jaxpage.speculation.drafter_sync import DrafterSync
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.speculator import ProposingSpeculator
 from jaxpage.step.draft import Draft, chain
@@ -49,14 +48,14 @@ class ShapedDevice:
     follow: float = (
         0.0  # of a drafter on the device: what it adds to each step in which it follows, as a share of the step
     )
-    level: float = 0.0  # and for each token that it drafts ahead
+    level: float = 0.0  # and for each token of draft depth
 
     def seconds(self, shape: Shape) -> float:
         return self.fixed + max(self.weights, self.token * shape[1])
 
-    def ahead(self, shape: Shape, levels: int | None) -> float:
+    def ahead(self, shape: Shape, depth: int | None) -> float:
         """Seconds that a drafter adds."""
-        return 0.0 if levels is None else self.follow * self.seconds(shape) + self.level * levels
+        return 0.0 if depth is None else self.follow * self.seconds(shape) + self.level * depth
 
 
 class Guesses(Proposer):
@@ -146,21 +145,22 @@ class SpeculativeLoop:
         )
         pool = BlockPool(1 + num_rows * (2 + (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS) // 16))
         self.scheduler = Scheduler(self.limits, BlockManager([BlockTables(pool, 16)]), max_num_seqs=num_rows)
-        self.controller = Controller(self.limits) if num_drafts is None else None
-        self._following = Following(self.limits, self.controller, block_size=16) if device.follow else None
+        depths = range(1, 1 + NUM_DRAFTS[-1]) if device.follow else ()
+        self.controller = Controller(self.limits, depths=depths) if num_drafts is None else None
+        self._sync = DrafterSync(self.limits, self.controller, block_size=16) if device.follow else None
         if self.controller is not None:
             costs, mistakes = self.controller.costs, np.random.default_rng(seed)
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
-                costs.at_start(shape, device.seconds(shape) * mistakes.lognormal(0.0, mistaken))
-                if costs.ahead is not None:
-                    costs.ahead.at_start(
-                        shape, *[device.ahead(shape, levels) for levels in (0, 1, costs.ahead.farthest)]
-                    )
+                alone = device.seconds(shape) * mistakes.lognormal(0.0, mistaken)
+                costs.at_start(
+                    shape, alone, [alone + device.ahead(shape, depth) for depth in range(1 + NUM_DRAFTS[-1])]
+                )
         self._device, self._guesses, self._num_rows = device, guesses, num_rows
         self._requests = ScriptedRequests()
         self._random = np.random.default_rng(seed)
         self._now = 0.0  # seconds, without those of asking for drafts
+        self.depths: list[int | None] = []  # of a device drafter, of each step
         self.speculator = self._new_speculator(self.controller)
 
     def _new_speculator(self, controller: Controller | None) -> ProposingSpeculator:
@@ -169,7 +169,7 @@ class SpeculativeLoop:
             self.limits,
             controller,
             vocab_size=WRONG + 1,
-            following=self._following,
+            sync=self._sync,
             clock=lambda: self._now + self._device.draft * self._guesses.num_asked,
         )
 
@@ -188,13 +188,14 @@ class SpeculativeLoop:
         drafts = self.speculator.propose(self.scheduler.running)
         plan = self.scheduler.plan(drafts)
         assert plan is not None
-        levels = self.speculator.draft_depth(plan, self.scheduler.has_seats)
-        plan = replace(plan, draft_depth=levels)
+        depth = self.speculator.draft_depth(plan, self.scheduler.has_sequence_slots)
+        plan = replace(plan, draft_depth=depth)
+        self.depths.append(depth)
         edits = self._requests.edits(plan)
-        self._guesses.num_ready = MOST_DRAFTS if self._following is None else levels or 0
+        self._guesses.num_ready = MOST_DRAFTS if self._sync is None else depth or 0
         groups = self.scheduler.commit(plan, edits)
         shape = self.limits.shape(len(plan.rows), plan.num_tokens - len(plan.rows))
-        seconds = self._device.seconds(shape) + self._device.ahead(shape, levels)
+        seconds = self._device.seconds(shape) + self._device.ahead(shape, depth)
         self._now += seconds * self._random.lognormal(0.0, 0.05) * (10.0 if self._random.random() < 0.005 else 1.0)
         self.speculator.observe(StepReport(drafts, plan, _result(plan), edits, groups))
         for group in groups:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.following import Following
+from jaxpage.speculation.drafter_sync import DrafterSync
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.step.draft import NO_DRAFTS, Draft, Drafts
 from jaxpage.step.edits import Append, Edit
@@ -68,7 +68,7 @@ class ProposingSpeculator:
         *,
         vocab_size: int,
         strategies: Mapping[int, Strategy] | None = None,
-        following: Following | None = None,
+        sync: DrafterSync | None = None,
         learns_top_ids: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,7 +76,7 @@ class ProposingSpeculator:
         Args:
             vocab_size: of the model. What a proposer drafts beyond it is dropped.
             strategies: of the requests, by sequence id: they say what their grammars admit. None: there are no grammars.
-            following: of a drafter on the device, which has to draft before it is asked.
+            sync: of a device drafter, which has to draft before it is asked.
             learns_top_ids: the step is to tell what is likely behind its draws.
             clock: seconds.
         """
@@ -85,12 +85,10 @@ class ProposingSpeculator:
         self._limits = limits
         self._vocab_size = vocab_size
         self._strategies = strategies
-        self._following = following
+        self._sync = sync
         self._learns_top_ids = learns_top_ids
         self._clock = clock
         self.has_failed = False
-        self._nap = 0  # steps for which the controller is yet not to be asked
-        self._num_slept = 0  # steps for which it was not
         self._proposed = 0.0  # when that was done
         # Of this step's drafts, those that a grammar does not admit whole, and how many of their tokens it does. By sequence id.
         self._refused: dict[int, tuple[Draft, int]] = {}
@@ -98,17 +96,12 @@ class ProposingSpeculator:
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
         """See `Speculator`: of sequences that have one token left to compute. Beams are not drafted for: which of them goes on behind a
         token is not known before it is drawn."""
-        began = self._clock()
-        if self._nap:
-            self._nap -= 1
-            self._num_slept += 1
-            self._proposed = began
+        began = self._proposed = self._clock()
+        self._refused = {}
+        skips = self.controller is not None and self.controller.skips()
+        if skips or self.has_failed or (self._sync is not None and self._sync.is_off):
             return NO_DRAFTS
-        awoke = self._num_slept > 0
-        if awoke and self.controller is not None:
-            self.controller.slept(self._num_slept)
-        self._num_slept, self._refused = 0, {}
-        proposed = {} if self.has_failed else self._drafts(running, awoke)
+        proposed = self._drafts(running)
         drafts = proposed if self._strategies is None else filter_drafts(proposed, self._strategies)
         for sequence_id, draft in proposed.items():
             num_left = len(drafts[sequence_id].token_ids) if sequence_id in drafts else 0
@@ -117,30 +110,18 @@ class ProposingSpeculator:
         self._proposed = self._clock()
         return Drafts(drafts, self._proposed - began)
 
-    def _drafts(self, groups: Iterable[SequenceGroup], awoke: bool) -> dict[int, Draft]:
-        """awoke: from a nap."""
+    def _drafts(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
         num_rows = 0
         decoding: dict[int, tuple[Request, Sequence]] = {}  # by sequence id, of those that can be drafted for
         for group in groups:
             for sequence in group.unfinished:
                 num_rows += 1
                 if sequence.num_pending_tokens > 1:  # the step computes a prompt, and has no room for drafts
-                    if self.controller is not None:
-                        self.controller.pass_over()
                     return {}
-                if not (group.request.beam or group.children_due) and self._can_draft(sequence.sequence_id):
+                if not (group.request.beam or group.pending_forks) and self._can_draft(group.request, sequence):
                     decoding[sequence.sequence_id] = group.request, sequence
-        if awoke and not num_rows:  # else, where all requests take as long, each nap may end between two
-            if self.controller is not None:
-                self.controller.pass_over()
-            return {}
-        asked = self._ask(num_rows, decoding)
-        if not asked:
-            if self.controller is not None:
-                self._nap = self.controller.nap if self._following is None else self._following.nap
-            return {}
         drafts: dict[int, Draft] = {}
-        for sequence_id, num_drafts in asked.items():
+        for sequence_id, num_drafts in self._ask(num_rows, decoding).items():
             draft = self._draft(*decoding[sequence_id], num_drafts)
             if draft is not None and draft.token_ids:
                 drafts[sequence_id] = draft
@@ -149,14 +130,15 @@ class ProposingSpeculator:
         counts = self.controller.cut(num_rows, drafts)
         return {sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()}
 
-    def _can_draft(self, sequence_id: int) -> bool:
-        return self._following is None or not self._following.has_lost(sequence_id)
+    def _can_draft(self, request: Request, sequence: Sequence) -> bool:
+        """Not for the last token: nothing could follow it, and a probe would show nothing."""
+        has_room = sequence.num_known_tokens + 1 < request.max_total_tokens
+        return has_room and (self._sync is None or not self._sync.is_stale(sequence.sequence_id))
 
-    def _ask(self, num_rows: int, sequence_ids: Iterable[int]) -> dict[int, int]:
+    def _ask(self, num_rows: int, sequence_ids: Iterable[int]) -> Mapping[int, int]:
         """How many drafts to ask for, by sequence id."""
         if self.controller is not None:
-            ready = None if self._following is None else self._following.ready
-            return dict(self.controller.ask(num_rows, list(sequence_ids), ready))
+            return self.controller.ask(num_rows, list(sequence_ids), None if self._sync is None else self._sync.ready)
         most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows) // max(1, num_rows))
         return dict.fromkeys(sequence_ids, most) if most else {}
 
@@ -184,52 +166,36 @@ class ProposingSpeculator:
         self.has_failed = True
 
     def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
-        if self._following is None:
+        if self._sync is None:
             return 1 if self._learns_top_ids else None
-        depth = self._following.levels(plan, others_wait)
-        if self._following.last_levels is not None:
-            self._nap = 0
-        return depth
+        return self._sync.depth(plan, others_wait)
 
     def observe(self, report: StepReport) -> None:
-        if self._following is not None:
-            self._following.ran(report.plan, report.result.guesses is not None)
         if not self.has_failed:
             try:
                 self.proposer.observe(report.plan, report.result)
             except Exception:
                 self._give_up()
+        plan, seconds = report.plan, self._clock() - self._proposed
+        num_tokens = sum(isinstance(edit, Append) for edit in report.edits)
         if self.controller is not None:
-            self._measure(self.controller, report, self._clock() - self._proposed)
+            if plan.verifies or self._refused:
+                self._learn(self.controller, plan, report.edits)
+            # What moving blocks takes, or computing prompts, says nothing of the shapes that decode.
+            if plan.decodes and not (plan.swap_in or plan.swap_out):
+                num_rows, asking = len(plan.rows), report.drafts.seconds
+                num_drafts = plan.num_tokens - num_rows
+                self.controller.measured(num_rows, num_drafts, num_tokens, seconds, asking, plan.draft_depth)
+        if self._sync is not None:
+            self._sync.ran(plan, num_tokens, report.result.guesses is not None)
 
-    def _measure(self, controller: Controller, report: StepReport, seconds: float) -> None:
-        plan = report.plan
-        if plan.swap_in or plan.swap_out:
-            return  # a step that moved blocks: its seconds say nothing
-        if self._num_slept and (self._following is None or self._following.last_levels is None):
-            return
-        num_appended = self._learn(controller, plan, report.edits) if plan.verifies or self._refused else 0
-        if not plan.decodes:  # with prompts in it, whose seconds say nothing of shapes with drafts
-            if self._following is not None:
-                self._following.paid(plan, 0)
-            return
-        num_rows, levels = len(plan.rows), None
-        num_tokens = num_appended or num_rows
-        if self._following is not None:
-            levels = self._following.last_levels
-            self._following.paid(plan, num_tokens)
-        controller.measured(num_rows, plan.num_tokens - num_rows, num_tokens, seconds, report.drafts.seconds, levels)
-
-    def _learn(self, controller: Controller, plan: StepPlan, edits: Iterable[Edit]) -> int:
-        """Which drafts were right. Returns how many tokens the sequences got."""
+    def _learn(self, controller: Controller, plan: StepPlan, edits: Iterable[Edit]) -> None:
+        """Which drafts were right."""
         appended: dict[int, list[int]] = {}
-        num_appended = 0
         for edit in edits:
-            if isinstance(edit, Append):
-                num_appended += 1
-                # What was drawn behind them may be one of the wrong drafts, if the rule is not coupled.
-                if edit.drafted:
-                    appended.setdefault(edit.sequence_id, []).append(edit.token_id)
+            # What was drawn behind them may be one of the wrong drafts, if the rule is not coupled.
+            if isinstance(edit, Append) and edit.drafted:
+                appended.setdefault(edit.sequence_id, []).append(edit.token_id)
         verified = {row.sequence_id: Draft(row.token_ids[1:], _behind(row)) for row in plan.rows if row.parents}
         for sequence_id, (draft, num_left) in self._refused.items():
             if num_left == (len(verified[sequence_id].token_ids) if sequence_id in verified else 0):
@@ -237,7 +203,6 @@ class ProposingSpeculator:
         for sequence_id, draft in verified.items():
             path = _right(draft, appended.get(sequence_id, []))
             controller.verified(sequence_id, draft.parents, path)
-        return num_appended
 
     def forget(self, group: SequenceGroup) -> None:
         if not self.has_failed:
@@ -246,9 +211,9 @@ class ProposingSpeculator:
             except Exception:
                 self._give_up()
         if self.controller is not None:
-            self.controller.forget(group.sequence_ids)
-        if self._following is not None:
-            self._following.forget(group.sequence_ids)
+            self.controller.acceptance.forget(group.sequence_ids)
+        if self._sync is not None:
+            self._sync.forget(group.sequence_ids)
 
 
 def filter_drafts(drafts: Mapping[int, Draft], strategies: Mapping[int, Strategy]) -> dict[int, Draft]:

@@ -407,12 +407,12 @@ class Driver:
 
     def _check_preemption(self, plan: StepPlan, before: tuple[SequenceGroup, ...]) -> None:
         gave_way = [group.request.request_id for group in before][len(before) - len(plan.preempted) :]
-        assert list(plan.preempted) == gave_way[::-1], "the highest ranks give way first"
+        assert list(plan.preempted) == gave_way[::-1], "the highest ranks are preempted first"
         assert {group.request.request_id for group in before} <= {
             *plan.preempted,
             *(group.request.request_id for group in self.scheduler.running),
-        }, "somebody gave way and is not named"
-        assert self.scheduler.num_running > 0 and len(plan.preempted) < max(1, len(before)), "the first gave way"
+        }, "somebody was preempted and is not named"
+        assert self.scheduler.num_running > 0 and len(plan.preempted) < max(1, len(before)), "the first was preempted"
         assert not (plan.preempted and plan.swap_in), "a step admits or preempts, never both"
         in_step = {row.sequence_id for row in plan.rows}
         assert not in_step & {s.sequence_id for g in self.scheduler.waiting for s in g.sequences}

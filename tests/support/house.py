@@ -1,4 +1,4 @@
-"""The laws of the house (docs/architecture.md), read off the syntax trees: who may import whom, what never appears, how large things get.
+"""The laws of docs/internals/architecture.md, read off the syntax trees: who may import whom, what never appears, how large things get.
 
 `violations(root)` lists what breaks them as `file:line: what`, so that the test's message is the place to go to.
 """

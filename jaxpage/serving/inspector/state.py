@@ -1,6 +1,7 @@
 """A snapshot of an engine as JSON, made between two steps: who owns which block, who runs, who waits, and what the last steps were.
 
-The page makes the same form of a recorded event log (static/log.js), so that one drawing serves both. docs/inspector.md describes it.
+The page makes the same form of a recorded event log (static/log.js), so that one drawing serves both.
+docs/guides/inspector.md describes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Makes snapshots of a recorded event log (docs/event-log.md), with no engine: follows the block tables that the plans hold, and works
+// Makes snapshots of a recorded event log (docs/reference/event-log.md), without an engine: follows the block tables of the plans, and works
 // out what lies between them: forks, releases, and which blocks the prefix index knows.
 
 import { close, compute, wait } from "./timeline.js";
@@ -76,13 +76,14 @@ export class Recording {
 /** What is known at a place of the log. All of it is in `data`, which can be cloned. */
 class LogState {
   constructor(header) {
-    if (header.event !== "header") throw new Error("this is no event log: it does not begin with a header");
+    if (header.event !== "header") throw new Error("this is not an event log: it does not begin with a header");
     if (header.format !== FORMAT) throw new Error(`the log has format ${header.format}; this page reads format ${FORMAT}`);
-    const { num_blocks, swap_space_blocks, buckets } = header.engine ?? {};
+    const { num_blocks, swap_space_blocks, cache_groups = [], buckets } = header.engine ?? {};
     if (!(Number.isInteger(num_blocks) && num_blocks > 1 && num_blocks <= MOST_BLOCKS)) throw new Error(`num_blocks is ${num_blocks}`);
     this.blockSize = header.config.block_size;
     this.caches = header.config.enable_prefix_caching;
     this.numHostBlocks = swap_space_blocks ?? 0;
+    this.furtherGroups = cache_groups.slice(1).map(([window, count]) => ({ window, num_blocks: count, num_free: null }));
     this.buckets = buckets;
     this.data = {
       step: 0,
@@ -480,6 +481,7 @@ class LogState {
         num_host_blocks: this.numHostBlocks,
         ref_counts: Array.from(refs),
         kept: [...entries.keys()].sort((a, b) => a - b),
+        further_groups: this.furtherGroups,
         pins: [...pins.values()],
       },
       requests: sorted.map((request) => this.described(request)),

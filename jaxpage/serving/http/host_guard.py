@@ -14,7 +14,7 @@ from jaxpage.serving.wire.errors import ApiError
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/?#@]+)(:[0-9]*)?")
 
 
-class OwnMachine:
+class HostGuard:
     """Lets a request through whose Host is a name of this machine (another's may have been made to lead here, by DNS), and which no page
     of another origin has sent (browsers send simple requests anywhere, and only keep the answer from the page).
     """
@@ -27,7 +27,9 @@ class OwnMachine:
         try:
             if not all(is_of_this_machine(host) for host in headers.getlist("host")):  # HTTP/1.0 has none
                 raise ApiError(
-                    403, _refusal("a Host that is this machine's (localhost, 127.0.0.1, [::1])"), code="foreign_host"
+                    403,
+                    _refusal("a Host header that names this machine (localhost, 127.0.0.1, [::1])"),
+                    code="foreign_host",
                 )
             check_origin(headers)
         except ApiError as error:
@@ -39,7 +41,7 @@ class OwnMachine:
 def check_origin(headers: Headers) -> None:
     """Raises ApiError for a request that a browser sends for a page of another origin than the server's."""
     if any(origin != f"http://{headers.get('host')}" for origin in headers.getlist("origin")):
-        raise ApiError(403, _refusal("no Origin but the server's own"), code="foreign_origin")
+        raise ApiError(403, _refusal("no Origin header, or the server's own"), code="foreign_origin")
 
 
 def is_of_this_machine(host: str) -> bool:
@@ -54,4 +56,4 @@ def is_of_this_machine(host: str) -> bool:
 
 
 def _refusal(what: str) -> str:
-    return f"Without an API key this server answers requests with {what} only; start it with --api-key-file for others"
+    return f"Without an API key this server only accepts requests with {what}; set --api-key-file to allow others"

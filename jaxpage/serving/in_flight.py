@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jaxpage.serving.submitted import ShuttingDown
+from jaxpage.serving.request_handle import ShuttingDown
 
 
-class Visitors:
+class InFlightRequests:
     """Counts the requests for the engine, from their headers to their last byte. For one event loop."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Who runs, who waits and who gives way: the groups of a scheduler, their order, and the blocks that they hold for it."""
+"""Who runs, who waits and who is preempted: the groups of a scheduler, their order, and the blocks that they hold for it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, Counts, MemorySplit, Pin
 from jaxpage.scheduling import admitting
 from jaxpage.scheduling.admitting import PrefixCounts
-from jaxpage.scheduling.open_plan import OpenPlan
+from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.scheduling.policy import Preemption, spare_blocks
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.request import Sequence, SequenceGroup
 
 
-class Roster:
+class RunningSet:
     """All groups that are not finished: the running ones, which own blocks, and the queue of the others.
 
     A group is admitted, preempted and resumed whole. Blocks for all that it knows are reserved when it is admitted, so that only
-    decoding can run short of blocks; then the running group of the highest rank gives way, and recomputes or is swapped. The one of
+    decoding can run short of blocks; then the running group of the highest rank is preempted, and recomputes or is swapped. The one of
     the lowest rank never does: add() has refused what cannot fit alone. The queue says who ranks how, and who is admitted next; nobody
     is admitted before who is next. A group begins with the cached or pinned blocks of its longest known prefix; cached blocks are free
     blocks to everybody else.
@@ -46,9 +46,9 @@ class Roster:
         self._groups: dict[str, SequenceGroup] = {}  # all that are not finished, in order of arrival
         self._running: dict[str, SequenceGroup] = {}  # those that own blocks, in order of rank
         self._queue: WaitingQueue = FirstCome() if queue is None else queue  # the others
-        self._gave_way: set[str] = set()  # who was preempted at least once and has not finished
+        self._was_preempted: set[str] = set()  # who was preempted at least once and has not finished
         self._sequences: dict[int, tuple[SequenceGroup, Sequence]] = {}
-        self._num_seats = 0  # sequences that the running groups can have
+        self._num_sequence_slots = 0  # sequences that the running groups can have
         self._num_arrivals = self._num_admissions = 0
 
     @property
@@ -79,15 +79,17 @@ class Roster:
         return len(self._queue)
 
     @property
-    def has_seats(self) -> bool:
+    def has_sequence_slots(self) -> bool:
         """Whether some group waits that could run, if there are blocks for it."""
         group = self._queue.first()
-        return group is not None and self._num_seats + group.request.num_sequences <= self.max_num_seqs
+        return group is not None and self._num_sequence_slots + group.request.num_sequences <= self.max_num_seqs
 
     @property
     def num_swapped(self) -> int:
         """How many of the waiting groups have blocks in host memory."""
-        return sum(admitting.is_swapped(self._groups[request_id], self.block_manager) for request_id in self._gave_way)
+        return sum(
+            admitting.is_swapped(self._groups[request_id], self.block_manager) for request_id in self._was_preempted
+        )
 
     def usage(self) -> MemorySplit:
         """What the slots of the pool hold. Walks all block tables: for reports, not for every step."""
@@ -163,15 +165,15 @@ class Roster:
         self._forget(group)
         return group
 
-    def _admit(self, group: SequenceGroup, step: OpenPlan) -> bool:
+    def _admit(self, group: SequenceGroup, step: PlanBuilder) -> bool:
         """Moves a waiting group to the running ones if there is room for all that is known of it."""
         manager, width = self.block_manager, group.request.num_sequences
         resumes = group.num_preemptions > 0
-        if self._num_seats + width > self.max_num_seqs:
+        if self._num_sequence_slots + width > self.max_num_seqs:
             return False
-        if self.preemption.new_wait_until == "completed" and self._gave_way and self._running and not resumes:
+        if self.preemption.new_wait_until == "completed" and self._was_preempted and self._running and not resumes:
             return False
-        spare = partial(spare_blocks, num_running=self._num_seats, num_joining=width, resumes=resumes)
+        spare = partial(spare_blocks, num_running=self._num_sequence_slots, num_joining=width, resumes=resumes)
         if admitting.is_swapped(group, manager):
             if not manager.fits(admitting.blocks_to_swap_in(group, manager), spare):
                 return False
@@ -189,7 +191,7 @@ class Roster:
             group.admission = self._num_admissions
             self._queue.admitted(group, sum(sequence.num_pending_tokens for sequence in group.sequences))
         self._run(group)
-        self._num_seats += width
+        self._num_sequence_slots += width
         return True
 
     def _run(self, group: SequenceGroup) -> None:
@@ -199,23 +201,23 @@ class Roster:
         if last is not None and self._queue.rank(group) < self._queue.rank(last):
             self._running = dict(sorted(self._running.items(), key=lambda item: self._queue.rank(item[1])))
 
-    def _preempt_last(self, step: OpenPlan | None) -> SequenceGroup:
+    def _preempt_last(self, step: PlanBuilder | None) -> SequenceGroup:
         """The running group of the highest rank gives its blocks up and goes back to the queue. Outside of a step nothing is swapped."""
         request_id, group = self._running.popitem()
-        self._num_seats -= group.request.num_sequences
+        self._num_sequence_slots -= group.request.num_sequences
         if step is not None and self._swap_out(group, step):
             self.num_preemptions["swap"] += 1
         else:
             self._give_blocks_back(group)
             self.num_preemptions["recompute"] += 1
         self._queue.put_back(group)
-        self._gave_way.add(request_id)
+        self._was_preempted.add(request_id)
         group.num_preemptions += 1
         if step is not None:
             step.preempted.append(request_id)
         return group
 
-    def _swap_out(self, group: SequenceGroup, step: OpenPlan) -> bool:
+    def _swap_out(self, group: SequenceGroup, step: PlanBuilder) -> bool:
         """Moves what is computed of a group to host memory, if the mode wants it and there is room."""
         manager, sequences = self.block_manager, group.unfinished
         if not self.preemption.swaps(len(sequences)) or not any(s.num_computed_tokens for s in sequences):
@@ -233,7 +235,7 @@ class Roster:
         """Every group starts over, the swapped ones included: after a step that was planned and did not happen."""
         while self._running:
             self._preempt_last(None)
-        for request_id in self._gave_way:
+        for request_id in self._was_preempted:
             self._give_blocks_back(self._groups[request_id])
 
     def lose_pages(self) -> None:
@@ -256,9 +258,9 @@ class Roster:
     def _forget(self, group: SequenceGroup) -> None:
         request_id = group.request.request_id
         del self._groups[request_id]
-        self._gave_way.discard(request_id)
+        self._was_preempted.discard(request_id)
         if self._running.pop(request_id, None) is not None:
-            self._num_seats -= group.request.num_sequences
+            self._num_sequence_slots -= group.request.num_sequences
         else:
             self._queue.remove(group)
         for sequence in group.sequences:
@@ -289,7 +291,7 @@ class Roster:
         return group
 
     def check(self) -> None:
-        """Asserts what holds between steps: order, seats, and blocks for exactly the running sequences."""
+        """Asserts what holds between steps: order, sequence slots, and blocks for exactly the running sequences."""
         manager, waiting = self.block_manager, list(self._queue)
         manager.check()
         groups = [*self._running.values(), *waiting]
@@ -298,9 +300,9 @@ class Roster:
         assert {id(g) for g in groups} == {id(g) for g in self._groups.values()} and len(groups) == len(self._groups)
         assert len(self._queue) == len(waiting)
         assert not waiting or waiting[0] is self._queue.first(), "the first is not first"
-        assert {g.request.request_id for g in groups if g.num_preemptions} == self._gave_way
-        num_seats = sum(group.request.num_sequences for group in self._running.values())
-        assert self._num_seats == num_seats <= self.max_num_seqs
+        assert {g.request.request_id for g in groups if g.num_preemptions} == self._was_preempted
+        num_sequences = sum(group.request.num_sequences for group in self._running.values())
+        assert self._num_sequence_slots == num_sequences <= self.max_num_seqs
         assert {id(s) for _, s in self._sequences.values()} == {id(s) for group in groups for s in group.sequences}
         running = {s.sequence_id: s for group in self._running.values() for s in group.unfinished}
         assert {*running, *manager.pins} == set(manager.sequence_ids), "blocks belong to the running sequences and pins"

@@ -10,13 +10,13 @@ from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 
-class OpenPlan:
+class PlanBuilder:
     """Collects work, memory commands and preemptions until they are frozen into a plan."""
 
     def __init__(self) -> None:
         self.work: list[tuple[SequenceGroup, Sequence, int]] = []  # who computes how many of its next tokens
         self.num_tokens = 0
-        self.num_draws_beside = 0  # draws that have no row of their own
+        self.num_extra_samples = 0  # draws that have no row of their own
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
@@ -28,7 +28,7 @@ class OpenPlan:
         self.work.append((group, sequence, num_tokens))
         self.num_tokens += num_tokens
         if group.child_ids and sequence.num_pending_tokens == num_tokens:
-            self.num_draws_beside += len(group.children_due)
+            self.num_extra_samples += len(group.pending_forks)
 
     def add_copies(self, copies: Iterable[tuple[int, int]], block_manager: BlockManager) -> None:
         for source, destination in copies:
@@ -39,7 +39,7 @@ class OpenPlan:
     @property
     def num_rows(self) -> int:
         """Rows that the step's shape must have: it holds as many draws."""
-        return len(self.work) + self.num_draws_beside
+        return len(self.work) + self.num_extra_samples
 
     def freeze(self, step_id: int, block_manager: BlockManager) -> StepPlan:
         """The plan, with its rows in the order of the work and a draw wherever a row reaches the last known token.
@@ -54,7 +54,7 @@ class OpenPlan:
             if draws:
                 sample = sample_of(len(rows), num_tokens, sequence, group.request)
                 if group.child_ids:
-                    children = enumerate(group.children_due, start=1)
+                    children = enumerate(group.pending_forks, start=1)
                     samples += [sample._replace(sequence_id=child, sample_index=index) for index, child in children]
                 samples.append(sample)
             token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])

@@ -33,27 +33,27 @@ class DeadlineExceeded(JaxpageError, TimeoutError):
 _Error = TypeVar("_Error", bound=JaxpageError)
 
 
-def again(error: _Error) -> _Error:
+def copy_error(error: _Error) -> _Error:
     """The same error for another who gets it: raising it would lengthen one traceback for all."""
     return type(error)(*error.args)
 
 
-class Keeper(Protocol):
+class HandleClient(Protocol):
     """What a request needs of the engine's loop. Both may be called from any thread."""
 
-    def want(self, submitted: Submitted) -> None: ...
+    def want(self, submitted: RequestHandle) -> None: ...
 
-    def end(self, submitted: Submitted) -> None: ...
+    def end(self, submitted: RequestHandle) -> None: ...
 
 
-class Submitted:
+class RequestHandle:
     """A request that the engine has. It is read on the event loop that submitted it; `cancel` may come from any thread.
 
     Between the threads is one slot and no queue: the engine makes the next delta when the last one was taken, of all that came since.
     A slow reader costs nothing but the place of its request.
     """
 
-    def __init__(self, loop: Keeper, request: PreparedRequest, *, stream: bool, deadline: float) -> None:
+    def __init__(self, loop: HandleClient, request: PreparedRequest, *, stream: bool, deadline: float) -> None:
         self.request_id = ""  # once the engine has it
         self.request = request
         self.stream = stream
@@ -83,7 +83,7 @@ class Submitted:
         self._waiting = self.home.create_future()
         try:
             if self._error is not None:
-                raise again(self._error)
+                raise copy_error(self._error)
             self._loop.want(self)
         except JaxpageError as error:
             _fail(self._waiting, error)
@@ -105,7 +105,7 @@ class Submitted:
             self._waiting.set_result(news)
 
 
-News = tuple[Submitted, RequestOutput | JaxpageError]
+News = tuple[RequestHandle, RequestOutput | JaxpageError]
 
 
 def send(news: Iterable[News]) -> None:
