@@ -1,0 +1,269 @@
+// Paged attention for one instruction set: compiled once for each, with JAXPAGE_ISA set to its name.
+//
+// A unit is one query token and the query heads that share a key/value head. It is computed by one thread, always with the same operations in
+// the same order, whatever else is in the step: positions in tiles that begin at multiples of 64, within a tile one after the other.
+#include "attention.h"
+
+#include <cmath>
+#include <limits>
+
+#include "vec.h"
+
+namespace jaxpage {
+namespace JAXPAGE_ISA {
+namespace {
+
+constexpr int kTile = 64;       // positions
+constexpr int kMostHeads = 4;   // of a group that are computed together
+constexpr int kMostVecs = 16;   // head widths up to 256
+
+inline int num_vecs(int64_t width) { return static_cast<int>((width + kLanes - 1) / kLanes); }
+
+inline int in_vec(int64_t width, int index) {
+  int64_t left = width - static_cast<int64_t>(index) * kLanes;
+  return left < kLanes ? static_cast<int>(left) : kLanes;
+}
+
+// Where the pages hold a position of a row, as a slot.
+inline int64_t slot_of(const Attention& a, int64_t row, int64_t position) {
+  int64_t block = a.block_table[row * a.table_width + position / a.block_size];
+  return block * a.block_size + position % a.block_size;
+}
+
+// As `pallas_kernels.quantized_pages.quantize`.
+template <typename Query>
+void write_quantized(const Attention& a, const typename Query::type* from, void* pages, float* scales, int64_t slot) {
+  const bool is_int = a.page_type == Type::kI8;
+  const float inverse = static_cast<float>(1.0 / (is_int ? 127.0 : 448.0));
+  for (int64_t head = 0; head < a.num_kv_heads; ++head) {
+    const auto* x = from + head * a.head_width;
+    Vec most = splat(0.0f), zeros = splat(0.0f);
+    for (int64_t i = 0; i < a.head_width; i += kLanes) {
+      Vec v = Load<Query>::at(x + i, a.head_width - i < kLanes ? static_cast<int>(a.head_width - i) : kLanes);
+      most = max(most, max(v, -v));
+      zeros += v * splat(0.0f);
+    }
+    float scale = largest(most) * inverse;
+    scale = scale > 0x1p-100f ? scale : 0x1p-100f;
+    if (sum(zeros) != 0.0f) scale = std::numeric_limits<float>::quiet_NaN();  // NaN or infinity is in it
+    scales[slot * a.num_kv_heads + head] = scale;
+    const int64_t at = (slot * a.num_kv_heads + head) * a.head_width;
+    for (int64_t i = 0; i < a.head_width; ++i) {
+      float value = Load<Query>::at(x + i, 1)[0] / scale;
+      if (!is_int)
+        static_cast<uint8_t*>(pages)[at + i] = float8_of(value);
+      else
+        static_cast<int8_t*>(pages)[at + i] = value == value ? static_cast<int8_t>(std::nearbyint(value)) : 0;
+    }
+  }
+}
+
+template <typename Query, typename Page>
+void write_as(const Attention& a, const typename Query::type* from, void* pages, int64_t slot) {
+  auto* to = static_cast<typename Page::type*>(pages) + slot * a.num_kv_heads * a.head_width;
+  int64_t count = a.num_kv_heads * a.head_width;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    int here = count - i < kLanes ? static_cast<int>(count - i) : kLanes;
+    Store<Page>::at(to + i, Load<Query>::at(from + i, here), here);
+  }
+}
+
+template <typename Query>
+void write_query_type(const Attention& a, int64_t token) {
+  int64_t slot = a.slots[token], width = a.num_kv_heads * a.head_width;
+  if (slot < 0 || slot >= a.num_slots) return;
+  const auto* k = static_cast<const typename Query::type*>(a.k_new) + token * width;
+  const auto* v = static_cast<const typename Query::type*>(a.v_new) + token * width;
+  switch (a.page_type) {
+    case Type::kF32:
+      write_as<Query, F32>(a, k, a.k_pages, slot);
+      write_as<Query, F32>(a, v, a.v_pages, slot);
+      break;
+    case Type::kBF16:
+      write_as<Query, BF16>(a, k, a.k_pages, slot);
+      write_as<Query, BF16>(a, v, a.v_pages, slot);
+      break;
+    case Type::kF16:
+      write_as<Query, F16>(a, k, a.k_pages, slot);
+      write_as<Query, F16>(a, v, a.v_pages, slot);
+      break;
+    default:
+      write_quantized<Query>(a, k, a.k_pages, a.k_scale, slot);
+      write_quantized<Query>(a, v, a.v_pages, a.v_scale, slot);
+  }
+}
+
+// The softmax of some heads of one token, as it goes from tile to tile.
+struct Running {
+  float most[kMostHeads];
+  float total[kMostHeads];
+  Vec acc[kMostHeads][kMostVecs];
+};
+
+// A query token and what it sees: positions `first` to `last` of its row. In a tree of drafts the positions from `num_before` on are the tokens of
+// its branch, one behind the other, as they will stand when they are accepted.
+struct Unit {
+  int64_t row, token, kv_head, first, last, num_before;
+  const int32_t* branch;  // places in the row, or null: every position is where it says
+
+  int64_t slot(const Attention& a, int64_t position) const {
+    if (branch && position >= num_before) position = num_before + branch[position - num_before];
+    return slot_of(a, row, position);
+  }
+};
+
+template <typename Query, typename Page, int kHeads, bool kWhole>
+void attend_heads(const Attention& a, const Unit& unit, int64_t first_head) {
+  const int64_t width = a.head_width, stride = a.num_kv_heads * width;
+  const int vecs = num_vecs(width), rest = kWhole ? kLanes : in_vec(width, vecs - 1);
+  const auto count = [=](int i) { return kWhole || i + 1 < vecs ? kLanes : rest; };
+  Vec q[kHeads][kMostVecs];
+  const auto* queries = static_cast<const typename Query::type*>(a.q) + (unit.token * a.num_heads + first_head) * width;
+  for (int h = 0; h < kHeads; ++h)
+    for (int i = 0; i < vecs; ++i)
+      q[h][i] = Load<Query>::at(queries + h * width + i * kLanes, count(i)) * splat(a.scale);
+  Running state;
+  for (int h = 0; h < kHeads; ++h) {
+    state.most[h] = a.sinks ? a.sinks[first_head + h] : -std::numeric_limits<float>::infinity();
+    state.total[h] = a.sinks ? 1.0f : 0.0f;
+    for (int i = 0; i < vecs; ++i) state.acc[h][i] = splat(0.0f);
+  }
+  const auto* k_pages = static_cast<const typename Page::type*>(a.k_pages) + unit.kv_head * width;
+  const auto* v_pages = static_cast<const typename Page::type*>(a.v_pages) + unit.kv_head * width;
+  for (int64_t tile = unit.first / kTile * kTile; tile <= unit.last; tile += kTile) {
+    int64_t slots[kTile];
+    float scores[kHeads][kTile] __attribute__((aligned(64)));
+    const int begin = static_cast<int>(unit.first > tile ? unit.first - tile : 0);
+    const int end = static_cast<int>(unit.last - tile < kTile ? unit.last - tile + 1 : kTile);
+    const int from = begin / kLanes * kLanes;
+    for (int j = begin; j < end; ++j) slots[j] = unit.slot(a, tile + j);
+    for (int group = from; group < end; group += kLanes) {
+      Vec products[kHeads][kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int j = group + lane;
+        Vec sum_of[kHeads];
+        for (int h = 0; h < kHeads; ++h) sum_of[h] = splat(0.0f);
+        if (j >= begin && j < end) {
+          const auto* k = k_pages + slots[j] * stride;
+          for (int i = 0; i < vecs; ++i) {
+            Vec key = Load<Page>::at(k + i * kLanes, count(i));
+            for (int h = 0; h < kHeads; ++h) sum_of[h] += q[h][i] * key;
+          }
+        }
+        for (int h = 0; h < kHeads; ++h) products[h][lane] = sum_of[h];
+      }
+      for (int h = 0; h < kHeads; ++h) {
+        Vec score = sums(products[h]);
+        std::memcpy(scores[h] + group, &score, sizeof(score));
+      }
+    }
+    for (int h = 0; h < kHeads; ++h) {
+      float* s = scores[h];
+      if (a.k_scale)
+        for (int j = begin; j < end; ++j) s[j] *= a.k_scale[slots[j] * a.num_kv_heads + unit.kv_head];
+      float most = state.most[h];
+      Vec added = splat(0.0f);
+      if (a.softcap > 0.0f)
+        for (int group = from; group < end; group += kLanes) {
+          Vec score;
+          std::memcpy(&score, s + group, sizeof(score));
+          score = tanh(score / splat(a.softcap)) * splat(a.softcap);
+          std::memcpy(s + group, &score, sizeof(score));
+        }
+      for (int j = from; j < begin; ++j) s[j] = -std::numeric_limits<float>::infinity();
+      for (int j = end; j % kLanes; ++j) s[j] = -std::numeric_limits<float>::infinity();
+      for (int j = begin; j < end; ++j) most = s[j] > most ? s[j] : most;
+      // The first tile finds nothing to correct.
+      const float correction = state.total[h] == 0.0f ? 0.0f : exp(splat(state.most[h] - most))[0];
+      for (int group = from; group < end; group += kLanes) {
+        Vec score;
+        std::memcpy(&score, s + group, sizeof(score));
+        Vec weight = exp(score - splat(most));
+        std::memcpy(s + group, &weight, sizeof(weight));
+        added += weight;
+      }
+      state.most[h] = most;
+      state.total[h] = state.total[h] * correction + sum(added);
+      for (int i = 0; i < vecs; ++i) state.acc[h][i] *= splat(correction);
+      if (a.v_scale)
+        for (int j = begin; j < end; ++j) s[j] *= a.v_scale[slots[j] * a.num_kv_heads + unit.kv_head];
+    }
+    for (int j = begin; j < end; ++j) {
+      const auto* v = v_pages + slots[j] * stride;
+      for (int i = 0; i < vecs; ++i) {
+        Vec value = Load<Page>::at(v + i * kLanes, count(i));
+        for (int h = 0; h < kHeads; ++h) state.acc[h][i] += splat(scores[h][j]) * value;
+      }
+    }
+  }
+  auto* out = static_cast<typename Query::type*>(a.out) + (unit.token * a.num_heads + first_head) * width;
+  for (int h = 0; h < kHeads; ++h)
+    for (int i = 0; i < vecs; ++i)
+      Store<Query>::at(out + h * width + i * kLanes, state.acc[h][i] / splat(state.total[h]), count(i));
+}
+
+template <typename Query, typename Page>
+void attend_pages(const Attention& a, const Unit& unit) {
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  int64_t head = unit.kv_head * group, left = group;
+  while (left > 0) {
+    const int here = left < kMostHeads ? static_cast<int>(left) : kMostHeads;
+    const bool whole = a.head_width % kLanes == 0;
+#define JAXPAGE_HEADS(n) (whole ? attend_heads<Query, Page, n, true> : attend_heads<Query, Page, n, false>)(a, unit, head)
+    switch (here) {
+      case 4: JAXPAGE_HEADS(4); break;
+      case 3: JAXPAGE_HEADS(3); break;
+      case 2: JAXPAGE_HEADS(2); break;
+      default: JAXPAGE_HEADS(1);
+    }
+#undef JAXPAGE_HEADS
+    head += here;
+    left -= here;
+  }
+}
+
+template <typename Query>
+void attend_query_type(const Attention& a, const Unit& unit) {
+  switch (a.page_type) {
+    case Type::kF32: attend_pages<Query, F32>(a, unit); break;
+    case Type::kBF16: attend_pages<Query, BF16>(a, unit); break;
+    case Type::kF16: attend_pages<Query, F16>(a, unit); break;
+    case Type::kI8: attend_pages<Query, I8>(a, unit); break;
+    case Type::kF8: attend_pages<Query, F8>(a, unit); break;
+  }
+}
+
+void write(const Attention& a, int64_t token) {
+  switch (a.query_type) {
+    case Type::kF32: write_query_type<F32>(a, token); break;
+    case Type::kBF16: write_query_type<BF16>(a, token); break;
+    default: write_query_type<F16>(a, token);
+  }
+}
+
+void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_head) {
+  const int64_t num_queries = a.query_start[row + 1] - a.query_start[row];
+  const int64_t num_before = a.context_len[row] - num_queries;
+  Unit unit{row, token, kv_head, 0, num_before + token - a.query_start[row], num_before, nullptr};
+  int32_t branch[kMostDrafts];
+  if (a.tree_mask) {
+    int32_t depth = 0;
+    for (int64_t place = 0; place < num_queries && place < a.mask_width; ++place)
+      if (a.tree_mask[token * a.mask_width + place]) branch[depth++] = static_cast<int32_t>(place);
+    unit.branch = branch;
+    unit.last = num_before + depth - 1;
+  }
+  if (a.window > 0 && unit.last + 1 > a.window) unit.first = unit.last + 1 - a.window;
+  switch (a.query_type) {
+    case Type::kF32: attend_query_type<F32>(a, unit); break;
+    case Type::kBF16: attend_query_type<BF16>(a, unit); break;
+    default: attend_query_type<F16>(a, unit);
+  }
+}
+
+}  // namespace
+
+extern const Kernels kKernels = {write, attend};
+
+}  // namespace JAXPAGE_ISA
+}  // namespace jaxpage
