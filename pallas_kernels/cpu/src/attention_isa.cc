@@ -17,29 +17,39 @@ constexpr int kTile = 64;       // positions
 constexpr int kMostHeads = 4;   // of a group that are computed together
 constexpr int kMostVecs = 16;   // head widths up to 256
 
-inline int num_vecs(int64_t width) { return static_cast<int>((width + kLanes - 1) / kLanes); }
-
-inline int in_vec(int64_t width, int index) {
-  int64_t left = width - static_cast<int64_t>(index) * kLanes;
-  return left < kLanes ? static_cast<int>(left) : kLanes;
-}
-
 // Where the pages hold a position of a row, as a slot.
 inline int64_t slot_of(const Attention& a, int64_t row, int64_t position) {
   int64_t block = a.block_table[row * a.table_width + position / a.block_size];
   return block * a.block_size + position % a.block_size;
 }
 
+// A vector of an array of this type, from or to its `index`-th number on. Pages of eight bits are written by `write_quantized`.
+Vec load(Type type, const void* array, int64_t index) {
+  switch (type) {
+    case Type::kF32: return Load<F32>::at(static_cast<const float*>(array) + index);
+    case Type::kBF16: return Load<BF16>::at(static_cast<const uint16_t*>(array) + index);
+    default: return Load<F16>::at(static_cast<const uint16_t*>(array) + index);
+  }
+}
+
+void store(Type type, void* array, int64_t index, Vec value) {
+  switch (type) {
+    case Type::kF32: return Store<F32>::at(static_cast<float*>(array) + index, value);
+    case Type::kBF16: return Store<BF16>::at(static_cast<uint16_t*>(array) + index, value);
+    default: return Store<F16>::at(static_cast<uint16_t*>(array) + index, value);
+  }
+}
+
 // As `pallas_kernels.quantized_pages.quantize`.
-template <typename Query>
-void write_quantized(const Attention& a, const typename Query::type* from, void* pages, float* scales, int64_t slot) {
+void write_quantized(const Attention& a, const void* from, int64_t token, void* pages, float* scales, int64_t slot) {
   const bool is_int = a.page_type == Type::kI8;
   const float inverse = static_cast<float>(1.0 / (is_int ? 127.0 : 448.0));
   for (int64_t head = 0; head < a.num_kv_heads; ++head) {
-    const auto* x = from + head * a.head_width;
+    const int64_t source = (token * a.num_kv_heads + head) * a.head_width;
+    const int64_t target = (slot * a.num_kv_heads + head) * a.head_width;
     Vec most = splat(0.0f), zeros = splat(0.0f);
     for (int64_t i = 0; i < a.head_width; i += kLanes) {
-      Vec v = Load<Query>::at(x + i, a.head_width - i < kLanes ? static_cast<int>(a.head_width - i) : kLanes);
+      const Vec v = load(a.query_type, from, source + i);
       most = max(most, max(v, -v));
       zeros += v * splat(0.0f);
     }
@@ -47,49 +57,15 @@ void write_quantized(const Attention& a, const typename Query::type* from, void*
     scale = scale > 0x1p-100f ? scale : 0x1p-100f;
     if (sum(zeros) != 0.0f) scale = std::numeric_limits<float>::quiet_NaN();  // NaN or infinity is in it
     scales[slot * a.num_kv_heads + head] = scale;
-    const int64_t at = (slot * a.num_kv_heads + head) * a.head_width;
-    for (int64_t i = 0; i < a.head_width; ++i) {
-      float value = Load<Query>::at(x + i, 1)[0] / scale;
-      if (!is_int)
-        static_cast<uint8_t*>(pages)[at + i] = float8_of(value);
-      else
-        static_cast<int8_t*>(pages)[at + i] = value == value ? static_cast<int8_t>(std::nearbyint(value)) : 0;
+    for (int64_t i = 0; i < a.head_width; i += kLanes) {
+      const Vec v = load(a.query_type, from, source + i) / splat(scale);
+      for (int lane = 0; lane < kLanes; ++lane)
+        if (!is_int)
+          static_cast<uint8_t*>(pages)[target + i + lane] = float8_of(v[lane]);
+        else
+          static_cast<int8_t*>(pages)[target + i + lane] =
+              v[lane] == v[lane] ? static_cast<int8_t>(std::nearbyint(v[lane])) : 0;
     }
-  }
-}
-
-template <typename Query, typename Page>
-void write_as(const Attention& a, const typename Query::type* from, void* pages, int64_t slot) {
-  auto* to = static_cast<typename Page::type*>(pages) + slot * a.num_kv_heads * a.head_width;
-  int64_t count = a.num_kv_heads * a.head_width;
-  for (int64_t i = 0; i < count; i += kLanes) {
-    int here = count - i < kLanes ? static_cast<int>(count - i) : kLanes;
-    Store<Page>::at(to + i, Load<Query>::at(from + i, here), here);
-  }
-}
-
-template <typename Query>
-void write_query_type(const Attention& a, int64_t token) {
-  int64_t slot = a.slots[token], width = a.num_kv_heads * a.head_width;
-  if (slot < 0 || slot >= a.num_slots) return;
-  const auto* k = static_cast<const typename Query::type*>(a.k_new) + token * width;
-  const auto* v = static_cast<const typename Query::type*>(a.v_new) + token * width;
-  switch (a.page_type) {
-    case Type::kF32:
-      write_as<Query, F32>(a, k, a.k_pages, slot);
-      write_as<Query, F32>(a, v, a.v_pages, slot);
-      break;
-    case Type::kBF16:
-      write_as<Query, BF16>(a, k, a.k_pages, slot);
-      write_as<Query, BF16>(a, v, a.v_pages, slot);
-      break;
-    case Type::kF16:
-      write_as<Query, F16>(a, k, a.k_pages, slot);
-      write_as<Query, F16>(a, v, a.v_pages, slot);
-      break;
-    default:
-      write_quantized<Query>(a, k, a.k_pages, a.k_scale, slot);
-      write_quantized<Query>(a, v, a.v_pages, a.v_scale, slot);
   }
 }
 
@@ -112,16 +88,14 @@ struct Unit {
   }
 };
 
-template <typename Query, typename Page, int kHeads, bool kWhole>
+template <typename Page, int kHeads>
 void attend_heads(const Attention& a, const Unit& unit, int64_t first_head) {
   const int64_t width = a.head_width, stride = a.num_kv_heads * width;
-  const int vecs = num_vecs(width), rest = kWhole ? kLanes : in_vec(width, vecs - 1);
-  const auto count = [=](int i) { return kWhole || i + 1 < vecs ? kLanes : rest; };
+  const int vecs = static_cast<int>(width / kLanes);
   Vec q[kHeads][kMostVecs];
-  const auto* queries = static_cast<const typename Query::type*>(a.q) + (unit.token * a.num_heads + first_head) * width;
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < vecs; ++i)
-      q[h][i] = Load<Query>::at(queries + h * width + i * kLanes, count(i)) * splat(a.scale);
+      q[h][i] = load(a.query_type, a.q, ((unit.token * a.num_heads + first_head + h) * width) + i * kLanes) * splat(a.scale);
   Running state;
   for (int h = 0; h < kHeads; ++h) {
     state.most[h] = a.sinks ? a.sinks[first_head + h] : -std::numeric_limits<float>::infinity();
@@ -146,7 +120,7 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t first_head) {
         if (j >= begin && j < end) {
           const auto* k = k_pages + slots[j] * stride;
           for (int i = 0; i < vecs; ++i) {
-            Vec key = Load<Page>::at(k + i * kLanes, count(i));
+            Vec key = Load<Page>::at(k + i * kLanes);
             for (int h = 0; h < kHeads; ++h) sum_of[h] += q[h][i] * key;
           }
         }
@@ -191,53 +165,54 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t first_head) {
     for (int j = begin; j < end; ++j) {
       const auto* v = v_pages + slots[j] * stride;
       for (int i = 0; i < vecs; ++i) {
-        Vec value = Load<Page>::at(v + i * kLanes, count(i));
+        Vec value = Load<Page>::at(v + i * kLanes);
         for (int h = 0; h < kHeads; ++h) state.acc[h][i] += splat(scores[h][j]) * value;
       }
     }
   }
-  auto* out = static_cast<typename Query::type*>(a.out) + (unit.token * a.num_heads + first_head) * width;
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < vecs; ++i)
-      Store<Query>::at(out + h * width + i * kLanes, state.acc[h][i] / splat(state.total[h]), count(i));
+      store(a.query_type, a.out, (unit.token * a.num_heads + first_head + h) * width + i * kLanes,
+            state.acc[h][i] / splat(state.total[h]));
 }
 
-template <typename Query, typename Page>
+template <typename Page>
 void attend_pages(const Attention& a, const Unit& unit) {
   const int64_t group = a.num_heads / a.num_kv_heads;
-  int64_t head = unit.kv_head * group, left = group;
-  while (left > 0) {
-    const int here = left < kMostHeads ? static_cast<int>(left) : kMostHeads;
-    const bool whole = a.head_width % kLanes == 0;
-#define JAXPAGE_HEADS(n) (whole ? attend_heads<Query, Page, n, true> : attend_heads<Query, Page, n, false>)(a, unit, head)
-    switch (here) {
-      case 4: JAXPAGE_HEADS(4); break;
-      case 3: JAXPAGE_HEADS(3); break;
-      case 2: JAXPAGE_HEADS(2); break;
-      default: JAXPAGE_HEADS(1);
-    }
-#undef JAXPAGE_HEADS
-    head += here;
-    left -= here;
+  for (int64_t done = 0; done < group; done += kMostHeads) {
+    const int64_t head = unit.kv_head * group + done, left = group - done;
+    if (left >= 4)
+      attend_heads<Page, 4>(a, unit, head);
+    else if (left == 3)
+      attend_heads<Page, 3>(a, unit, head);
+    else if (left == 2)
+      attend_heads<Page, 2>(a, unit, head);
+    else
+      attend_heads<Page, 1>(a, unit, head);
   }
 }
 
-template <typename Query>
-void attend_query_type(const Attention& a, const Unit& unit) {
+void attend_unit(const Attention& a, const Unit& unit) {
   switch (a.page_type) {
-    case Type::kF32: attend_pages<Query, F32>(a, unit); break;
-    case Type::kBF16: attend_pages<Query, BF16>(a, unit); break;
-    case Type::kF16: attend_pages<Query, F16>(a, unit); break;
-    case Type::kI8: attend_pages<Query, I8>(a, unit); break;
-    case Type::kF8: attend_pages<Query, F8>(a, unit); break;
+    case Type::kF32: attend_pages<F32>(a, unit); break;
+    case Type::kBF16: attend_pages<BF16>(a, unit); break;
+    case Type::kF16: attend_pages<F16>(a, unit); break;
+    case Type::kI8: attend_pages<I8>(a, unit); break;
+    case Type::kF8: attend_pages<F8>(a, unit); break;
   }
 }
 
 void write(const Attention& a, int64_t token) {
-  switch (a.query_type) {
-    case Type::kF32: write_query_type<F32>(a, token); break;
-    case Type::kBF16: write_query_type<BF16>(a, token); break;
-    default: write_query_type<F16>(a, token);
+  const int64_t slot = a.slots[token], width = a.num_kv_heads * a.head_width;
+  if (slot < 0 || slot >= a.num_slots) return;
+  if (a.k_scale) {
+    write_quantized(a, a.k_new, token, a.k_pages, a.k_scale, slot);
+    write_quantized(a, a.v_new, token, a.v_pages, a.v_scale, slot);
+    return;
+  }
+  for (int64_t i = 0; i < width; i += kLanes) {
+    store(a.page_type, a.k_pages, slot * width + i, load(a.query_type, a.k_new, token * width + i));
+    store(a.page_type, a.v_pages, slot * width + i, load(a.query_type, a.v_new, token * width + i));
   }
 }
 
@@ -254,11 +229,7 @@ void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_head) {
     unit.last = num_before + depth - 1;
   }
   if (a.window > 0 && unit.last + 1 > a.window) unit.first = unit.last + 1 - a.window;
-  switch (a.query_type) {
-    case Type::kF32: attend_query_type<F32>(a, unit); break;
-    case Type::kBF16: attend_query_type<BF16>(a, unit); break;
-    default: attend_query_type<F16>(a, unit);
-  }
+  attend_unit(a, unit);
 }
 
 }  // namespace

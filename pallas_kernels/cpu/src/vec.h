@@ -24,14 +24,14 @@ static inline Bits as_bits(Vec x) { return (Bits)x; }
 static inline Vec select(Int mask, Vec a, Vec b) { return (Vec)(((Int)a & mask) | ((Int)b & ~mask)); }
 static inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
-// A vector of numbers as they are stored. Of a row that ends within it the rest is zero.
+// A vector of numbers as they are stored.
 template <typename Stored>
 struct Load;
 
 template <typename Raw>
-static inline Raw raw_at(const void* at, int count) {
-  Raw raw{};
-  std::memcpy(&raw, at, count == kLanes ? sizeof(Raw) : sizeof(raw[0]) * count);
+static inline Raw raw_at(const void* at) {
+  Raw raw;
+  std::memcpy(&raw, at, sizeof(Raw));
   return raw;
 }
 
@@ -53,21 +53,21 @@ struct F8 {  // float8_e4m3fn, as its bits
 
 template <>
 struct Load<F32> {
-  static Vec at(const float* x, int count) { return raw_at<Vec>(x, count); }
+  static Vec at(const float* x) { return raw_at<Vec>(x); }
 };
 
 template <>
 struct Load<BF16> {
-  static Vec at(const uint16_t* x, int count) {
-    return as_float(__builtin_convertvector(raw_at<Half>(x, count), Bits) << 16);
+  static Vec at(const uint16_t* x) {
+    return as_float(__builtin_convertvector(raw_at<Half>(x), Bits) << 16);
   }
 };
 
 // Subnormal numbers are made of integers: XLA's threads may take subnormal operands for zero.
 template <>
 struct Load<F16> {
-  static Vec at(const uint16_t* x, int count) {
-    Bits bits = __builtin_convertvector(raw_at<Half>(x, count), Bits);
+  static Vec at(const uint16_t* x) {
+    Bits bits = __builtin_convertvector(raw_at<Half>(x), Bits);
     Bits sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
     Bits normal = (magnitude << 13) + (112u << 23);
     Vec subnormal = __builtin_convertvector((Int)magnitude, Vec) * splat(0x1p-24f);
@@ -80,15 +80,15 @@ struct Load<F16> {
 
 template <>
 struct Load<I8> {
-  static Vec at(const int8_t* x, int count) {
-    return __builtin_convertvector(__builtin_convertvector(raw_at<Byte>(x, count), Int), Vec);
+  static Vec at(const int8_t* x) {
+    return __builtin_convertvector(__builtin_convertvector(raw_at<Byte>(x), Int), Vec);
   }
 };
 
 template <>
 struct Load<F8> {
-  static Vec at(const uint8_t* x, int count) {
-    Bits bits = __builtin_convertvector(raw_at<UByte>(x, count), Bits);
+  static Vec at(const uint8_t* x) {
+    Bits bits = __builtin_convertvector(raw_at<UByte>(x), Bits);
     Bits sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
     Bits normal = (magnitude << 20) + (120u << 23);
     Vec subnormal = __builtin_convertvector((Int)magnitude, Vec) * splat(0x1p-9f);
@@ -98,24 +98,24 @@ struct Load<F8> {
   }
 };
 
-// Stores the first `count` numbers, rounded to the nearest, ties to even.
+// Stores numbers rounded to the nearest, ties to even.
 template <typename Stored>
 struct Store;
 
 template <>
 struct Store<F32> {
-  static void at(float* x, Vec value, int count) { std::memcpy(x, &value, sizeof(float) * count); }
+  static void at(float* x, Vec value) { std::memcpy(x, &value, sizeof(value)); }
 };
 
 template <>
 struct Store<BF16> {
-  static void at(uint16_t* x, Vec value, int count) {
+  static void at(uint16_t* x, Vec value) {
     Bits bits = as_bits(value);
     Int is_nan = (Int)((bits & 0x7fffffffu) > 0x7f800000u);
     Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     rounded = (Bits)select(is_nan, (Vec)((bits >> 16) | 0x40u), (Vec)rounded);
     Half half = __builtin_convertvector(rounded, Half);
-    std::memcpy(x, &half, sizeof(uint16_t) * count);
+    std::memcpy(x, &half, sizeof(half));
   }
 };
 
@@ -139,8 +139,8 @@ static inline uint16_t half_of(float number) {
 
 template <>
 struct Store<F16> {
-  static void at(uint16_t* x, Vec value, int count) {
-    for (int i = 0; i < count; ++i) x[i] = half_of(value[i]);
+  static void at(uint16_t* x, Vec value) {
+    for (int i = 0; i < kLanes; ++i) x[i] = half_of(value[i]);
   }
 };
 
