@@ -1,4 +1,4 @@
-"""`LLM`: the front door for Python programs."""
+"""`LLM`: the Python interface."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model, its KV pool and its compiled steps, ready to generate.
+    """A model with its KV cache and its compiled steps.
 
-    Building one loads the weights and compiles every shape; after that nothing compiles. Calls from several threads take turns step
-    by step. Use it as a context manager, or call `shutdown()`, to give the device memory back.
+    The constructor loads the weights and compiles every shape. After that nothing is compiled. Several threads may use the same object;
+    their requests share the batch. Use it as a context manager, or call `shutdown()`, to free the device memory.
 
-    Args: the fields of `EngineConfig`, by name. model: "demo", a local directory, or a hub id. On standard error come, with `use_tqdm`,
-    progress bars, and with `verbose` (by default as `use_tqdm`) where the memory goes and what was in the compile cache.
+    Args:
+        model: "demo" (packaged), a local directory, or a Hugging Face hub id.
+        use_tqdm: show progress bars on standard error.
+        verbose: print how memory is divided and what was in the compile cache; None: as `use_tqdm`.
+        settings: the other fields of `EngineConfig`, by name.
 
     Raises:
-        ConfigError, UnsupportedError: a setting is wrong, or this version cannot honour it.
-        ModelNotFoundError, CheckpointError: there is no such model, or its files do not fit; all that is wrong at once.
-        CapacityError: it does not fit in memory; with the numbers and the remedies.
+        ConfigError, UnsupportedError: settings are wrong, or this version cannot honour them.
+        ModelNotFoundError, CheckpointError: the model does not exist, or its files are wrong; with all errors at once.
+        CapacityError: it does not fit in memory; with the numbers and what to change.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class LLM:
         built = open_engine(self.config, progress=use_tqdm, verbose=verbose)
         self._engine = built.engine
         self.tokenizer = built.tokenizer
+        self.spec = built.spec
         self.memory = built.memory
         self.sampling_defaults = built.sampling_defaults  # what the model's generation_config.json says of sampling
         self._calls = Calls(built.engine)
@@ -60,23 +64,24 @@ class LLM:
     def from_config(
         cls, path: str | os.PathLike[str], *, use_tqdm: bool = True, verbose: bool | None = None, **overrides: Any
     ) -> Self:
-        """The same settings from a YAML file; `overrides` win over it. Raises ConfigError naming the line."""
+        """An LLM with the settings of a YAML file; `overrides` win over the file. Raises ConfigError, which names the line."""
         config = resolve_config(path, overrides).config
         return cls(**config.given(), use_tqdm=use_tqdm, verbose=verbose)
 
     def generate(
         self, prompts: Any, params: Params | Sequence[Params] | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """Generates for every prompt; outputs come in the order of the prompts.
+        """Generates for every prompt and returns the outputs in the order of the prompts.
 
         Args:
             prompts: a string, a list of token ids, {"prompt_token_ids": [...]}, or a list of those.
-            params: one for all prompts, or one per prompt; by default those of the model's generation_config.json.
-            use_tqdm: a progress bar on standard error.
+            params: one for all prompts, or one per prompt; None: those of the model's generation_config.json.
+            use_tqdm: show a progress bar on standard error.
 
-        Raises, before anything runs: TypeError, ValueError, UnsupportedError or CapacityError, naming the parameter and its value;
-        TimeoutError if the grammars of other calls are compiled for too long; JaxpageError if the process that tries grammars is killed
-        again and again, or does not answer.
+        Raises, before anything runs:
+            TypeError, ValueError, UnsupportedError, CapacityError: naming the parameter and its value.
+            TimeoutError: waiting for the grammar compiler took too long.
+            JaxpageError: the process that checks grammars was killed repeatedly, or does not answer.
         """
         requests = self._prepare(prompts, params)
         reporters: dict[str, Reporter] = {}
@@ -102,11 +107,12 @@ class LLM:
         return [reporter.whole() for reporter in reporters.values()]
 
     def stream(self, prompt: Any, params: Params | None = None) -> RequestStream:
-        """Generates for one prompt; an iterator over what is new after each step, whose last chunk has the finish reason.
+        """Generates for one prompt. Returns an iterator over chunks with the new text of each step; the last has the finish reason.
 
-        Closing the iterator (`close()`, or a `with` block) ends the request and frees its blocks. Arguments are checked at once,
-        not at the first chunk. With `n` every chunk has an output for each sequence, from the first token on. The log probabilities of
-        the prompt come with one chunk only. What is the best at the end alone, of `best_of` or of beams, is refused: UnsupportedError.
+        Closing the iterator (`close()`, or a `with` block) aborts the request and frees its blocks. Arguments are checked by this call,
+        not at the first chunk. With `n`, every chunk has an output for each sample. Log probabilities of the prompt are in one chunk only.
+
+        Raises UnsupportedError for `best_of` and beam search, whose results are known only at the end, and the errors of `generate`.
         """
         requests = self._prepare(prompt, params)
         if len(requests) != 1:
@@ -120,12 +126,12 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or a list of them, through the chat template of the model's tokenizer."""
+        """`generate` for one conversation, or for a list of them, with the chat template of the model's tokenizer."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return self.generate([self.chat_prompt(one) for one in conversations], params, use_tqdm)
 
     def chat_prompt(self, messages: Any) -> dict[str, Any]:
-        """The prompt that `chat` makes of a conversation. Raises ValueError if there is no chat template, or it refuses the messages."""
+        """The prompt of a conversation. Raises ValueError if the model has no chat template, or if the template refuses the messages."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"The model {self.config.model!r} has no chat template; use generate")
         if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
@@ -137,39 +143,39 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """What the model's generation_config.json asks for (temperature, top_p, top_k, min_p, repetition_penalty), and
-        `overrides` over it."""
+        """Sampling parameters of the model's generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty); `overrides`
+        win over them."""
         return SamplingParams(**{**self.sampling_defaults, **overrides})
 
     def stats(self) -> dict[str, Any]:
-        """A snapshot of the engine's counters and gauges, under the names of the metrics."""
+        """The current values of all metrics, by name (docs/reference/metrics.md)."""
         return self._calls.stats()
 
     def memory_report(self, *, reset: bool = False) -> MemoryReport:
-        """What the KV pool held during the steps since the start, or since the last call with `reset`: means, peak, samples over time.
+        """The use of the KV pool since the start, or since the last call with `reset`: means, peak, samples over time.
 
-        `print` it for a table. A long history is thinned to at most 512 samples; `reset` begins a new one, with the next step.
+        `print` it for a table. It has at most 512 samples. `reset` starts a new report with the next step.
         """
         return self._calls.memory_report(reset=reset)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets what was computed before: no later request finds it. Running requests are not disturbed."""
+        """Empties the prefix cache. Running requests are not affected."""
         self._calls.reset_prefix_cache()
 
     def pin_prefix(self, prefix: Any, *, cache_salt: str | None = None) -> PinnedPrefix:
-        """Computes a prefix now and keeps it in place, for prompts that begin with it (a system prompt; PagedAttention, section 4.4).
+        """Computes a prefix and keeps its blocks, for prompts that begin with it (a system prompt; PagedAttention, section 4.4).
 
-        A prompt that begins with the prefix, or ends within it, shares its blocks; the last one is copied when it is partly filled. It
-        needs no prefix caching. A text is found where the prompt's tokens begin with the text's tokens; otherwise as many of its full
-        blocks as agree.
+        A prompt that begins with the prefix, or ends within it, shares its blocks. A last block that is not full is copied on write. This
+        also works with `enable_prefix_caching=False`. Prefix and prompt are compared by tokens. If they differ, the full blocks before
+        the first difference are shared.
 
         Args:
             prefix: a string, a list of token ids, or {"prompt_token_ids": [...]}.
-            cache_salt: only requests with the same salt find it.
+            cache_salt: only requests with the same salt use it.
 
         Raises:
-            ValueError: it is empty, or leaves no room for a prompt that goes on.
-            CapacityError: its blocks would be missing to a request that waits or runs.
+            ValueError: the prefix is empty, or leaves no room for a prompt after it.
+            CapacityError: waiting or running requests need its blocks.
         """
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, cache_salt=cache_salt)
         requests = self._prepare(prefix, params)
@@ -177,12 +183,12 @@ class LLM:
             raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
         if (length := len(requests[0].token_ids)) + 2 > self.memory.max_model_len:
             raise ValueError(
-                f"The prefix has {length} tokens; a prompt must go on behind it, and max_model_len is {self.memory.max_model_len}"
+                f"The prefix has {length} tokens, which leaves no room for a prompt after it: max_model_len is {self.memory.max_model_len}"
             )
         return self._calls.pin(requests[0])
 
     def shutdown(self) -> None:
-        """Ends what is running and frees the device. The object cannot be used any more; a second call does nothing."""
+        """Aborts running requests and frees the device memory. The object cannot be used after this. A second call has no effect."""
         self._calls.shutdown()
 
     def __enter__(self) -> Self:

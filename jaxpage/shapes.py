@@ -11,11 +11,16 @@
 | F | feed-forward width | W | candidates kept per row |
 | E | entries of a bias | U | words of a mask over the vocabulary |
 | J | tokens that are guessed ahead (Medusa's heads) | X | branches that a drafter follows (Y = X * X: candidates) |
+| Z | cache groups | | |
 
-Arrays on the device, or bound for it, carry their axes as a suffix: `hidden_TD`, `block_table_BM`, `logits_BV`.
+Arrays on the device, or bound for it, carry their axes as a suffix: `hidden_TD`, `block_table_ZBM`, `logits_BV`.
 Host lists and integers keep plain names. Lengths count tokens; any other unit stands in the name (`_bytes`, `_seconds`, `_blocks`).
 """
 
 # In place of a drawn token id, when there is none:
 NOT_FINITE = -1  # the model's logits hold no number to choose by
-NOTHING_ALLOWED = -2  # what the request allows, forbids and penalises leaves no token to choose
+NOTHING_ALLOWED = -2  # all tokens are masked by what the request allows, forbids and penalises
+
+# Of speculation:
+MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
+MOST_CANDIDATES = 32  # tokens of a distribution that drafts are drawn from, where its probabilities are looked at

@@ -1,4 +1,4 @@
-"""What works with what, parameter by parameter: the table that the tests make (docs/support-matrix.md)."""
+"""What works with what, parameter by parameter: the table that the tests make (docs/reference/support-matrix.md)."""
 
 from __future__ import annotations
 

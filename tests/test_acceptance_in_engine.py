@@ -19,8 +19,9 @@ import pytest
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.device import drafting
+from jaxpage.speculation import Proposer
 from jaxpage.step.draft import Candidates, Draft
-from jaxpage.step.request import Request, Sequence, SequenceGroup
+from jaxpage.step.request import Request, Sequence
 from tests.support.distributions import probabilities, z_score
 from tests.support.engines import LLAMA, give_way, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
@@ -43,7 +44,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 }
 
 
-class Drawing:
+class Drawing(Proposer):
     """Draws drafts from a distribution of the token before each, without replacement; says so, or `says` of which distribution."""
 
     def __init__(self, parents: tuple[int, ...], tokens: np.ndarray = TOKENS, *, drawn: bool = True) -> None:
@@ -71,9 +72,6 @@ class Drawing:
         before = [known[-1] if parent < 0 else drafts[parent] for parent in draft.parents]
         ids = np.tile(self.tokens.astype(np.int32), (len(drafts), 1))
         return draft._replace(q=Candidates(ids, self.says[before]))
-
-    def forget(self, group: SequenceGroup) -> None:
-        """There is nothing to forget."""
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +211,7 @@ def test_a_proposer_that_lies_shows(llm: LLM, log_probabilities: list[np.ndarray
 
 
 def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np.ndarray]) -> None:
-    """Every third step the newest request gives way, with the samples that it was forked into; the prompt is found in the cache."""
+    """Every third step the newest request is preempted, with the samples that it was forked into; the prompt is found in the cache."""
     draft_with(llm._engine, Drawing(TREE))
     engine, before = llm._engine, llm.stats()
     reporters = [
@@ -245,7 +243,7 @@ def test_greedy_texts_are_those_without_drafts(llm: LLM) -> None:
         assert [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)] == plain
 
 
-class Knowing:
+class Knowing(Proposer):
     """Drafts what follows, beside something wrong."""
 
     def __init__(self, prompts: list[list[int]], outputs: list[Any]) -> None:
@@ -256,9 +254,6 @@ class Knowing:
         right = self.texts[request.prompt_token_ids][known : known + 2]
         wrong = [(token_id + 1) % 257 for token_id in right]
         return Draft((*wrong[:1], *right[:1], *wrong[1:], *right[1:]), (-1, -1, 1, 1)[: 2 * len(right)])
-
-    def forget(self, group: SequenceGroup) -> None:
-        """There is nothing to forget."""
 
 
 def test_a_text_is_a_function_of_its_seed_and_its_drafts(llm: LLM) -> None:

@@ -21,7 +21,7 @@ from jaxpage.device.acceptance import decide
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.sampler import Stream, noise_key
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, adjustment_shapes
-from jaxpage.settings.speculative_config import AcceptanceRule
+from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from tests.support.distributions import probabilities, z_score
 from tests.support.reference_sampling import adjusted

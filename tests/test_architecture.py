@@ -131,6 +131,8 @@ PLANTED = [
     ("jaxpage/engine/a.py", "import jinja2\njinja2.Environment()", "uses jinja2.Environment"),
     ("jaxpage/engine/a.py", "f(trust_remote_code=True)", "trust_remote_code=True"),
     ("jaxpage/engine/a.py", "f(allow_pickle=True)", "allow_pickle=True"),
+    ("jaxpage/models/a.py", "y = jnp.einsum('TI,OI->TO', x, w)", "multiplies: layers.product.product does that"),
+    ("jaxpage/layers/a.py", "y = x @ w", "multiplies: layers.product.product does that"),
     ("jaxpage/attic/a.py", "x = 1", "the house has no room jaxpage/attic/"),
     ("jaxpage/engine/a.py", "\n" * 400, "has 40"),
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),

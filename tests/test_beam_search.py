@@ -24,7 +24,7 @@ from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw
 from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
-from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.engines import ENGINES, LLAMA, SMALL_POOL, WIDE, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -338,20 +338,6 @@ def test_beams_draw_together() -> None:
 
 # ---- through engines
 
-WIDE = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
-SMALL_POOL = {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32}
-ENGINES = {  # in shapes that tests/test_parallel_sampling.py has compiled
-    "recompute": SMALL_POOL,
-    "swap": {**SMALL_POOL, "preemption_mode": "swap", "enable_prefix_caching": False},
-    "fair and mixed": {
-        **SMALL_POOL,
-        "preemption_mode": "auto",
-        "scheduling_policy": "fair",
-        "enable_mixed_steps": True,
-    },
-    "blocks of 8": {"block_size": 8, "num_blocks": 257, "enable_prefix_caching": False},
-    "window": {**SMALL_POOL, "preemption_mode": "swap"},
-}
 LENGTHS = (1, 5, 16, 33, 50)
 STOPS = tuple(range(100, 130))
 PARAMS = [  # by prompt
@@ -431,7 +417,8 @@ def test_whatever_happens_around_them(engine, directories, prompts, lone):
         SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True),
     ]
     strangers = [[7] * 150, [8] * 140]
-    with make_llm(directories[family], **ENGINES[engine]) as llm:
+    crowd = {} if engine == "blocks of 4" else {"max_num_seqs": 16}  # as many as `llm` has
+    with make_llm(directories[family], **ENGINES[engine], **crowd) as llm:
         alone = [llm.generate(*one, use_tqdm=False)[0].outputs for one in zip(strangers, others, strict=True)]
         num_preemptions = 0
         for order in (range(5), range(4, -1, -1)):
@@ -450,9 +437,7 @@ def test_whatever_happens_around_them(engine, directories, prompts, lone):
 def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
     """In its prompt, before and after it forks, when some have ended: it comes back as it was."""
     stride = 1 if family == "llama" else 3
-    with make_llm(
-        directories[family], preemption_mode=mode, max_num_seqs=6, num_blocks=25, max_num_batched_tokens=32
-    ) as llm:
+    with make_llm(directories[family], **SMALL_POOL, max_num_seqs=16, preemption_mode=mode) as llm:
         engine = llm._engine
         for step in range(1, 16, stride):
             llm.reset_prefix_cache()

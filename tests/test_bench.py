@@ -156,7 +156,7 @@ def test_engines_with_other_settings_stand_beside(model: Path, capsys: pytest.Ca
     assert f"drafts {num_drafts} {num_accepted}" == " ".join(
         ["drafts", *(line.split()[-1] for line in shown if line.startswith("drafts"))]
     )
-    assert "6 of 6 outputs are those of preemption_mode=recompute" in shown
+    assert "6 of 6 outputs equal those of preemption_mode=recompute" in shown
 
 
 def test_the_tool_is_the_same_program(model: Path) -> None:

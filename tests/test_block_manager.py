@@ -1,4 +1,4 @@
-"""BlockManager: a state machine against a model that knows only which tokens each sequence has written, and single cases."""
+"""Block tables: a state machine against a model that knows only which tokens each sequence has written, and single cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.step.plan import StepPlan
 from tests.support.fake_device import FakeDevice
 
@@ -29,18 +29,18 @@ def some_of(sequence_ids: Iterable[int]) -> st.SearchStrategy[list[int]]:
     return st.one_of(st.just(known), st.lists(st.sampled_from(known), min_size=1, unique=True))
 
 
-class BlockTables(RuleBasedStateMachine):
+class Tables(RuleBasedStateMachine):
     """The model: for each sequence the tokens that it wrote or inherited. The pages: what was really written, by block table.
 
     A block that is shared and written, a copy that is missing or late, a block in two hands: each shows as a token in the
     pages that the model does not have.
     """
 
-    manager_class: type[BlockManager] = BlockManager
+    tables_class: type[BlockTables] = BlockTables
 
     @initialize(block_size=st.sampled_from([1, 2, 3, 8]), num_blocks=st.integers(4, 16))
     def start(self, block_size: int, num_blocks: int) -> None:
-        self.manager = self.manager_class(BlockPool(num_blocks), block_size, host_pool=BlockPool(8))
+        self.manager = self.tables_class(BlockPool(num_blocks), block_size, host_pool=BlockPool(8))
         self.pages = FakeDevice(num_blocks, block_size)
         self.tokens: dict[int, list[int]] = {}
         self.num_slots: dict[int, int] = {}  # that were reserved, at least
@@ -187,7 +187,9 @@ class BlockTables(RuleBasedStateMachine):
     def the_split_adds_up(self) -> None:
         if not hasattr(self, "manager"):
             return
-        split = self.manager.usage({sequence_id: len(tokens) for sequence_id, tokens in self.tokens.items()})
+        split = BlockManager([self.manager]).usage(
+            {sequence_id: len(tokens) for sequence_id, tokens in self.tokens.items()}
+        )
         entries = Counter(b for i in self.tokens for b in self.manager.block_table(i))
         # Every token of the model has a slot of its own unless it was inherited: all written values differ.
         held = {
@@ -211,66 +213,66 @@ STATE_MACHINE = settings(max_examples=150, stateful_step_count=30)
 
 
 def test_block_tables_agree_with_the_model() -> None:
-    run_state_machine_as_test(BlockTables, settings=STATE_MACHINE)
+    run_state_machine_as_test(Tables, settings=STATE_MACHINE)
 
 
-class WritesSharedBlocks(BlockManager):
+class WritesSharedBlocks(BlockTables):
     def _unshare(self, blocks, start, stop):
         return ()
 
     def num_new_blocks(self, sequence_id, start, stop):
-        num_blocks = len(self._tables[sequence_id].blocks) if sequence_id in self._tables else 0
+        num_blocks = len(self.tables[sequence_id].blocks) if sequence_id in self.tables else 0
         return max(0, self.blocks_for(stop) - num_blocks)
 
 
-class ForgetsTheCopy(BlockManager):
+class ForgetsTheCopy(BlockTables):
     def reserve(self, sequence_id, start, stop):
         super().reserve(sequence_id, start, stop)
         return ()
 
 
-class CopiesTheWrongWay(BlockManager):
+class CopiesTheWrongWay(BlockTables):
     def reserve(self, sequence_id, start, stop):
         return tuple((destination, source) for source, destination in super().reserve(sequence_id, start, stop))
 
 
-class UnsharesOnlyTheFirstBlock(BlockManager):
+class UnsharesOnlyTheFirstBlock(BlockTables):
     def _unshare(self, blocks, start, stop):
         return super()._unshare(blocks, start, min(stop, (start // self.block_size + 1) * self.block_size))
 
 
-class ForksWithoutReference(BlockManager):
+class ForksWithoutReference(BlockTables):
     def fork(self, parent_id, child_id):
         super().fork(parent_id, child_id)
-        for block in self._tables[child_id].blocks[-1:]:
+        for block in self.tables[child_id].blocks[-1:]:
             self.pool.release(block)
 
 
-class TrimsOneTooMany(BlockManager):
+class TrimsOneTooMany(BlockTables):
     def trim(self, sequence_id, num_tokens):
         super().trim(sequence_id, max(0, num_tokens - 1))
 
 
-class KeepsAStaleTuple(BlockManager):
+class KeepsAStaleTuple(BlockTables):
     def trim(self, sequence_id, num_tokens):
         before = self.block_table(sequence_id)
         super().trim(sequence_id, num_tokens)
-        self._tables[sequence_id].frozen = before
+        self.tables[sequence_id].frozen = before
 
 
-class LeaksOnRelease(BlockManager):
+class LeaksOnRelease(BlockTables):
     def release(self, sequence_id):
-        self._tables.pop(sequence_id)
+        self.tables.pop(sequence_id)
 
 
-class LosesSharing(BlockManager):
+class LosesSharing(BlockTables):
     """Siblings that share a block get one each from the host."""
 
     def swap_in(self, sequence_ids):
         return [move for sequence_id in sequence_ids for move in super(LosesSharing, self).swap_in([sequence_id])]
 
 
-class SwapsSharedBlocksTwice(BlockManager):
+class SwapsSharedBlocksTwice(BlockTables):
     """Siblings that share a block get one each on the host."""
 
     def swap_out(self, sequence_ids):
@@ -279,17 +281,17 @@ class SwapsSharedBlocksTwice(BlockManager):
         ]
 
 
-class ForetellsTooManyCopies(BlockManager):
+class ForetellsTooManyCopies(BlockTables):
     """As if each of the sequences that share a block had to copy it."""
 
     def num_new_blocks_together(self, spans):
         return sum(self.num_new_blocks(*span) for span in spans)
 
 
-class SharesTheTableItself(BlockManager):
+class SharesTheTableItself(BlockTables):
     def fork(self, parent_id, child_id):
         super().fork(parent_id, child_id)
-        self._tables[child_id].blocks = self._tables[parent_id].blocks
+        self.tables[child_id].blocks = self.tables[parent_id].blocks
 
 
 @pytest.mark.parametrize(
@@ -310,13 +312,13 @@ class SharesTheTableItself(BlockManager):
     ],
 )
 def test_the_state_machine_sees_planted_mistakes(mistaken: type[BlockManager]) -> None:
-    machine = type("Mistaken", (BlockTables,), {"manager_class": mistaken})
+    machine = type("Mistaken", (Tables,), {"tables_class": mistaken})
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=2000))
 
 
 def test_reserve_refuses_gaps_and_empty_ranges() -> None:
-    manager = BlockManager(BlockPool(8), 4)
+    manager = BlockTables(BlockPool(8), 4)
     with pytest.raises(ValueError, match="cannot reserve"):
         manager.reserve(1, 5, 6)
     with pytest.raises(ValueError, match="cannot reserve"):
@@ -328,14 +330,14 @@ def test_reserve_refuses_gaps_and_empty_ranges() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
-    manager = BlockManager(BlockPool(3), 4)
+    manager = BlockTables(BlockPool(3), 4)
     with pytest.raises(CapacityError, match="3 KV blocks are needed, 2 of 2 are free"):
         manager.reserve(1, 0, 9)
     assert not manager.sequence_ids
 
 
 def test_a_child_needs_a_new_id_and_a_living_parent() -> None:
-    manager = BlockManager(BlockPool(8), 4)
+    manager = BlockTables(BlockPool(8), 4)
     manager.reserve(1, 0, 4)
     with pytest.raises(ValueError, match="sequence 1 has a block table"):
         manager.fork(1, 1)
@@ -344,7 +346,7 @@ def test_a_child_needs_a_new_id_and_a_living_parent() -> None:
 
 
 def test_the_table_is_built_anew_only_when_it_changes() -> None:
-    manager = BlockManager(BlockPool(8), 4)
+    manager = BlockTables(BlockPool(8), 4)
     manager.reserve(1, 0, 5)
     table = manager.block_table(1)
     manager.reserve(1, 5, 8)
@@ -354,7 +356,7 @@ def test_the_table_is_built_anew_only_when_it_changes() -> None:
 
 
 def test_the_head_of_a_released_sequence_is_handed_out_last() -> None:
-    manager = BlockManager(BlockPool(4), 1)
+    manager = BlockTables(BlockPool(4), 1)
     manager.reserve(1, 0, 3)
     manager.release(1)
     manager.reserve(2, 0, 3)
@@ -362,10 +364,10 @@ def test_the_head_of_a_released_sequence_is_handed_out_last() -> None:
 
 
 def test_the_split_counts_shared_slots_once_and_known_tokens_as_reserved() -> None:
-    manager = BlockManager(BlockPool(11), 4)
-    manager.reserve(1, 0, 10)
-    manager.fork(1, 2)
-    split = manager.usage({1: 6, 2: 6}, {1: 9, 2: 9})
+    tables = BlockTables(BlockPool(11), 4)
+    tables.reserve(1, 0, 10)
+    tables.fork(1, 2)
+    split = BlockManager([tables]).usage({1: 6, 2: 6}, {1: 9, 2: 9})
     assert (split.token_slots, split.reserved_slots, split.internal_fragmentation_slots) == (6, 3, 3)
     assert (split.free_slots, split.shared_blocks, split.num_slots) == (28, 3, 40)
 
@@ -373,4 +375,4 @@ def test_the_split_counts_shared_slots_once_and_known_tokens_as_reserved() -> No
 @pytest.mark.parametrize("block_size", [0, -1])
 def test_a_block_has_slots(block_size: int) -> None:
     with pytest.raises(ValueError, match="block_size"):
-        BlockManager(BlockPool(4), block_size)
+        BlockTables(BlockPool(4), block_size)

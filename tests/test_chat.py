@@ -101,9 +101,9 @@ def test_parameters_are_set_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/set temperatur 1", "there is no 'temperatur'; did you mean temperature?"),
-        ("/set zebra 1", "there is no 'zebra'; max_tokens, "),
-        ("/set n 2", "there is no 'n'"),  # one text is printed
+        ("/set temperatur 1", "unknown parameter 'temperatur'; did you mean temperature?"),
+        ("/set zebra 1", "unknown parameter 'zebra'; max_tokens, "),
+        ("/set n 2", "unknown parameter 'n'"),  # one text is printed
         ("/set temperature", "temperature takes a value"),
         ("/set temperature 3", "temperature must be a finite number from 0 to 2, got 3"),
         ("/set temperature hot", "temperature must be a finite number from 0 to 2, got 'hot'"),
@@ -152,7 +152,7 @@ def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(tmp_path: Pat
     found = conversation("a", system="Be brief")
     before = found.messages()
     assert message in found.command(f"/load {path}") and found.messages() == before
-    assert "no conversation; give another name" in found.command(f"/save {path}") and path.read_text() == content
+    assert "is not a conversation; give another name" in found.command(f"/save {path}") and path.read_text() == content
 
 
 def test_files_that_cannot_be_had_are_told(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_full_context_drops_turns_with_a_notice(capsys: pytest.CaptureFixture[
     assert converse(Scripted(), found, Script(*texts, "word " * 50, "end"), say) == 1
     out, err = capsys.readouterr()
     assert err.count("The context of 40 tokens is full: the oldest turn is forgotten") == 3, err
-    assert "Not answered: this does not fit: with the system message it has 53 tokens" in err
+    assert "Not answered: the message is too long: with the system message it has 53 tokens" in err
     assert [prompt.split(" | ")[0] for prompt, _ in FakeLLM.calls] == ["Be brief"] * 5
     assert [turn[0] for turn in found.turns] == [texts[3], "end"] and "re: end\n" in out
 

@@ -33,9 +33,8 @@ from jaxpage.checkpoints import (
     weights_bytes,
 )
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
-from jaxpage.models.base import abstract_model
+from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
-from jaxpage.models.weights import Weight
 from tests.support.random_checkpoints import DTYPES, random_checkpoint, random_tensors, write_tensors
 
 LLAMA: dict[str, Any] = {
@@ -82,8 +81,13 @@ def expected(config: dict[str, Any], dtype: str = "float32") -> dict[tuple[Any, 
     """What must come out for `random_checkpoint(config)`, by path."""
     tensors = random_tensors(config, dtype=dtype)
     family = load_family(config)
-    table: list[Weight] = family.weights(family.Spec.from_config(config))
-    return {weight.path: tensors[weight.name].T if weight.transpose else tensors[weight.name] for weight in table}
+    found = {}
+    for weight in model_weights(family, family.Spec.from_config(config)):
+        parts = [
+            tensors[piece.name].T if piece.transpose else tensors[piece.name] for piece in weight.sources[0].pieces
+        ]
+        found[weight.path] = np.concatenate(parts)
+    return found
 
 
 def assert_same_bits(got: dict[Any, Any], want: dict[Any, Any]) -> None:
@@ -182,10 +186,11 @@ def test_weights_bytes_reads_headers_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     family = open_model(random_checkpoint(tmp_path / "small", LLAMA)).family
     header, position = {}, 0
-    for weight in family.weights(family.Spec.from_config(config)):
-        end = position + 2 * int(np.prod(weight.shape))
-        header[weight.name] = {"dtype": "BF16", "shape": weight.shape, "data_offsets": [position, end]}
-        position = end
+    for weight in model_weights(family, family.Spec.from_config(config)):
+        for piece in weight.sources[0].pieces:
+            end = position + 2 * int(np.prod(piece.stored_shape))
+            header[piece.name] = {"dtype": "BF16", "shape": piece.stored_shape, "data_offsets": [position, end]}
+            position = end
     raw = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
     os.truncate(tmp_path / "model.safetensors", 8 + len(raw) + position)
@@ -216,7 +221,7 @@ def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path: Path) -
     ):
         assert f"  - {line}\n" in text + "\n"
     family = open_model(random_checkpoint(tmp_path / "good", LLAMA)).family
-    table = family.weights(family.Spec.from_config(LLAMA))
+    table = model_weights(family, family.Spec.from_config(LLAMA))
     with pytest.raises(CheckpointError) as caught:
         check_weights(tmp_path, table, family.ignored)
     assert str(caught.value) == text

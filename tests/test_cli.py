@@ -157,7 +157,7 @@ def test_a_model_without_text_is_told_before_it_is_loaded(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     for command in (("generate", str(mute), "Once"), ("chat", str(mute))):
         assert run(*command) == 2 and not fake.settings
-        assert "has no tokenizer, so it reads no text: name one with --tokenizer" in capsys.readouterr().err
+        assert "has no tokenizer, so it cannot read text: set --tokenizer" in capsys.readouterr().err
     assert run("generate", str(mute), "Once", "--tokenizer", str(packaged)) == 0
     shutil.copy(packaged / "tokenizer.json", mute)
     fake.forget()
@@ -257,7 +257,7 @@ def test_wrong_use_is_status_2(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("generate", "x", "--n", "2"), "prints one text as it comes, not n=2"),
+        (("generate", "x", "--n", "2"), "n=2 is not supported on the command line"),
         (("generate", "x", "--tensor-parallel-size", "2"), "tensor_parallel_size: 2 is not supported"),
     ],
 )

@@ -173,7 +173,7 @@ def test_two_sizes_of_one_pool_contradict_each_other() -> None:
         ),
         (
             {"scheduling_policy": "priority", "new_requests_wait_until": "completed"},
-            "new_requests_wait_until: cannot be 'completed' while scheduling_policy is 'priority': the urgent go first",
+            "new_requests_wait_until: cannot be 'completed' while scheduling_policy is 'priority': requests of higher priority do not wait",
         ),
         (
             {"preemption_mode": "swap", "swap_space_blocks": 0},

@@ -6,12 +6,14 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage import LLM, SamplingParams
@@ -19,9 +21,10 @@ from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
 from jaxpage.checkpoints.opening import open_model
 from jaxpage.checkpoints.resolve import DEMO, resolve_model
-from jaxpage.engine.draft_heads import open_heads
+from jaxpage.engine.drafters import open_heads
 from jaxpage.errors import CheckpointError
-from jaxpage.models import medusa
+from jaxpage.models.base import abstract
+from jaxpage.models.medusa import MedusaHeads
 from jaxpage.models.registry import load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import assumed_accuracies, search
@@ -42,7 +45,7 @@ from tools.demo_model.model import (
 pytestmark = pytest.mark.slow
 
 TOY = ModelSpec(vocabulary=48, width=32, layers=4, heads=2, kv_heads=1, feed_forward=48, max_positions=64)
-CYCLE_SPEC = load_family(CYCLE).Spec.from_config(CYCLE)
+TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 FREQUENT = np.sort(np.random.default_rng(3).permutation(48)[:40])
 
 
@@ -192,14 +195,15 @@ def test_heads_are_read_as_they_were_trained(train: Callable[[str], Trained], te
     drafter.export(params, tmp_path, measured)
     files = open_medusa(tmp_path, model_width=32, vocab_size=48)
     assert files.accuracies == ((0.5, 0.25),) * 4
-    heads = load_medusa(files, "float32", jnp.asarray)
-    np.testing.assert_array_equal(heads["token_map"], FREQUENT)
+    parameters = load_medusa(files, "float32", jnp.asarray)
+    np.testing.assert_array_equal(parameters["token_map"], FREQUENT)
+    heads = nnx.merge(abstract(MedusaHeads(files.spec, dtype="float32"))[0], parameters)
     hidden = jax.random.normal(jax.random.key(0), (3, 32))
     rounded = exporting.round_to_bfloat16(params)
     for head in range(4):
         ours = medusa_heads.head_logits(rounded, head, hidden)
-        np.testing.assert_allclose(medusa.head_logits(heads, head, hidden), ours, rtol=1e-4, atol=1e-4)
-    assert np.abs(np.diff([medusa.head_logits(heads, head, hidden) for head in range(4)], axis=0)).max() > 0.1
+        np.testing.assert_allclose(heads.head_logits(head, hidden), ours, rtol=1e-4, atol=1e-4)
+    assert np.abs(np.diff([heads.head_logits(head, hidden) for head in range(4)], axis=0)).max() > 0.1
 
 
 def test_an_eagle_head_has_the_names_of_its_authors(
@@ -290,19 +294,19 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
 
 def heads_with(tmp_path: Path, accuracies: Any) -> SpeculativeConfig:
     write_vllm(tmp_path, random_heads(2, rows=8), token_map=np.arange(8), jaxpage_accuracies=accuracies)
-    return SpeculativeConfig(method="medusa", model=str(tmp_path), tree=True)
+    return SpeculativeConfig(method="medusa", model=str(tmp_path), tree=True, num_speculative_tokens=4)
 
 
 def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) -> None:
     rows = [[0.1, 0.6], [0.2, 0.3]]
     config = heads_with(tmp_path / "a", rows)
-    found = open_heads(config, CYCLE_SPEC, 4)
-    assert found is not None and found.choices == search(rows, 4) == ((1,), (1, 1), (1, 0), (0,))
+    found = open_heads(config, TARGET)
+    assert found.choices == search(rows, 4) == ((1,), (1, 1), (1, 0), (0,))
     given = config.model_copy(update={"medusa_choices": ((0,), (1,), (2,), (0, 0), (1, 0))})
-    ordered = open_heads(given, CYCLE_SPEC, 5)
-    assert ordered is not None and ordered.choices == ((1,), (1, 0), (0,), (0, 0), (2,))  # of rank 2 nothing is known
-    without = open_heads(heads_with(tmp_path / "b", None), CYCLE_SPEC, 4)
-    assert without is not None and without.choices == search(assumed_accuracies(2), 4) == ((0,), (0, 0), (1,), (0, 1))
+    ordered = open_heads(given, TARGET)
+    assert ordered.choices == ((1,), (1, 0), (0,), (0, 0), (2,))  # of rank 2 nothing is known
+    without = open_heads(heads_with(tmp_path / "b", None), TARGET)
+    assert without.choices == search(assumed_accuracies(2), 4) == ((0,), (0, 0), (1,), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +314,7 @@ def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) ->
 )
 def test_accuracies_that_are_none_are_refused(tmp_path: Path, accuracies: Any) -> None:
     with pytest.raises(CheckpointError, match="jaxpage_accuracies must be a list of shares"):
-        open_heads(heads_with(tmp_path / "a", accuracies), CYCLE_SPEC, 4)
+        open_heads(heads_with(tmp_path / "a", accuracies), TARGET)
 
 
 # --- what jaxpage brings along

@@ -18,25 +18,25 @@ from hypothesis import strategies as st
 from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.executables import use_compile_cache
 from jaxpage.device.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
-from jaxpage.device.step_inputs import StepInputs, packed_size, unpack, views
+from jaxpage.device.step_inputs import StepInputs, TableShape, packed_size, unpack, views
 from jaxpage.errors import CapacityError
 from tests.support.engines import LLAMA
 from tests.support.random_checkpoints import random_checkpoint
 
 
 def test_what_is_packed_on_the_host_is_unpacked_on_the_device():
-    bucket, width = Bucket(6, 3, 6), 5
-    packed = np.zeros(packed_size(bucket, width), np.int32)
+    bucket, tables = Bucket(6, 3, 6), TableShape(2, 5)
+    packed = np.zeros(packed_size(bucket, tables), np.int32)
     rng = np.random.default_rng(0)
     want = {}
-    for name, view in views(packed, bucket, width).items():
+    for name, view in views(packed, bucket, tables).items():
         if view.dtype == np.float32:
             view[...] = rng.standard_normal(view.shape)
         else:
             view[...] = rng.integers(0, 2**31, view.shape)
         want[name] = view.copy()
     assert set(want) == set(StepInputs._fields)
-    got = jax.jit(lambda vector: unpack(vector, bucket, width))(packed)
+    got = jax.jit(lambda vector: unpack(vector, bucket, tables))(packed)
     for name, value in want.items():
         np.testing.assert_array_equal(np.asarray(getattr(got, name)), value)
 

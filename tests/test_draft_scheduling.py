@@ -1,4 +1,4 @@
-"""Drafts among requests that come and go: nobody gives way or waits for them, no block keeps what was wrong, and nothing is drawn twice.
+"""Drafts among requests that come and go: nobody is preempted or waits for them, no block keeps what was wrong, and nothing is drawn twice.
 
 The machines of tests/test_scheduler.py, with right and wrong drafts. Every plan with drafts is compared with the one without.
 """
@@ -16,7 +16,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from jaxpage.memory import BlockManager
 from jaxpage.scheduling import Preemption, Scheduler
-from jaxpage.scheduling import open_plan as opening
+from jaxpage.scheduling import plan_builder as opening
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.limits import StepLimits
 from tests.support.drafts import random_draft
@@ -71,7 +71,7 @@ class Speculating(Searching):
         max_chunk_rows=st.integers(1, 6),
         mixed=st.booleans(),
         caching=st.booleans(),
-        window=st.sampled_from([None, None, 1, 3, 8]),
+        windows=st.sampled_from([(None,), (None,), (1,), (8,), (None, 3), (None, 1, 6)]),
         num_host_blocks=st.sampled_from([0, 2, 40]),
         policy=st.sampled_from(["fcfs", "fair"]),
         preemption=st.builds(Preemption, st.sampled_from(["auto", "recompute", "swap"])),
@@ -81,7 +81,7 @@ class Speculating(Searching):
     )
     def start(self, seed: int, **settings_: Any) -> None:
         super().start(**settings_)
-        self.driver.propose = Guesses(seed, branches=seed % 4 > 0, window=settings_["window"])
+        self.driver.propose = Guesses(seed, branches=seed % 4 > 0, window=settings_["windows"][0])
 
     def teardown(self) -> None:
         super().teardown()
@@ -101,7 +101,7 @@ class SpeculatingInASmallPool(Scheduling):
         seed=st.integers(0, 2**16),
     )
     def start(self, seed: int, **settings_: Any) -> None:
-        rest = {"max_num_seqs": 6, "max_tokens": 12, "max_chunk_rows": 6, "mixed": False, "window": None}
+        rest = {"max_num_seqs": 6, "max_tokens": 12, "max_chunk_rows": 6, "mixed": False, "windows": (None,)}
         shapes = {"verified": ((6, 9),), "trees": True, "policy": "fcfs", "preemption": Preemption("swap")}
         super().start(**settings_, **rest, **shapes)
         self.driver.propose = Guesses(seed, branches=True)
@@ -123,7 +123,7 @@ def test_with_drafts_every_request_draws_what_it_draws_alone(machine: type[Sched
 class GivesWayForDrafts(Scheduler):
     def _plan_drafts(self, step, drafts):
         needed = sum(len(draft.token_ids) for draft in drafts.values()) // self.block_manager.block_size
-        if len(self._running) > 1 and self.block_manager.pool.num_free < needed:
+        if len(self._running) > 1 and self.block_manager.groups[0].pool.num_free < needed:
             group = self._preempt_last(step)
             step.work = [work for work in step.work if work[0] is not group]
         super()._plan_drafts(step, drafts)
@@ -282,10 +282,10 @@ def test_drafts_are_cut_to_the_blocks_that_are_free() -> None:
         driver.scheduler.add(make_group(request_id, ord(request_id), range(6), max_tokens=14, ignore_eos=True))
     driver.step()
     drafting(driver, wrong, wrong)
-    assert driver.scheduler.block_manager.pool.num_free == 1
+    assert driver.scheduler.block_manager.groups[0].pool.num_free == 1
     driver.step()
     assert [len(row.parents) for row in driver.plans[-1].rows] == [5, 1]  # up to position 11, and up to 7
-    assert driver.scheduler.block_manager.pool.num_free == 1 and not driver.plans[-1].preempted
+    assert driver.scheduler.block_manager.groups[0].pool.num_free == 1 and not driver.plans[-1].preempted
 
 
 def test_a_tree_is_a_chain_where_shapes_hold_chains_only() -> None:

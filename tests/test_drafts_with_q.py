@@ -15,8 +15,8 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.replay.recorder import _drafts
 from jaxpage.replay.replay import _draft
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.settings.speculative_config import MOST_CANDIDATES
-from jaxpage.speculation.admitting import possible
+from jaxpage.shapes import MOST_CANDIDATES
+from jaxpage.speculation.speculator import filter_drafts
 from jaxpage.step.draft import Candidates, Draft
 from jaxpage.step.plan import Row, Sample, StepPlan
 
@@ -70,9 +70,8 @@ class Forbidding:
 
 def test_no_grammar_takes_out_what_was_drawn() -> None:
     """Of chosen drafts it does: what is certain to be wrong was not drawn by chance."""
-    assert_same(possible({7: DRAFT}, {7: Forbidding()}, 20)[7], DRAFT)  # type: ignore[dict-item]
-    assert not possible({7: DRAFT._replace(q=None)}, {7: Forbidding()}, 20)  # type: ignore[dict-item]
-    assert not possible({7: DRAFT}, {7: Forbidding()}, 6)  # type: ignore[dict-item]
+    assert_same(filter_drafts({7: DRAFT}, {7: Forbidding()})[7], DRAFT)  # type: ignore[dict-item]
+    assert not filter_drafts({7: DRAFT._replace(q=None)}, {7: Forbidding()})  # type: ignore[dict-item]
 
 
 def test_a_log_gives_them_back() -> None:
@@ -88,7 +87,7 @@ def test_a_log_gives_them_back() -> None:
 def test_a_step_is_told_what_each_draft_was_drawn_from() -> None:
     """Of chosen drafts, and of what is no draft, the token itself."""
     menu = make_menu(4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MOST_CANDIDATES)
-    builder = BatchBuilder(menu, table_width=4, block_size=16, num_blocks=9, vocab_size=20)
+    builder = BatchBuilder(menu, table_width=4, block_size=16, blocks=[range(1, 9)], vocab_size=20)
     rows = (
         Row(0, 0, (6, 9), (1,), parents=(0,)),
         Row(1, 3, (1, *DRAFT.token_ids), (2,), parents=(0, 0, 1, 2), q=DRAFT.q),

@@ -17,10 +17,11 @@ from flax import nnx
 
 from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.engine.drafters import OpenDrafter, open_drafter
+from jaxpage.engine.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.errors import CheckpointError
-from jaxpage.models.base import abstract, abstract_model
-from jaxpage.models.drafter import WithDrafter, join
+from jaxpage.layers.context import ForwardContext
+from jaxpage.models.base import abstract_model
+from jaxpage.models.drafter import join
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.eagle import LAYERS, TARGET, Eagle, Eagle3, write
 from tests.support.hf_models import save_model
@@ -32,7 +33,7 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 
 LENGTH, WIDTH, VOCAB = 24, LAYERS["hidden_size"], LAYERS["vocab_size"]
 TOLERANCE = 2e-4
-DEFAULT_TAPS = (2, 3, 4)  # of a target of 7 layers
+DEFAULT_LAYERS = (2, 3, 4)  # of a target of 7 layers
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=LENGTH + 1)
 AUTHORS = {**LAYERS, "architectures": ["LlamaForCausalLM"]}
 
@@ -57,9 +58,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(files, random_tensors(TARGET), parameters, states, output[0].numpy())
 
 
-def opened(directory: Path, method: Any, target: Target) -> OpenDrafter:
+def opened(directory: Path, method: Any, target: Target) -> ModelDrafterFiles:
     drafter = open_drafter(SpeculativeConfig(method=method, model=str(directory)), target.files)
-    assert drafter is not None
+    assert isinstance(drafter, ModelDrafterFiles)
     return drafter
 
 
@@ -70,7 +71,7 @@ def refusal(directory: Path, method: str, target: Target) -> str:
 
 
 def growing(
-    q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, /, *, scale: float, sliding_window: int | None = None
+    layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, /, *, scale: float, sliding_window: int | None = None
 ) -> tuple[jax.Array, Any]:
     """`Attend` over keys and values that are kept in a row: pages are those before, None at first."""
     k_CKH, v_CKH = (
@@ -85,8 +86,9 @@ def growing(
     return jnp.einsum("NTC,CNH->TNH", weights_NTC, v_CNH), (k_CKH, v_CKH)
 
 
-def graph_of(drafter: OpenDrafter, dtype: str = "float32") -> Any:
-    return abstract(lambda: drafter.make(jnp.dtype(dtype)))[0]
+def both(drafter: ModelDrafterFiles, target: Target, dtype: str = "float32") -> Any:
+    """The parameters of a step."""
+    return {"target": target.parameters, "drafter": drafter.load(dtype, jnp.asarray, progress=False)}
 
 
 class Run(NamedTuple):
@@ -97,20 +99,20 @@ class Run(NamedTuple):
     logits: np.ndarray
 
 
-def run(drafter: OpenDrafter, target: Target) -> Run:
-    parameters = drafter.load(target.parameters, "float32", jax.devices()[0], progress=False)
-    states = [target.output] if not drafter.taps else [target.states[tap] for tap in drafter.taps]
-    graph, none = graph_of(drafter), (None,) * drafter.kv.num_layers
+def run(drafter: ModelDrafterFiles, target: Target) -> Run:
+    parameters = both(drafter, target)
+    states = [target.output] if not drafter.aux_layers else [target.states[layer] for layer in drafter.aux_layers]
+    graph, none = drafter.graph("float32"), (None,) * drafter.kv.num_layers
 
     @functools.partial(jax.jit, static_argnames="fuse")
-    def forward(parameters: WithDrafter, token_ids: Any, feature: Any, start: Any, pages: Any, fuse: bool) -> Any:
+    def forward(parameters: Any, token_ids: Any, feature: Any, start: Any, pages: Any, fuse: bool) -> Any:
         model = join(graph, parameters)
         feature = model.fuse(feature) if fuse else feature
         positions = start + jnp.arange(len(token_ids))
-        output, pages = model(token_ids, feature, positions, pages, growing)
+        output, pages = model(token_ids, feature, pages, ForwardContext(positions, growing))
         return feature, output, model.logits(output), pages
 
-    behind = 0 if drafter.taps is None else 1  # which token stands at a place
+    behind = 0 if drafter.aux_layers is None else 1  # which token stands at a place
     first, last = TOKENS[behind:LENGTH], TOKENS[LENGTH : LENGTH + 1]
     states = [state[: len(first)] for state in states]
     features, outputs, logits, pages = forward(parameters, first, states, 0, none, fuse=True)
@@ -142,9 +144,9 @@ NESTED = {
 }
 
 
-def check_eagle(directory: Path, head: Eagle, target: Target) -> OpenDrafter:
+def check_eagle(directory: Path, head: Eagle, target: Target) -> ModelDrafterFiles:
     drafter = opened(directory, "eagle", target)
-    assert drafter.taps == () and drafter.kv.num_layers == head.config.num_hidden_layers
+    assert drafter.aux_layers == () and drafter.kv.num_layers == head.config.num_hidden_layers
     found = run(drafter, target)
     np.testing.assert_array_equal(found.features, target.output[: LENGTH - 1])
     outputs, logits = expected(head, target.output[: LENGTH - 1].astype(np.float64))
@@ -223,12 +225,12 @@ def speculators(**fields: Any) -> dict[str, Any]:
 
 
 def check_eagle3(
-    directory: Path, head: Eagle3, target: Target, taps: Sequence[int] = DEFAULT_TAPS, known: np.ndarray = KNOWN
+    directory: Path, head: Eagle3, target: Target, aux_layers: Sequence[int] = DEFAULT_LAYERS, known: np.ndarray = KNOWN
 ) -> None:
     drafter = opened(directory, "eagle3", target)
-    assert drafter.taps == tuple(taps) and drafter.kv.num_layers == head.config.num_hidden_layers
+    assert drafter.aux_layers == tuple(aux_layers) and drafter.kv.num_layers == head.config.num_hidden_layers
     found = run(drafter, target)
-    features = head.fuse([target.states[tap][: LENGTH - 1].astype(np.float64) for tap in taps])
+    features = head.fuse([target.states[layer][: LENGTH - 1].astype(np.float64) for layer in aux_layers])
     outputs, logits = expected(head, features)
     assert_same(found.features, features)
     assert_same(found.outputs, outputs)
@@ -248,7 +250,7 @@ def test_eagle3_of_speculators(tmp_path: Path, target: Target, norm_before_resid
     head = Eagle3(rows=len(KNOWN), norm_before_residual=norm_before_residual is not False)
     said = {} if norm_before_residual is None else {"norm_before_residual": norm_before_residual}
     config = speculators(eagle_aux_hidden_state_layer_ids=[1, 6, 0], **said)
-    check_eagle3(write(tmp_path, config, {**head.tensors(), **D2T}), head, target, taps=(1, 6, 0))
+    check_eagle3(write(tmp_path, config, {**head.tensors(), **D2T}), head, target, aux_layers=(1, 6, 0))
 
 
 def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target) -> None:
@@ -256,16 +258,16 @@ def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target
     norms = {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
     layers = {**LAYERS, "model_type": "qwen3", "head_dim": 20, "num_hidden_layers": 2, "attention_bias": True}
     layers |= {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-    head = Eagle3(taps=4, rows=VOCAB, **norms, **layers)
+    head = Eagle3(num_states=4, rows=VOCAB, **norms, **layers)
     order = np.random.default_rng(5).permutation(VOCAB)
     config = speculators(transformer_layer_config=layers, eagle_aux_hidden_state_layer_ids=[3, 1, 5, 5], **norms)
     config["draft_vocab_size"] = VOCAB
     tensors = {**head.tensors(), "d2t": order - np.arange(VOCAB)}
-    check_eagle3(write(tmp_path, config, tensors), head, target, taps=(3, 1, 5, 5), known=order)
+    check_eagle3(write(tmp_path, config, tensors), head, target, aux_layers=(3, 1, 5, 5), known=order)
 
 
 @pytest.mark.parametrize(
-    ("ids", "taps"),
+    ("ids", "aux_layers"),
     [
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True}}, (2, 3, 4)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 0, 3]}}, (6, 1, 4)),
@@ -281,11 +283,11 @@ def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target
     ],
 )
 def test_where_layer_ids_stand_says_what_they_count(
-    tmp_path: Path, target: Target, ids: dict[str, Any], taps: tuple[int, ...]
+    tmp_path: Path, target: Target, ids: dict[str, Any], aux_layers: tuple[int, ...]
 ) -> None:
     """At the top level layers that are entered, in `eagle_config` layers that are left; the former outrank the latter."""
     tensors = {**Eagle3(rows=len(KNOWN)).tensors(), **D2T}
-    assert opened(write(tmp_path, {**EAGLE3, **ids}, tensors), "eagle3", target).taps == taps
+    assert opened(write(tmp_path, {**EAGLE3, **ids}, tensors), "eagle3", target).aux_layers == aux_layers
 
 
 def test_eagle3_narrower_than_its_target_that_takes_the_states_of_its_last_layer(
@@ -297,7 +299,7 @@ def test_eagle3_narrower_than_its_target_that_takes_the_states_of_its_last_layer
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [6, -1, 2]}
     directory = write(tmp_path, config, with_midlayer(head.tensors()))
     last = target._replace(states=[*target.states, target.states[0][::-1]])
-    check_eagle3(directory, head, last, taps=(7, 0, 3), known=np.arange(VOCAB))
+    check_eagle3(directory, head, last, aux_layers=(7, 0, 3), known=np.arange(VOCAB))
 
 
 def test_eagle3_without_a_head_takes_the_target_s(tmp_path: Path, target: Target) -> None:
@@ -309,25 +311,26 @@ def test_eagle3_without_a_head_takes_the_target_s(tmp_path: Path, target: Target
 
 
 def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Target) -> None:
-    """The whole chain in one jitted function: the model with taps, features, the head with the model's tables."""
+    """The whole chain in one jitted function: the model with auxiliary hidden states, features, the head with the model's tables."""
     head = Eagle3(rows=len(KNOWN))
     head.take(target.tensors, "tokens")
     directory = write(tmp_path, EAGLE3, {**head.tensors(), **D2T}, without=("embed_tokens.weight",))
     drafter, files = opened(directory, "eagle3", target), target.files
-    parameters = drafter.load(target.parameters, "float32", jax.devices()[0], progress=False)
-    assert parameters.drafter["tokens"] is None and parameters.model is target.parameters
+    parameters = both(drafter, target)
+    assert parameters["drafter"]["tokens"] is None
     graph, _ = abstract_model(files.family, files.spec, "float32")
 
     @jax.jit
-    def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:
+    def forward(parameters: Any, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(LENGTH)
-        model = nnx.merge(graph, parameters.model)
-        _, _, states = model(token_ids[:LENGTH], positions, (None,) * 7, growing, taps=drafter.taps)
-        module = join(graph_of(drafter), parameters)
-        output, _ = module(token_ids[1:], module.fuse(states), positions, (None,), growing)
+        model = nnx.merge(graph, parameters["target"])
+        context = ForwardContext(positions, growing, aux_layers=drafter.aux_layers)
+        _, _, states = model(token_ids[:LENGTH], (None,) * 7, context)
+        module = join(drafter.graph("float32"), parameters)
+        output, _ = module(token_ids[1:], module.fuse(states), (None,), ForwardContext(positions, growing))
         return module.logits(output)
 
-    features = head.fuse([target.states[tap].astype(np.float64) for tap in DEFAULT_TAPS])
+    features = head.fuse([target.states[layer].astype(np.float64) for layer in DEFAULT_LAYERS])
     _, logits = head(TOKENS[1:], features)
     check_spread(np.asarray(forward(parameters, TOKENS)), logits, KNOWN)
 
@@ -336,18 +339,22 @@ def test_a_head_in_half_precision(tmp_path: Path, target: Target) -> None:
     """Its weights are kept so; logits are in float32, and token ids are what they are."""
     head = Eagle3(rows=len(KNOWN))
     drafter = opened(write(tmp_path, EAGLE3, {**head.tensors(), **D2T}), "eagle3", target)
-    parameters = drafter.load(target.parameters, "bfloat16", jax.devices()[0], progress=False)
-    graph, states = graph_of(drafter, "bfloat16"), [jnp.bfloat16(target.states[tap]) for tap in DEFAULT_TAPS]
+    parameters = both(drafter, target, "bfloat16")
+    graph, states = drafter.graph("bfloat16"), [jnp.bfloat16(target.states[layer]) for layer in DEFAULT_LAYERS]
 
     @jax.jit
-    def forward(parameters: WithDrafter) -> Any:
+    def forward(parameters: Any) -> Any:
         module = join(graph, parameters)
-        output, _ = module(jnp.asarray(TOKENS[1:]), module.fuse(states), jnp.arange(LENGTH), (None,), growing)
+        output, _ = module(
+            jnp.asarray(TOKENS[1:]), module.fuse(states), (None,), ForwardContext(jnp.arange(LENGTH), growing)
+        )
         return output, module.logits(output)
 
     output, logits = forward(parameters)
     assert output.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
-    _, expected_logits = head(TOKENS[1:], head.fuse([target.states[tap].astype(np.float64) for tap in DEFAULT_TAPS]))
+    _, expected_logits = head(
+        TOKENS[1:], head.fuse([target.states[layer].astype(np.float64) for layer in DEFAULT_LAYERS])
+    )
     assert np.abs(logits[:, KNOWN] - expected_logits).std() < 0.1 * expected_logits.std()
 
 
@@ -378,8 +385,8 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "map beyond": (store("d2t", np.full(60, 72)), ["'d2t'", "end at 130"]),
     "map with doubles": (store("d2t", -np.arange(60)), ["'d2t'", "twice"]),
     "map of floats": (store("d2t", np.zeros(60, np.float32)), ["'d2t'", "F32"]),
-    "layer entered": (change(**{IDS: [1, 2, 8]}), [IDS, "[1, 2, 8]", "enter", "has 7"]),
-    "layer left": (change(eagle_config={IDS: [1, 2, 7]}), [IDS, "[1, 2, 7]", "leave", "has 7"]),
+    "layer entered": (change(**{IDS: [1, 2, 8]}), [IDS, "[1, 2, 8]", "inputs", "has 7 layers"]),
+    "layer left": (change(eagle_config={IDS: [1, 2, 7]}), [IDS, "[1, 2, 7]", "outputs", "has 7 layers"]),
     "layer before": (change(**{IDS: [1, 2, -1]}), [IDS, "-1"]),
     "no layer": (change(**{IDS: [1, 2, True]}), [IDS, "True"]),
     "two states": (change(**{IDS: [1, 2]}), ["fc.weight", "(48, 144)", "(48, 96)"]),
@@ -446,7 +453,7 @@ def test_a_table_that_only_the_target_has_must_fit(tmp_path: Path, target: Targe
 def test_without_layer_ids_a_target_of_two_layers_is_refused(tmp_path: Path) -> None:
     shallow = open_model(random_checkpoint(tmp_path / "target", {**TARGET, "num_hidden_layers": 2}))
     directory = write(tmp_path / "head", EAGLE3, head_tensors())
-    with pytest.raises(CheckpointError, match=r"\[2, 1, -1\] enter layers .* it has 2"):
+    with pytest.raises(CheckpointError, match=r"\[2, 1, -1\] are inputs of layers .* has 2 layers"):
         open_drafter(SpeculativeConfig(method="eagle3", model=str(directory)), shallow)
 
 
@@ -468,7 +475,7 @@ def test_pickles_are_refused_unopened(tmp_path: Path, target: Target) -> None:
 def test_a_draft_model_has_the_logits_of_transformers(tmp_path: Path, target: Target, name: str) -> None:
     model = save_model(name, tmp_path)
     drafter = opened(tmp_path, "draft_model", target)
-    assert drafter.taps is None and drafter.kv == open_model(tmp_path).spec.kv
+    assert drafter.aux_layers is None and drafter.kv == open_model(tmp_path).spec.kv
     assert drafter.num_bytes("float32") == 4 * sum(parameter.numel() for parameter in model.parameters())
     found = run(drafter, target)
     assert found.features is None
@@ -486,15 +493,15 @@ def test_tables_of_one_vocabulary_may_be_padded_differently(tmp_path: Path, targ
     padded = target._replace(files=open_model(tmp_path / "target"))
     drafter = opened(tmp_path / "draft", "draft_model", padded)
     tokens = TOKENS % min(vocab_size, VOCAB)
-    graph, none = graph_of(drafter), (None,) * drafter.kv.num_layers
+    graph, none = drafter.graph("float32"), (None,) * drafter.kv.num_layers
 
     @jax.jit
-    def forward(parameters: WithDrafter, token_ids: jax.Array) -> jax.Array:
+    def forward(parameters: Any, token_ids: jax.Array) -> jax.Array:
         module = join(graph, parameters)
-        output, _ = module(token_ids, None, jnp.arange(len(token_ids)), none, growing)
+        output, _ = module(token_ids, None, none, ForwardContext(jnp.arange(len(token_ids)), growing))
         return module.logits(output)
 
-    ours = forward(drafter.load(target.parameters, "float32", jax.devices()[0], progress=False), tokens)
+    ours = forward(both(drafter, target), tokens)
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)[None]).logits[0].numpy()
     check_spread(np.asarray(ours), theirs[:, :VOCAB], np.arange(min(vocab_size, VOCAB)))
@@ -510,5 +517,4 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, target: Targ
 
 
 def test_other_methods_have_no_drafter_here(target: Target) -> None:
-    assert open_drafter(None, target.files) is None
     assert open_drafter(SpeculativeConfig(method="ngram"), target.files) is None

@@ -17,7 +17,7 @@ from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.buckets import make_menu
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.errors import CapacityError, CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
-from jaxpage.scheduling.open_plan import OpenPlan
+from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.step.request import Sequence, SequenceGroup
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -87,7 +87,12 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
         ([[1]], SamplingParams(stop_token_ids=[257]), ValueError, "stop_token_ids has 257"),
         ([[1]], SamplingParams(n=5), CapacityError, "5 sequences at once; max_num_seqs is 4"),
         ([[1]], BeamSearchParams(beam_width=64), UnsupportedError, "beam_width=64 with 1 .* takes 65 candidates .* 64"),
-        ([[1]], BeamSearchParams(2, None, 200.0), ValueError, "length_penalty=200.0: a length of 255 to this power"),
+        (
+            [[1]],
+            BeamSearchParams(2, None, 200.0),
+            ValueError,
+            "length_penalty=200.0: 255 tokens to this power is too large",
+        ),
         ([[1], [2]], [GREEDY], ValueError, "1 params for 2 prompts"),
         ([[1]], {"temperature": 0}, TypeError, "not dict"),
     ],
@@ -465,7 +470,7 @@ def test_nothing_compiles_after_start_up(llm):
             ]
             llm.generate(prompts, params, use_tqdm=False)
     assert compilations == []
-    assert llm.stats()["compile_total"] == before >= len(llm._engine.builder.menu.buckets) + 1
+    assert llm.stats()["compile_total"] == before
 
 
 def test_a_compilation_would_be_counted(llm):
@@ -645,7 +650,7 @@ def test_pins_leave_room_for_what_was_accepted(llm):
             with pytest.raises(CapacityError, match="the pool has 32, of which 16 are pinned"):
                 llm._engine.scheduler.add(_too_long(llm))
         list(stream)
-    for prefix, message in (([], "one prefix, not 0"), (prompts_of(255)[0], "must go on behind it")):
+    for prefix, message in (([], "one prefix, not 0"), (prompts_of(255)[0], "leaves no room for a prompt after it")):
         with pytest.raises(ValueError, match=message):
             llm.pin_prefix(prefix)
     assert pinned.released
@@ -666,14 +671,14 @@ def test_pins_go_with_the_pages(llm, caplog):
 
 def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
     """What it has moved is in the tables, and not in the pages: everything is computed again."""
-    settings = {"num_blocks": 18, "max_model_len": 150, "preemption_mode": "swap", "enable_prefix_caching": False}
+    settings = {"num_blocks": 18, "preemption_mode": "swap", "enable_prefix_caching": False}
     params = dataclasses.replace(GREEDY, max_tokens=60)
     prompts = prompts_of(60, 61, 62)
     with make_llm(directory, **settings) as llm:
         want = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         assert llm.stats()["num_preemptions_total"]["swap"] > 0
         streams = [llm.stream(prompt, params) for prompt in prompts]
-        scheduler, freeze = llm._engine.scheduler, OpenPlan.freeze
+        scheduler, freeze = llm._engine.scheduler, PlanBuilder.freeze
 
         def fails_once(step, *rest):
             if step.swap_out:
@@ -681,7 +686,7 @@ def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
                 raise OSError("in the middle of planning")
             return freeze(step, *rest)
 
-        monkeypatch.setattr(OpenPlan, "freeze", fails_once)
+        monkeypatch.setattr(PlanBuilder, "freeze", fails_once)
         tokens = [[] for _ in prompts]
         with pytest.raises(OSError, match="in the middle"):
             for chunk in streams[0]:

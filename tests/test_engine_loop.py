@@ -17,7 +17,7 @@ from jaxpage.errors import CapacityError, JaxpageError, UnsupportedError
 from jaxpage.serving import engine_loop
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import news_of
-from jaxpage.serving.submitted import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+from jaxpage.serving.request_handle import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from tests.support.engines import LLAMA
 from tests.support.gates import Gate
 from tests.support.random_checkpoints import random_checkpoint
@@ -419,7 +419,7 @@ def test_an_engine_that_cannot_be_made_whole_dies_instead_of_serving_on(built, m
     lost = []
 
     def failing(*arguments):
-        lost.append(engine.scheduler.block_manager.pool.allocate())
+        lost.append(engine.scheduler.block_manager.groups[0].pool.allocate())
         raise RuntimeError("planted")
 
     async def main():
@@ -436,7 +436,7 @@ def test_an_engine_that_cannot_be_made_whole_dies_instead_of_serving_on(built, m
 
     asyncio.run(main())
     for block in lost:
-        engine.scheduler.block_manager.pool.release(block)
+        engine.scheduler.block_manager.groups[0].pool.release(block)
 
 
 def test_health_is_a_heartbeat(built, monkeypatch):

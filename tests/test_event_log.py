@@ -38,12 +38,12 @@ from jaxpage.replay.log_header import header, read_header, weights_hash
 from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replay import Replay, Report
 from jaxpage.scheduling import POLICIES
+from jaxpage.step.draft import NO_DRAFTS
 from jaxpage.step.edits import Append, Drop, Finish, Fork, Score
 from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
-
-pytestmark = pytest.mark.optimized
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=90)
@@ -62,7 +62,7 @@ def llm(directory: Path) -> Iterator[LLM]:
         yield llm
 
 
-def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None) -> Engine:
+def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None, **parts: Any) -> Engine:
     """As when the LLM was built: nothing has happened, only the compiled steps are shared."""
     return Engine(
         scheduler=copy.deepcopy(llm.untouched),
@@ -72,6 +72,7 @@ def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None) -> Engine:
         eos_token_ids=frozenset({0}),
         max_model_len=llm.memory.max_model_len,
         seed=llm.config.seed,
+        **parts,
     )
 
 
@@ -79,7 +80,7 @@ def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None) -> Engine:
 def logged(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
     """The LLM as it was when it was built, and a log of what is done with it until it is shut down."""
     engine = llm._engine = new_engine(llm, tokenizer=tokenizer)
-    engine.events = EventLog(path, header(llm.config, engine, llm.memory))
+    engine.events = EventLog(path, header(llm.config, engine, llm.spec))
     llm._calls, llm.tokenizer = Calls(engine), tokenizer
     try:
         yield engine
@@ -94,7 +95,8 @@ def replayed(llm: LLM, path: Path, runner: Any = None) -> Report:
     with LogReader(path) as log:
         read_header(log)
         log.take()
-        return Replay(new_engine(llm, runner), log).run()
+        follower = Replay(log)
+        return follower.run(new_engine(llm, runner, **follower.parts))
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
@@ -228,7 +230,7 @@ def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
     tops = [np.array([[8, 6]], np.int32), np.array([[-0.25, -0.5]], np.float32)]
     score = Score(4, 31, (TokenLogprobs(8, -0.5, 2, (6,), (-0.25,)), TokenLogprobs(9, -0.25, 1)))
     edits = [score, Append(5, 6), Fork(5, 6, 1), Drop(4), Finish(5, "stop", "x")]
-    recorder.drawn(plan, StepResult(*numbers, *tops), edits)
+    recorder.stepped(StepReport(NO_DRAFTS, plan, StepResult(*numbers, *tops), edits, []))
     assert json.loads(json.dumps(told)) == [
         {
             "event": "plan",
@@ -276,7 +278,7 @@ def test_the_header_says_which_engine_it_was(llm: LLM, crowd: Path) -> None:
     first = records_of(crowd)[0]
     assert first["versions"]["jax"] == jax.__version__ and first["config"] == llm.config.model_dump()
     assert (first["engine"]["num_blocks"], first["engine"]["dtype"]) == (17, "float32")
-    assert first["weights_hash"] == weights_hash(llm._engine.runner.parameters)
+    assert first["weights_hash"] == weights_hash(llm._engine.runner.parameters["target"])
 
 
 def test_every_part_of_the_weights_is_hashed(llm: LLM) -> None:
@@ -396,7 +398,7 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.truncate(MAX_LINE_BYTES + 2)
-    with pytest.raises(EventLogError, match="line 1: a line of more than"):
+    with pytest.raises(EventLogError, match="line 1: a line has more than"):
         replay_module.replay(path)
 
 
@@ -404,7 +406,7 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
     ("change", "message"),
     [
         ({"event": "arrival"}, "it does not begin with a header"),
-        ({"format": 1}, "the log has format 1; this version reads format 2"),
+        ({"format": 2}, "the log has format 2; this version reads format 3"),
         ({"engine": None}, "engine of the header must be a dict, got None"),
         ({"config": {"max_num_seq": 2}}, "max_num_seq: unknown setting; did you mean 'max_num_seqs'"),
         ({"engine": {"num_blocks": "many"}}, "num_blocks: must be a valid integer, got 'many'"),
@@ -415,7 +417,7 @@ def test_a_header_that_is_none_is_refused(crowd: Path, tmp_path: Path, change: d
     with pytest.raises(EventLogError, match=f"(?s)line 1: .*{message}"):
         replay_module.replay(write(tmp_path / "a.jsonl", [{**first, **change}, *rest]))
     (tmp_path / "empty").touch()
-    with pytest.raises(EventLogError, match="no event log"):
+    with pytest.raises(EventLogError, match="not an event log"):
         replay_module.replay(tmp_path / "empty")
 
 
@@ -453,7 +455,7 @@ def test_aborts_and_resets(llm: LLM, tmp_path: Path) -> None:
 def test_swaps_pins_and_a_fair_policy(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     settings = {"num_blocks": 18, "preemption_mode": "swap", "scheduling_policy": "fair", "enable_mixed_steps": True}
-    with make_llm(directory, max_model_len=150, event_log=str(path), **settings) as llm:
+    with make_llm(directory, event_log=str(path), **settings) as llm:
         system, *prompts = prompts_of(21, 40, 61, 9, 33, 70)
         pinned = llm.pin_prefix(system)
         params = [dataclasses.replace(LONG, max_tokens=60, user=user) for user in "aabab"]
@@ -739,8 +741,8 @@ CHANGES: dict[str, tuple[str, str, int, Any]] = {
     "where": ("plan", "rows", 11, lambda record: flip(record["rows"][0], 1)),
     "how much": ("plan", "rows", 2, lambda record: flip(record["rows"][-1], 2)),
     "the order of rows": ("plan", "rows", 11, lambda record: record["rows"].reverse()),
-    "who gave way": ("plan", "preempted", 0, lambda record: record["preempted"].append("request-9")),
-    "that somebody gave way": ("plan", "preempted", 0, lambda record: record.pop("preempted")),
+    "who was preempted": ("plan", "preempted", 0, lambda record: record["preempted"].append("request-9")),
+    "that somebody was preempted": ("plan", "preempted", 0, lambda record: record.pop("preempted")),
     "a copy": ("plan", "rows", 20, lambda record: record.update(copies=[[1, 2]])),
     "a swap": ("plan", "rows", 20, lambda record: record.update(swap_out=[[1, 2]])),
     "what is drawn": ("plan", "draws", 0, lambda record: record.pop("draws")),
@@ -797,7 +799,7 @@ def test_a_missing_event_shows_where_it_is_missed(llm: LLM, crowd: Path, tmp_pat
     assert "sequences[0] of its arrival" in (replayed(llm, write(path, records[:3] + records[4:])).difference or "")
 
     plan = find(records, "plan", nth=10)
-    with pytest.raises(EventLogError, match=f"line {plan + 1}: nothing led to this result of step 11"):
+    with pytest.raises(EventLogError, match=f"line {plan + 1}: the log has no cause for this result of step 11"):
         replayed(llm, write(path, records[:plan] + records[plan + 1 :]))
     assert step_of(replayed(llm, write(path, records[: plan + 1] + records[plan + 2 :]))) == 12  # as if interrupted
 
@@ -834,9 +836,10 @@ def test_an_engine_that_plans_otherwise(llm: LLM, crowd: Path) -> None:
     with LogReader(crowd) as log:
         read_header(log)
         log.take()
-        engine = new_engine(llm)
-        engine.scheduler.block_manager.prefix_index = None
-        assert step_of(Replay(engine, log).run()) == found > 0
+        follower = Replay(log)
+        engine = new_engine(llm, **follower.parts)
+        engine.scheduler.block_manager.cached = None
+        assert step_of(follower.run(engine)) == found > 0
 
 
 def test_a_step_that_fails_only_now(llm: LLM, crowd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -881,7 +884,7 @@ class Chances:
     pages_are_lost = False
 
     def run(self, batch: Any) -> StepResult:
-        seed = zlib.crc32(batch.packed.tobytes() + b"".join(pairs.tobytes() for pairs in batch.copies))
+        seed = zlib.crc32(batch.packed.tobytes() + b"".join(pairs.tobytes() for _, pairs in batch.copies))
         rng = np.random.default_rng(seed)
         result = self.results(rng, batch.num_draws, -1 if seed % 20 == 0 else 0)
         return dataclasses.replace(result, scored=self.results(rng, batch.num_scored, 0) if batch.num_scored else None)
@@ -1016,7 +1019,7 @@ def test_every_history_can_be_replayed_and_every_number_counts(
 
 HEADER = {
     "event": "header",
-    "format": 2,
+    "format": 3,
     "versions": {},
     "device": "",
     "config": {},
@@ -1066,10 +1069,10 @@ def test_the_command_with_another_engine(
         strange.untouched = copy.deepcopy(strange._engine.scheduler)
         monkeypatch.setattr(strange._engine.runner, "close", lambda: None)
 
-        def rebuilt(config: Any, *, progress: bool) -> Built:
+        def rebuilt(config: Any, *, progress: bool, parts: Any) -> Built:
             assert config.model == str(other) and config.num_blocks == 17
             assert "gpu_memory_utilization" not in config.given(), "nobody had set it"
-            return Built(new_engine(strange), None, {}, strange.memory)
+            return Built(new_engine(strange, **parts), None, {}, strange.spec)
 
         monkeypatch.setattr(replay_module, "build_engine", rebuilt)
         words = ("replay", str(crowd), "--model", str(other))
@@ -1081,7 +1084,7 @@ def test_the_command_with_another_engine(
         assert capsys.readouterr().out.startswith("First difference: step 1 (line 10), tokens[")
         assert "Replaying all the same: the weights" in caplog.text
 
-        records[0]["weights_hash"] = weights_hash(strange._engine.runner.parameters)
+        records[0]["weights_hash"] = weights_hash(strange._engine.runner.parameters["target"])
         records[0]["versions"]["jax"] = "0.0.1"
         records[0]["config"]["seed"] = 3
         records[0]["engine"]["limits"]["max_rows"] = 5

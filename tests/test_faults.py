@@ -112,7 +112,7 @@ def _dispatch(patch: pytest.MonkeyPatch, server: Running, injector: Injector) ->
 def _fetch(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> None:
     """The step fails behind its dispatch, as a device that runs out of memory does: the donated pages are gone."""
     executables = server.loop.engine.runner.executables
-    front = InFront(executables, "step", lambda bucket, **how: injector.behind(executables.step(bucket, **how)))
+    front = InFront(executables, "step", lambda *step: injector.behind(executables.step(*step)))
     patch.setattr(server.loop.engine.runner, "executables", front)
 
 
@@ -223,7 +223,7 @@ def nothing_is_left(server: Running) -> bool:
 
     def look(engine: Engine) -> bool:
         engine.scheduler.check()
-        pool = engine.scheduler.block_manager.pool
+        pool = engine.scheduler.block_manager.groups[0].pool
         loop = server.loop
         kept = (engine._groups, engine._strategies, engine.metrics.requests, loop._live, loop._num_open)
         return pool.num_free == pool.num_usable and not any(kept)

@@ -798,7 +798,7 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch
                 goes_on.set()
             assert answer_of(one)[0] == 200
             status, _, body = answer_of(next_one)
-            assert status == 503 and "the grammars of others" in error_of(body)["message"]
+            assert status == 503 and "waiting for the grammar compiler" in error_of(body)["message"]
 
 
 def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thread(built, monkeypatch):

@@ -618,7 +618,7 @@ def test_equal_seeds_give_equal_texts(server: Running, client: httpx.Client) -> 
 
 
 def test_special_tokens_in_text_are_special(server: Running, client: httpx.Client) -> None:
-    """In prompts and in messages, as docs/serving.md says. Of a token's parts nothing is special."""
+    """In prompts and in messages, as docs/guides/serving.md says. Of a token's parts nothing is special."""
     special = {"prompt": "a<|endoftext|>"}, {"messages": [said("a<|endoftext|>")]}
     for body in special:
         assert 0 in client.post("/tokenize", json=body).json()["tokens"]
@@ -655,6 +655,9 @@ def bounded(body: Any) -> Any:
     return body
 
 
+EXAMPLES = 6 if os.environ.get("HYPOTHESIS_PROFILE", "deterministic") == "deterministic" else 60  # for each way to post
+
+
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
 def test_any_request_of_the_document_is_answered_as_it_says(server: Running, mode: GenerationMode) -> None:
     """No 5xx; statuses, content types and bodies are those of the document, for requests that keep to it and for those that do not."""
@@ -668,7 +671,7 @@ def test_any_request_of_the_document_is_answered_as_it_says(server: Running, mod
         if mode.is_negative and operation.method == "get":
             continue  # nothing in it could be wrong
 
-        @hypothesis.settings(max_examples=15 if operation.method == "post" else 2, deadline=None)
+        @hypothesis.settings(max_examples=EXAMPLES if operation.method == "post" else 2, deadline=None)
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: schemathesis.Case) -> None:
             case.body = bounded(case.body)

@@ -47,10 +47,14 @@ def engine(llm: LLM) -> Iterator[Engine]:
 
 
 def check_against_tables(snapshot: dict[str, Any], engine: Engine) -> None:
-    scheduler, manager, pool = engine.scheduler, engine.scheduler.block_manager, engine.scheduler.block_manager.pool
+    scheduler, manager, pool = (
+        engine.scheduler,
+        engine.scheduler.block_manager,
+        engine.scheduler.block_manager.groups[0].pool,
+    )
     shown = snapshot["pool"]
     assert shown["ref_counts"] == [pool.ref_count(block) for block in range(pool.num_blocks)]
-    assert set(shown["kept"]) == set(manager.prefix_index._entries)
+    assert set(shown["kept"]) == set(manager.cached.index._entries)
     tables = {
         one["id"]: list(one["blocks"])
         for request in snapshot["requests"]
@@ -66,7 +70,7 @@ def check_against_tables(snapshot: dict[str, Any], engine: Engine) -> None:
         for one in request["sequences"]
         if one["host_blocks"]
     }
-    assert host == manager.swapped._tables
+    assert host == manager.groups[0].swapped._tables
     for state, groups in (("running", scheduler.running), ("waiting preempted swapped", scheduler.waiting)):
         ids = [request["id"] for request in snapshot["requests"] if request["state"] in state.split()]
         assert ids == [group.request.request_id for group in groups]

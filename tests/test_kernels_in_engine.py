@@ -15,8 +15,8 @@ from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages
-from jaxpage.device.step_inputs import packed_size, unpack, views
-from jaxpage.engine.capacity import Place, mixes
+from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
+from jaxpage.engine.capacity import DeviceSpec, mixes
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings import engine_config
 from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, SETS, XLA_BACKENDS
@@ -25,7 +25,7 @@ from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.optimized
 
-# Three rows and 16 tokens at most, so that few shapes are compiled; a pool that makes somebody give way.
+# Three rows and 16 tokens at most, so that few shapes are compiled; a pool in which some are preempted.
 SETTINGS = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 11, "block_size": 8}
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
@@ -110,16 +110,16 @@ def test_a_gpu_without_fp8_is_refused_pages_of_it():
 
 def attended(backend):
     """What the seam makes of a step of two tokens behind three, in the blocks 1 and 2 of four slots."""
-    bucket, width = Bucket(num_tokens=4, num_rows=1, max_query_len=4), 2
-    packed = np.zeros(packed_size(bucket, width), np.int32)
-    fields = views(packed, bucket, width)
-    fields["slots_T"][:2], fields["block_table_BM"][0] = (7, 8), (1, 2)
+    bucket, tables = Bucket(num_tokens=4, num_rows=1, max_query_len=4), TableShape(1, 2)
+    packed = np.zeros(packed_size(bucket, tables), np.int32)
+    fields = views(packed, bucket, tables)
+    fields["slots_ZT"][0, :2], fields["block_table_ZBM"][0, 0] = (7, 8), (1, 2)
     fields["context_len_B"][0], fields["query_start"][1:] = 5, 2
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((4, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     pages = LayerPages(*(jnp.asarray(rng.standard_normal((3, 4, 2, 8)), jnp.float32) for _ in range(2)))
-    attend = make_attend(unpack(jnp.asarray(packed), bucket, width), backend=backend, bucket=bucket)
-    out, pages = attend(q, k, v, pages, scale=0.3)
+    attend = make_attend(unpack(jnp.asarray(packed), bucket, tables), backend=backend, bucket=bucket, layer_groups=(0,))
+    out, pages = attend(0, q, k, v, pages, scale=0.3)
     return jax.tree.map(np.asarray, (out[:2], [array[1:] for array in pages[:2]]))
 
 
@@ -134,7 +134,7 @@ def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
     toy = dataclasses.replace(scan, name="toy", platforms=("cpu",), prefers_mixed_steps=True, attend=None, write=None)
     monkeypatch.setitem(SETS, "toy", dataclasses.replace(toy, write_and_attend=write_and_attend))
     monkeypatch.setattr(engine_config, "attention_backends", lambda: ("auto", "toy"))
-    assert mixes(EngineConfig(attention_backend="toy"), Place("cpu (cpu)", 2**34))
+    assert mixes(EngineConfig(attention_backend="toy"), DeviceSpec("cpu (cpu)", 2**34))
     (want, want_pages), (got, pages) = attended(Backend("scan")), attended(choose_backend("toy", CPU))
     np.testing.assert_allclose(got, want + 1, atol=1e-6)
     np.testing.assert_array_equal(pages, want_pages)
@@ -143,7 +143,7 @@ def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
 
 
 def test_steps_mix_by_default_where_kernels_run():
-    cpu, big = Place("cpu (cpu)", 2**34), Place("gpu (NVIDIA H200)", 2**37)
+    cpu, big = DeviceSpec("cpu (cpu)", 2**34), DeviceSpec("gpu (NVIDIA H200)", 2**37)
     assert not mixes(EngineConfig(), cpu) and mixes(EngineConfig(), big)
     assert mixes(EngineConfig(attention_backend="triton"), big)
     assert not mixes(EngineConfig(attention_backend="scan"), big)

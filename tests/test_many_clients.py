@@ -166,7 +166,7 @@ async def _send(server: Running, raw: bytes) -> None:
 def everything_is_free(server: Running) -> bool:
     def look(engine: Engine) -> bool:
         engine.scheduler.check()
-        pool = engine.scheduler.block_manager.pool
+        pool = engine.scheduler.block_manager.groups[0].pool
         return pool.num_free == pool.num_usable and not server.loop._live and not server.loop._num_open
 
     return server.loop.call(look).result()

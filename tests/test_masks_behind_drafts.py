@@ -20,8 +20,9 @@ from jaxpage.decoding import grammars as rules
 from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.engine.grammar_compiler import GrammarCompiler
 from jaxpage.engine.text import NoText, load_tokenizer
-from jaxpage.scheduling.open_plan import drafted_samples, sample_of
-from jaxpage.speculation.admitting import possible
+from jaxpage.scheduling.plan_builder import drafted_samples, sample_of
+from jaxpage.speculation import Proposer
+from jaxpage.speculation.speculator import filter_drafts
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.request import Request, Sequence
 from tests.support.engines import LLAMA, invariants, make_llm
@@ -242,12 +243,10 @@ def test_what_stays_is_what_can_be(grammar_of: Callable[..., Grammar], tree: Any
     token_ids, parents = tree
     grammar = grammar_of(regex) if regex else None
     draft = Draft(tuple(token_ids), parents)
-    kept = possible({7: draft, 8: draft}, strategies_of(grammar), VOCAB)
+    kept = filter_drafts({7: draft, 8: draft}, strategies_of(grammar))
     assert 8 not in kept, "nobody knows that sequence"
 
     def can_be(path: tuple[int, ...]) -> bool:
-        if not all(0 <= token_id < VOCAB for token_id in path):
-            return False
         return grammar is None or one_by_one(lambda: Constraint(grammar, request()), path)[1]
 
     want = [draft.path(place) for place in range(len(token_ids)) if can_be(draft.path(place))]
@@ -258,8 +257,14 @@ def test_what_stays_is_what_can_be(grammar_of: Callable[..., Grammar], tree: Any
 
 
 def test_what_stays_keeps_its_parents() -> None:
-    draft = Draft((5, -1, 6, 8, 7, 9), (-1, -1, 0, 1, 2, -1))
-    assert possible({7: draft}, strategies_of(None), VOCAB) == {7: Draft((5, 6, 7, 9), (-1, 0, 1, -1))}
+    class Forbidding:
+        """A grammar that admits no 3."""
+
+        def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Any:
+            return None if 3 in drafts else np.zeros(1, np.uint32)
+
+    draft = Draft((5, 3, 6, 8, 7, 9), (-1, -1, 0, 1, 2, -1))
+    assert filter_drafts({7: draft}, {7: Forbidding()}) == {7: Draft((5, 6, 7, 9), (-1, 0, 1, -1))}  # type: ignore[dict-item]
 
 
 @pytest.fixture(scope="module")
@@ -283,14 +288,11 @@ def test_wild_drafts_change_nothing(llm: LLM) -> None:
     texts = {first_id + i: [*o.prompt_token_ids, *o.outputs[0].token_ids] for i, o in enumerate(plain)}
     scripted = Scripted(texts, mixed_up)
 
-    class Wild:
+    class Wild(Proposer):
         def propose(self, request: Any, sequence: Any, num_drafts: int) -> Draft | None:
             draft = scripted.propose(request, sequence, num_drafts)
             beyond = (VOCAB, -1, 10**6)[sequence.num_known_tokens % 3]
             return chain((*draft.token_ids[: num_drafts - 1], beyond))
-
-        def forget(self, group: Any) -> None:
-            pass
 
     draft_with(llm._engine, Wild())
     before = llm.stats()["spec_decode_num_draft_tokens_total"]

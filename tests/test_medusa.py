@@ -7,28 +7,33 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, EngineConfig, SamplingParams
-from jaxpage.checkpoints.medusa_files import load_medusa, open_medusa
+from jaxpage.checkpoints.medusa_files import MedusaFiles, load_medusa, open_medusa
 from jaxpage.device import steps
 from jaxpage.engine.capacity import draft_lengths
-from jaxpage.engine.draft_heads import open_heads
+from jaxpage.engine.drafters import open_heads
 from jaxpage.errors import CheckpointError, ConfigError
-from jaxpage.models import medusa
+from jaxpage.models.base import abstract
+from jaxpage.models.medusa import MedusaHeads
 from jaxpage.models.registry import load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.speculation import ProposingSpeculator
 from jaxpage.speculation.medusa import MedusaProposer, assumed_accuracies, best_only, likeliest_first, search
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.edits import Append
+from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from tests.support.engines import invariants, make_llm, run_giving_way
 from tests.support.fake_device import make_group
 from tests.support.medusa import (
@@ -44,25 +49,36 @@ from tests.support.medusa import (
     write_vllm,
 )
 
-CYCLE_SPEC = load_family(CYCLE).Spec.from_config(CYCLE)
+TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 
 # --- files
 
 
 def loaded(directory: Path) -> Any:
-    return load_medusa(open_medusa(directory, model_width=WIDTH, vocab_size=WIDTH), "float32", jnp.asarray)
+    return load_medusa(opened(directory), "float32", jnp.asarray)
+
+
+def opened(directory: Path) -> MedusaFiles:
+    return open_medusa(directory, model_width=WIDTH, vocab_size=WIDTH)
+
+
+def module(directory: Path) -> MedusaHeads:
+    graph, _ = abstract(MedusaHeads(opened(directory).spec, dtype="float32"))
+    heads: MedusaHeads = nnx.merge(graph, loaded(directory))
+    return heads
 
 
 def refusal(directory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        open_medusa(directory, model_width=WIDTH, vocab_size=WIDTH)
+        opened(directory)
     return str(caught.value)
 
 
 def parameters_of(heads: Sequence[Head]) -> dict[str, Any]:
     """What the loaders have to make of heads."""
     blocks = [{layer: {"kernel": w, "bias": b} for layer, (w, b) in enumerate(head.blocks)} for head in heads]
-    return {"blocks": dict(enumerate(blocks)), "tables": {index: head.table for index, head in enumerate(heads)}}
+    tables = {index: {"table": head.table} for index, head in enumerate(heads)}
+    return {"blocks": dict(enumerate(blocks)), "tables": tables}
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -89,7 +105,7 @@ def test_heads_of_vllm_without_biases_and_with_one_table(tmp_path: Path) -> None
     hidden_BD = np.random.default_rng(1).standard_normal((2, WIDTH))
     for index, head in enumerate(heads):
         wanted = reference(Head([(head.blocks[0][0], np.zeros(WIDTH))], heads[0].table), hidden_BD)
-        got = medusa.head_logits(parameters, index, jnp.asarray(hidden_BD, jnp.float32))
+        got = module(directory).head_logits(index, jnp.asarray(hidden_BD, jnp.float32))
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -98,10 +114,10 @@ def test_heads_that_know_a_part_of_the_vocabulary(tmp_path: Path, dtype: Any) ->
     heads = random_heads(2)
     token_map = np.array([40, 3, 17, 9, 63, 0, 21, 8], dtype)
     cut = [Head(head.blocks, head.table[token_map]) for head in heads]
-    full = loaded(write_vllm(tmp_path / "full", heads, token_map=token_map, truncated_vocab_size=8))
-    assert_same(loaded(write_vllm(tmp_path / "cut", cut, token_map=token_map)), full)
+    full = write_vllm(tmp_path / "full", heads, token_map=token_map, truncated_vocab_size=8)
+    assert_same(loaded(write_vllm(tmp_path / "cut", cut, token_map=token_map)), loaded(full))
     hidden_BD = np.random.default_rng(1).standard_normal((4, WIDTH))
-    ids_BJW = medusa.guess(full, jnp.asarray(hidden_BD, jnp.float32), 3)
+    ids_BJW = module(full).guess(jnp.asarray(hidden_BD, jnp.float32), 3)
     wanted = [token_map[np.argsort(-reference(head, hidden_BD), axis=1)[:, :3]] for head in cut]
     np.testing.assert_array_equal(ids_BJW, np.stack(wanted, axis=1))
 
@@ -175,15 +191,15 @@ def reference(head: Head, hidden_BD: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
-def test_heads_compute_what_the_paper_says(layers: int) -> None:
+def test_heads_compute_what_the_paper_says(tmp_path: Path, layers: int) -> None:
     heads = random_heads(3, layers)
-    parameters = jax.tree.map(jnp.asarray, parameters_of(heads))
+    ours = module(write_original(tmp_path / "a", heads))
     hidden_BD = jnp.asarray(np.random.default_rng(1).standard_normal((5, WIDTH)), jnp.float32)
     logits = [reference(head, np.asarray(hidden_BD)) for head in heads]
     for index, wanted in enumerate(logits):
-        np.testing.assert_allclose(medusa.head_logits(parameters, index, hidden_BD), wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours.head_logits(index, hidden_BD), wanted, rtol=1e-4, atol=1e-5)
     wanted_ids = np.stack([np.argsort(-each, axis=1)[:, :4] for each in logits], axis=1)
-    np.testing.assert_array_equal(medusa.guess(parameters, hidden_BD, 4), wanted_ids)
+    np.testing.assert_array_equal(ours.guess(hidden_BD, 4), wanted_ids)
 
 
 # --- trees
@@ -234,15 +250,22 @@ def test_guesses_hold_until_more_is_known() -> None:
     def drafted(num_drafts: int) -> Draft | None:
         return proposer.propose(group.request, sequence, num_drafts)
 
+    def observe(num_known_tokens: int) -> None:
+        row = Row(sequence.sequence_id, num_known_tokens - 2, (1,), (1,))
+        sample = Sample(0, 0, sequence.sequence_id, SamplingParams(), 0, 0, num_known_tokens - 1)
+        nothing = np.zeros((1, 0))
+        result = StepResult(nothing, nothing, nothing, nothing, nothing, guesses=guesses_JW[None])  # type: ignore[arg-type]
+        proposer.observe(StepPlan(1, (row,), (sample,), draft_depth=1), result)
+
     assert drafted(4) is None
-    proposer.observe(sequence.sequence_id, 4, guesses_JW)
+    observe(4)
     assert drafted(4) is None, "the token that was drawn beside the guesses is not known yet"
     sequence.token_ids.append(8)
     assert drafted(9) == Draft((10, 11, 20, 32), (-1, -1, 1, 2))
     assert drafted(2) == Draft((10, 11), (-1, -1))
     sequence.token_ids.append(9)
     assert drafted(4) is None, "they are of the token before"
-    proposer.observe(sequence.sequence_id, 5, guesses_JW)
+    observe(5)
     assert drafted(1) == chain((10,))
     proposer.forget(group)
     assert drafted(4) is None and not proposer._guesses
@@ -320,18 +343,18 @@ def run(
     engine, runner = llm._engine, llm._engine.runner
     steps = drafts = right = 0
     preemptions = sum(engine.scheduler.num_preemptions.values())
-    own, verified = runner._parameters, engine.speculation and engine.speculation.verified
+    own, observe = runner._parameters, engine.speculator.observe
 
-    def counting(plan: Any, edits: Any, *seconds: float) -> None:
+    def counting(report: Any) -> None:
         nonlocal steps, drafts, right
+        observe(report)
         steps += 1
-        drafts += sum(len(row.parents) for row in plan.rows)
-        right += sum(edit.drafted for edit in edits if isinstance(edit, Append))
+        drafts += sum(len(row.parents) for row in report.plan.rows)
+        right += sum(edit.drafted for edit in report.edits if isinstance(edit, Append))
 
     if heads is not None:
-        runner._parameters = own._replace(heads=jax.tree.map(jnp.asarray, parameters_of(heads)))
-    if verified:
-        engine.speculation.verified = counting  # type: ignore[method-assign, union-attr]
+        runner._parameters = {**own, "drafter": jax.tree.map(jnp.asarray, parameters_of(heads))}
+    engine.speculator.observe = counting  # type: ignore[method-assign]
     try:
         reporters = [
             engine.add(str(index), engine.prepare(None, prompt, params)) for index, prompt in enumerate(prompts)
@@ -340,13 +363,12 @@ def run(
         outputs = [[(o.token_ids, o.logprobs) for o in reporter.whole().outputs] for reporter in reporters]
     finally:
         runner._parameters = own
-        if verified:
-            engine.speculation.verified = verified  # type: ignore[method-assign, union-attr]
+        engine.speculator.observe = observe  # type: ignore[method-assign]
     assert (sum(engine.scheduler.num_preemptions.values()) > preemptions) == (gives_way >= 0)
     invariants(llm)
     llm.reset_prefix_cache()
-    if engine.speculation is not None:
-        assert not engine.speculation._failed and not engine.speculation._proposer._guesses  # type: ignore[attr-defined]
+    if isinstance(engine.speculator, ProposingSpeculator):
+        assert not engine.speculator.has_failed and not engine.speculator.proposer._guesses  # type: ignore[attr-defined]
     return outputs, Count(steps, drafts, right)
 
 
@@ -410,17 +432,9 @@ def test_guesses_behind_a_wrong_token_show_in_what_is_right_and_in_no_text(
     assert 0 < count.right < 0.6 * count.drafts
 
 
-def test_a_tree_that_was_searched_changes_no_text(plain: LLM, model: Path, heads: Path) -> None:
-    settings = {"method": "medusa", "model": str(heads), "tree": True, "num_speculative_tokens": 4}
-    with engine_with(model, settings, max_num_seqs=2) as llm:
-        drafted, count = run(llm, SAMPLED)
-        assert drafted == run(plain, SAMPLED)[0]
-        assert count.right and llm._engine.runner.executables.options.num_guesses == 2
-
-
 def test_what_is_aborted_is_forgotten(chains: LLM) -> None:
     engine = chains._engine
-    proposer: Any = engine.speculation._proposer  # type: ignore[union-attr]
+    proposer: Any = engine.speculator.proposer  # type: ignore[attr-defined]
     engine.add("a", engine.prepare(None, [1, 2], SAMPLED))
     while not proposer._guesses:
         engine.step()
@@ -433,19 +447,19 @@ def test_what_is_aborted_is_forgotten(chains: LLM) -> None:
 def test_heads_that_cannot_be_told_end_the_drafts_and_no_request(
     plain: LLM, chains: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculation: Any = chains._engine.speculation
-    monkeypatch.setattr(speculation._proposer, "observe", lambda *_: 1 / 0)
+    speculator: Any = chains._engine.speculator
+    monkeypatch.setattr(speculator.proposer, "observe", lambda *_: 1 / 0)
     reporter = chains._engine.add("a", chains._engine.prepare(None, PROMPTS[0], GREEDY))
     try:
         run_giving_way(chains._engine, -1)
-        assert speculation._failed
+        assert speculator.has_failed
     finally:
-        speculation._failed = False
+        speculator.has_failed = False
     (output,) = reporter.whole().outputs
     assert [[(output.token_ids, output.logprobs)]] == run(plain, GREEDY, PROMPTS[:1])[0]
 
 
-def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LLM) -> None:
+def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LLM, trees: LLM) -> None:
     for llm, count in ((plain, 3), (chains, 4)):
         runner = llm._engine.runner
         for bucket in llm._engine.builder.menu.buckets:
@@ -454,6 +468,7 @@ def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LL
             if count == 4:
                 rows = bucket.num_rows if bucket.verifies else bucket.num_draws
                 assert shapes[0].guesses.shape == (rows, 3, 1)
+    assert trees._engine.runner.executables.options.drafter == HeadDrafter(num_guesses=2)
 
 
 # --- settings
@@ -461,7 +476,7 @@ def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LL
 
 def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
     stored = open_medusa(heads, model_width=WIDTH, vocab_size=WIDTH).num_bytes("float32")
-    assert stored == sum(leaf.nbytes for leaf in jax.tree.leaves(chains._engine.runner.parameters.heads))
+    assert stored == sum(leaf.nbytes for leaf in jax.tree.leaves(chains._engine.runner.parameters["drafter"]))
     assert stored == 4 * 3 * (2 * WIDTH * WIDTH + WIDTH)
 
 
@@ -513,8 +528,9 @@ def test_drafts_are_cut_to_shapes_from_their_end(
 ) -> None:
     config = EngineConfig(speculative_config={"method": "medusa", "model": str(heads), **settings})  # type: ignore[arg-type]
     assert draft_lengths(config) == lengths
-    found = open_heads(config.speculative_config, CYCLE_SPEC, max(lengths))
-    assert found is not None and found.choices == choices and found.num_guesses == num_guesses
+    assert config.speculative_config is not None
+    found = open_heads(config.speculative_config, TARGET)
+    assert found.choices == choices and found.num_guesses == num_guesses
 
 
 def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> None:
@@ -524,9 +540,9 @@ def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> No
         config = SpeculativeConfig(**settings, **more)  # type: ignore[arg-type]
         if wrong:
             with pytest.raises(ConfigError, match="asks for guess 9, of 8 tokens in all"):
-                open_heads(config, CYCLE_SPEC, 7)
+                open_heads(config, TARGET)
         else:
-            assert open_heads(config, CYCLE_SPEC, 7) is not None
+            assert open_heads(config, TARGET).choices
 
 
 def test_heads_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:

@@ -19,8 +19,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.models.base import abstract_model
+from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.parameter import AXES
+from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import FAMILIES, load_family
+from tests.support.dense import dense_attend, logits_of
 from tests.support.hf_models import MODELS, config_json, make_model
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
@@ -28,23 +31,6 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 Parameters = dict[Any, Any]
 LENGTH = 40  # beyond every sliding window, and beyond the original lengths of llama3 and yarn
 TOLERANCE = 1e-4
-
-
-def dense_attend(window_error: int = 0) -> Callable[..., Any]:
-    """`Attend` over one whole sequence held in memory; `window_error` widens every sliding window."""
-
-    def attend(q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None):
-        num_tokens, num_heads, _ = q_TNH.shape
-        k_TNH, v_TNH = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k_TKH, v_TKH))
-        scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * scale
-        distance_QC = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None, :]
-        seen_QC = distance_QC >= 0
-        if sliding_window is not None:
-            seen_QC &= distance_QC < sliding_window + window_error
-        weights_NQC = jax.nn.softmax(jnp.where(jnp.asarray(seen_QC)[None], scores_NQC, -jnp.inf), axis=-1)
-        return jnp.einsum("NQC,CNH->QNH", weights_NQC.astype(v_TNH.dtype), v_TNH), layer_pages
-
-    return attend
 
 
 @functools.cache
@@ -65,39 +51,24 @@ def read_spec(name: str, **overrides: Any) -> tuple[Any, Any]:
 
 
 def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
-    """Parameters from a checkpoint by the family's table, every tensor of which must be used and fit."""
+    """Parameters from a checkpoint by what the family declares, every tensor of which must be used and fit."""
     parameters: Parameters = {}
     unused = set(state)
-    for weight in family.weights(spec):
-        names = [name for name in (weight.name, *weight.aliases) if name in state]
-        unused -= set(names)
-        tensor = state[names[0]]
-        assert tensor.shape == weight.shape, weight
+    for weight in model_weights(family, spec):
+        filled = np.full(weight.shape, np.nan, np.float32)
+        for piece in weight.sources[0].pieces:
+            names = [name for name in piece.names if name in state]
+            unused -= set(names)
+            tensor = state[names[0]]
+            assert tensor.shape == piece.stored_shape, weight
+            begins = zip(piece.offset, piece.shape, strict=True)
+            filled[tuple(slice(at, at + size) for at, size in begins)] = tensor.T if piece.transpose else tensor
         place = parameters
         for key in weight.path[:-1]:
             place = place.setdefault(key, {})
-        place[weight.path[-1]] = jnp.asarray(tensor.T if weight.transpose else tensor)
+        place[weight.path[-1]] = jnp.asarray(filled)
     assert not {name for name in unused if not any(fnmatchcase(name, pattern) for pattern in family.ignored)}
     return parameters
-
-
-def run(
-    family: Any, spec: Any, parameters: Parameters, token_ids: np.ndarray, *, attend: Any = None, dtype: Any = "float32"
-) -> np.ndarray:
-    """Logits [T, V] of one sequence, through `nnx.merge` of a pure dict inside `jax.jit`, as the engine does."""
-    graph, _ = abstract_model(family, spec, dtype)
-
-    @jax.jit
-    def forward(parameters: Parameters, token_ids_T: jax.Array) -> jax.Array:
-        model = nnx.merge(graph, parameters)
-        positions_T = jnp.arange(token_ids_T.shape[0])
-        pages = (None,) * spec.kv.num_layers
-        hidden_TD, _ = model(token_ids_T, positions_T, pages, attend or dense_attend())
-        return model.logits(hidden_TD)
-
-    logits = forward(jax.tree.map(lambda x: x.astype(dtype), parameters), jnp.asarray(token_ids, jnp.int32))
-    assert logits.dtype == jnp.float32
-    return np.asarray(logits)
 
 
 def largest_difference(name: str, **changes: Any) -> float:
@@ -106,7 +77,7 @@ def largest_difference(name: str, **changes: Any) -> float:
     family, spec = read_spec(name)
     spec = dataclasses.replace(spec, **changes.get("spec", {}))
     parameters = fill(family, spec, {**state, **changes.get("state", lambda _: {})(state)})
-    logits = run(family, spec, parameters, token_ids, attend=changes.get("attend"))
+    logits = logits_of(family, spec, parameters, token_ids, attend=changes.get("attend"))
     return float(np.abs(logits - expected).max())
 
 
@@ -117,7 +88,7 @@ def test_logits_are_those_of_transformers(name):
     assert largest_difference(name) < TOLERANCE
 
 
-TAPPED = [
+DIFFERENT_LAYERS = [
     "llama-wide-heads",
     "mistral-window",
     "qwen2-upper-windows",
@@ -127,8 +98,8 @@ TAPPED = [
 ]
 
 
-@pytest.mark.parametrize("name", [*TAPPED, "opt-350m-form", "opt-no-final-norm"])
-def test_taps_are_the_hidden_states_of_transformers(name):
+@pytest.mark.parametrize("name", [*DIFFERENT_LAYERS, "opt-350m-form", "opt-no-final-norm"])
+def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
     """Before every layer, and behind the last one before the final norm; in the order asked for, twice if asked twice."""
     model = make_model(name)
     state, token_ids, _ = oracle(name)
@@ -141,36 +112,75 @@ def test_taps_are_the_hidden_states_of_transformers(name):
     expected = [hidden.numpy().reshape(LENGTH, -1) for hidden in (*entering, left[0])]
     family, spec = read_spec(name)
     graph, _ = abstract_model(family, spec, "float32")
-    taps = (*reversed(range(len(expected))), 1)
+    wanted = (*reversed(range(len(expected))), 1)
 
     @jax.jit
     def forward(parameters, token_ids_T):
-        arguments = token_ids_T, jnp.arange(LENGTH), (None,) * spec.kv.num_layers, dense_attend()
-        model = nnx.merge(graph, parameters)
-        return model(*arguments, taps=taps), model(*arguments)
+        model, pages = nnx.merge(graph, parameters), (None,) * spec.kv.num_layers
+        context = functools.partial(ForwardContext, jnp.arange(LENGTH), dense_attend())
+        return model(token_ids_T, pages, context(aux_layers=wanted)), model(token_ids_T, pages, context())
 
-    (hidden, _, tapped), (plain, _) = forward(fill(family, spec, state), jnp.asarray(token_ids, jnp.int32))
+    (hidden, _, found), (plain, _, nothing) = forward(fill(family, spec, state), jnp.asarray(token_ids, jnp.int32))
     np.testing.assert_array_equal(hidden, plain)
-    assert len(tapped) == len(taps)
-    for tap, states in zip(taps, tapped, strict=True):
-        np.testing.assert_allclose(states, expected[tap], atol=TOLERANCE)
-        others = [other for number, other in enumerate(expected) if number != tap]
+    assert nothing == ()
+    for layer, states in zip(wanted, found, strict=True):
+        np.testing.assert_allclose(states, expected[layer], atol=TOLERANCE)
+        others = [other for number, other in enumerate(expected) if number != layer]
         assert min(np.abs(states - other).max() for other in others) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("name", [*DIFFERENT_LAYERS, "opt-350m-form"])
+def test_each_layer_tells_the_seam_its_number_its_window_and_its_scale(name):
+    family, spec = read_spec(name)
+    graph, parameters = abstract_model(family, spec, "float32")
+    seen = []
+
+    def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None):
+        seen.append((layer_index, layer_pages, sliding_window, scale))
+        return q_TNH, layer_pages + 1
+
+    def forward(parameters: Parameters, ids_T: jax.Array) -> Any:
+        context = ForwardContext(ids_T, attend)
+        hidden_TD, pages, _ = nnx.merge(graph, parameters)(ids_T, tuple(range(spec.kv.num_layers)), context)
+        assert pages == tuple(range(1, spec.kv.num_layers + 1))
+        return hidden_TD
+
+    jax.eval_shape(forward, parameters, jax.ShapeDtypeStruct((3,), jnp.int32))
+    scales = getattr(spec, "attention_scales", (spec.kv.head_width**-0.5,) * spec.kv.num_layers)
+    numbers = range(spec.kv.num_layers)
+    assert seen == list(zip(numbers, numbers, spec.kv.sliding_windows, scales, strict=True))
+
+
+def test_angles_are_computed_once_for_each_rope():
+    ropes = [
+        dataclasses.replace(read_spec("llama-grouped")[1].rope, **changes)
+        for changes in ({}, {}, {"attention_factor": 2.0})
+    ]
+    context = ForwardContext(jnp.arange(5), dense_attend())
+    first, again, other = map(context.angles, ropes)
+    assert first is again and first is not other
+    np.testing.assert_array_equal(other.cos_TE, 2 * ropes[0].angles(jnp.arange(5)).cos_TE)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_the_table_of_weights_names_each_parameter_once_in_its_shape(name):
+def test_every_parameter_says_its_axes_and_where_it_is_stored(name):
     family, spec = read_spec(name)
     _, abstract = abstract_model(family, spec, jnp.bfloat16)
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
-    expected = {tuple(key.key for key in path): leaf for path, leaf in leaves}
-    table = family.weights(spec)
-    assert {leaf.dtype for leaf in expected.values()} == {jnp.dtype("bfloat16")}
-    assert {w.path: w.shape[::-1] if w.transpose else w.shape for w in table} == {
-        path: leaf.shape for path, leaf in expected.items()
+    weights = model_weights(family, spec)
+    assert {leaf.dtype for _, leaf in leaves} == {jnp.dtype("bfloat16")}
+    assert {weight.path: weight.shape for weight in weights} == {
+        tuple(key.key for key in path): leaf.shape for path, leaf in leaves
     }
-    names = [name for w in table for name in (w.name, *w.aliases)]
-    assert len(table) == len(expected) and len(names) == len(set(names))
+    for weight in weights:
+        assert len(weight.axes) == len(weight.shape) and weight.dtype is None, weight
+        for axis, size in zip(weight.axes, weight.shape, strict=True):
+            parts = axis if isinstance(axis, tuple) else ((axis, size),)
+            assert {name for name, _ in parts} <= {*AXES, None} and sum(size for _, size in parts) == size, weight
+        alternatives = [{name for piece in source.pieces for name in piece.names} for source in weight.sources]
+        assert sum(map(len, alternatives)) == len(set().union(*alternatives)), weight
+    names = [name for weight in weights for piece in weight.sources[0].pieces for name in piece.names]
+    assert len(weights) == len(leaves) and len(names) == len(set(names))
     hash(spec)
 
 
@@ -205,7 +215,8 @@ def test_only_what_carries_nothing_may_be_left_unused():
 def test_half_precision_runs_and_stays_close(name, dtype):
     state, token_ids, expected = oracle(name)
     family, spec = read_spec(name)
-    logits = run(family, spec, fill(family, spec, state), token_ids, dtype=dtype)
+    parameters = jax.tree.map(lambda x: x.astype(dtype), fill(family, spec, state))
+    logits = logits_of(family, spec, parameters, token_ids, dtype=dtype)
     assert np.abs(logits - expected).std() < 0.15 * expected.std()
 
 
@@ -448,7 +459,8 @@ def test_strict_promotion_holds_in_every_family():
             def forward(parameters: Parameters, ids_T: jax.Array, graph: Any = graph, spec: Any = spec) -> jax.Array:
                 model = nnx.merge(graph, parameters)
                 pages = (None,) * spec.kv.num_layers
-                return model.logits(model(ids_T, ids_T, pages, lambda q, k, v, page, /, **_: (q, page))[0])
+                context = ForwardContext(ids_T, lambda index, q, k, v, page, /, **_: (q, page))
+                return model.logits(model(ids_T, pages, context)[0])
 
             logits = jax.eval_shape(forward, parameters, jax.ShapeDtypeStruct((5,), jnp.int32))
             assert (logits.shape, logits.dtype) == ((5, spec.vocab_size), jnp.float32)

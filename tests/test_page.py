@@ -46,7 +46,7 @@ def built() -> Built:
 def crowd(built: Built) -> tuple[str, list[Any]]:
     """An event log of a crowd, and the engine's snapshots of the same steps."""
     engine, inspector, snapshots = built.engine, Inspector(), []
-    lines = [json.dumps(header(EngineConfig(model="demo", **POOL), engine, built.memory))]
+    lines = [json.dumps(header(EngineConfig(model="demo", **POOL), engine, built.spec))]
     silent = engine.events
     engine.events = Recorder(lambda record: lines.append(json.dumps(record)))
     inspector.inspect(engine)
@@ -401,7 +401,7 @@ def torn(log: str) -> str:
     [
         (lambda log: "", "line 1 is not a record"),
         (lambda log: '{"event":"plan"}\n', "does not begin with a header"),
-        (lambda log: log.replace('"format": 2', '"format": 9', 1), "format 9"),
+        (lambda log: log.replace('"format": 3', '"format": 9', 1), "format 9"),
         (lambda log: log.replace('"event": "plan"', '"event": "<b>"', 1), "there is no event <b>"),
         (lambda log: log + "[1, 2\n", "is not a record of an event log"),
         (torn, None),

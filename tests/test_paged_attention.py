@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import copy_blocks, paged_attention, write_and_attend, write_kv
 from tests.support.attention import SHARED_BACKENDS, make_case, oracle, run
+from tests.support.sweeps import few
 
 ROWS = [
     pytest.param([1, 17, 64, 90], [1, 1, 1, 1], id="decode"),
@@ -24,8 +26,14 @@ ROWS = [
 
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize(("contexts", "queries"), ROWS)
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"logit_softcap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    few(
+        itertools.product([(4, 2), (3, 3), (6, 1)], [{}, {"sliding_window": 9}, {"logit_softcap": 2.0}]),
+        [((4, 2), {}), ((3, 3), {"sliding_window": 9}), ((6, 1), {"logit_softcap": 2.0})],
+    ),
+    ids=str,
+)
 def test_every_backend_matches_float64(backend, contexts, queries, heads, options):
     one_shape = {"padding": 64 - sum(queries), "num_blocks": 32, "table_width": 13}
     case = make_case(1, contexts, queries, heads=heads, **one_shape)
@@ -210,9 +218,10 @@ def test_any_rows(rows, seed):
     np.testing.assert_allclose(run(*case.arrays, scale=0.3, backend="scan"), oracle(case, scale=0.3), atol=3e-6)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), pytest.param((2, 2), marks=pytest.mark.sweep), (8, 1)])
-def test_a_token_is_a_function_of_its_row_to_the_last_bit(heads):
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), few([(4, 2), (2, 2), (8, 1)], [(4, 2)]))
+def test_a_token_is_a_function_of_its_row_to_the_last_bit(num_heads, num_kv_heads):
     """The same row under other block sizes, table widths, neighbours and chunkings."""
+    heads = num_heads, num_kv_heads
     rng = np.random.default_rng(7)
     length, width = 150, 32
     keys, values = rng.standard_normal((2, length, heads[1], width)).astype(np.float32)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxpage import LLM, BeamSearchParams
-from jaxpage.memory import BlockManager, BlockPool, MemorySplit
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, MemorySplit
 from jaxpage.step.plan import StepPlan, StepResult
 from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import FakeDevice
@@ -27,7 +27,7 @@ class Story:
 
     def __init__(self, free_order: list[int], num_blocks: int = 10) -> None:
         self.pool = BlockPool(num_blocks, free_order=free_order)
-        self.manager = BlockManager(self.pool, block_size=4)
+        self.manager = BlockManager([BlockTables(self.pool, 4)])
         self.pages = FakeDevice(num_blocks, 4)
         self.lengths: dict[int, int] = {}
 
@@ -286,7 +286,7 @@ def stepped(llm: LLM, prompt: list[int], max_tokens: int) -> Iterator[tuple[Step
 
 def test_figure_9_through_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sharing by a beam search that is asked for, with candidates that make it the paper's."""
-    engine, pool = llm._engine, llm._engine.scheduler.block_manager.pool
+    engine, pool = llm._engine, llm._engine.scheduler.block_manager.groups[0].pool
     run = engine.runner.run
     monkeypatch.setattr(engine.runner, "run", lambda batch: drawn_as_scripted(engine, run(batch)))
     steps = list(stepped(llm, [1, 2, 3, 4], 15))
@@ -317,7 +317,7 @@ def test_figure_9_through_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
 def test_beams_copy_the_last_partial_block_and_nothing_else(llm: LLM) -> None:
     """Of those that share it all but one, when they write to it; whole blocks are shared for good, and in the end all is free."""
-    pool = llm._engine.scheduler.block_manager.pool
+    pool = llm._engine.scheduler.block_manager.groups[0].pool
     num_copies = 0
     shared: dict[int, list[int]] = {}  # by last block: the positions of who shares it before a step
     for plan, tables in stepped(llm, [7, 3, 9, 2, 5, 8], 30):

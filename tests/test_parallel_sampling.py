@@ -11,31 +11,25 @@ import pytest
 
 from jaxpage import SamplingParams
 from jaxpage.errors import CapacityError, UnsupportedError
-from jaxpage.scheduling.open_plan import OpenPlan
-from tests.support.engines import LLAMA, invariants, lone_sample, make_llm, run_giving_way
+from jaxpage.scheduling.plan_builder import PlanBuilder
+from tests.support.engines import (
+    ENGINES,
+    LLAMA,
+    WIDE,
+    invariants,
+    lone_sample,
+    make_llm,
+    run_giving_way,
+)
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
-pytestmark = [pytest.mark.slow, pytest.mark.optimized]
+pytestmark = pytest.mark.slow
 
 PARAMS = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2)
 MOST = 8
 SIZE = 16
 LENGTHS = (1, 5, 16, 33, 50)  # one token, less than a block, a block, more
-WIDE = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
-SMALL_POOL = {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32}
-ENGINES = {  # in shapes that tests/test_path_independence.py has compiled
-    "recompute": SMALL_POOL,
-    "swap": {**SMALL_POOL, "preemption_mode": "swap", "enable_prefix_caching": False},
-    "fair and mixed": {
-        **SMALL_POOL,
-        "preemption_mode": "auto",
-        "scheduling_policy": "fair",
-        "enable_mixed_steps": True,
-    },
-    "blocks of 8": {"block_size": 8, "num_blocks": 257, "enable_prefix_caching": False},
-    "window": {**SMALL_POOL, "preemption_mode": "swap"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +86,7 @@ def test_a_sample_is_the_lone_request_with_its_key(n, llm, prompts, lone):
     )
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, {*ENGINES} - {"blocks of 8"}))
+@pytest.mark.parametrize("engine", few(ENGINES, {*ENGINES} - {"blocks of 4"}))
 def test_whatever_happens_around_them(engine, directories, prompts, lone):
     """Groups of several sizes together, in a pool that is too small for all of them, behind greedy strangers."""
     family, sizes = "mistral" if engine == "window" else "llama", [4, 1, 3, 4, 2]
@@ -145,7 +139,7 @@ def held(llm, sequence_id, num_tokens):
 def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
     """The first to write into the shared last block gets a copy of it, the last writes in place; the others keep what they had."""
     if mistaken:  # the table says that there is a copy, and there is none
-        monkeypatch.setattr(OpenPlan, "add_copies", lambda *_: None)
+        monkeypatch.setattr(PlanBuilder, "add_copies", lambda *_: None)
     engine, manager = llm._engine, llm._engine.scheduler.block_manager
     prompt, copied = prompts[3], llm.stats()["copy_on_write_blocks_total"]
     llm.reset_prefix_cache()
@@ -156,7 +150,7 @@ def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
     ids = group.sequence_ids
     shared = manager.block_table(ids[0])
     assert [manager.block_table(i) for i in ids] == [shared] * 3 and len(shared) == 3
-    assert manager.pool.ref_count(shared[2]) == 3 and llm.stats()["copy_on_write_blocks_total"] == copied
+    assert manager.groups[0].pool.ref_count(shared[2]) == 3 and llm.stats()["copy_on_write_blocks_total"] == copied
     before = held(llm, ids[0], len(prompt))
     engine.step()
     tables = [manager.block_table(i) for i in ids]

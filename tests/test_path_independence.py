@@ -13,7 +13,17 @@ from jaxpage import SamplingParams
 from jaxpage.decoding import SamplingStrategy
 from jaxpage.engine.text import NoText
 from jaxpage.step.edits import Fork
-from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giving_way
+from tests.support.engines import (
+    BLOCKS_OF_1,
+    BLOCKS_OF_4,
+    LLAMA,
+    SMALL_POOL,
+    WIDE,
+    give_way,
+    invariants,
+    make_llm,
+    run_giving_way,
+)
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
@@ -44,17 +54,15 @@ FAMILIES = {
 # Engines that differ in everything that must not matter.
 ENGINES = {
     "plain": {},
-    "blocks of 1": {"block_size": 1, "num_blocks": 1025},
-    "blocks of 8": {"block_size": 8, "num_blocks": 257},
+    "blocks of 1": BLOCKS_OF_1,
+    "blocks of 4": BLOCKS_OF_4,
     "blocks of 32": {"block_size": 32, "num_blocks": 65},
-    "wide": {"max_num_seqs": 16, "max_num_batched_tokens": 128},
+    "wide": WIDE,
     "narrow chunks": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
-    "small pool": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32},
-    "swapping": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32, "preemption_mode": "swap"},
+    "small pool": SMALL_POOL,
+    "swapping": {**SMALL_POOL, "preemption_mode": "swap"},
     "fair and mixed": {
-        "max_num_seqs": 6,
-        "num_blocks": 25,
-        "max_num_batched_tokens": 32,
+        **SMALL_POOL,
         "scheduling_policy": "fair",
         "enable_mixed_steps": True,
         "new_requests_wait_until": "completed",
@@ -104,7 +112,7 @@ def test_the_requests_differ(lone_tokens):
     ("family", "engine"),
     few(
         [("llama", engine) for engine in ENGINES]
-        + [("opt", "small pool"), ("mistral", "blocks of 8"), ("mistral", "tiny pool"), ("mistral", "swapping")]
+        + [("opt", "small pool"), ("mistral", "blocks of 4"), ("mistral", "tiny pool"), ("mistral", "swapping")]
         + [("mistral", "odd budget"), ("mistral", "tiny and swapping")],
         [
             *[("llama", engine) for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")],
@@ -114,9 +122,9 @@ def test_the_requests_differ(lone_tokens):
 )
 def test_together_as_alone(family, engine, directories, prompts, lone_tokens):
     # 15 blocks of 4: the longest sequence has 160 tokens, of which a window of 20 and a chunk of 16 have to stay.
-    tiny = {"max_num_seqs": 6, "block_size": 4, "num_blocks": 16, "max_num_batched_tokens": 16}
+    tiny = {**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 16}
     odd = {"max_num_seqs": 4, "num_blocks": 12, "max_num_batched_tokens": 20}  # chunks that are no whole blocks
-    away = {**tiny, "max_num_batched_tokens": 20, "preemption_mode": "swap", "enable_mixed_steps": True}
+    away = {**tiny, "preemption_mode": "swap", "enable_mixed_steps": True}
     settings = {**ENGINES, "tiny pool": tiny, "odd budget": odd, "tiny and swapping": away}[engine]
     with make_llm(directories[family], **settings) as llm:
         for kind, params in KINDS.items():
@@ -157,12 +165,7 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens):
     """In the middle of its prompt, at its first token, later: swapped or recomputed, its tokens and their probabilities stay."""
-    settings = {
-        "preemption_mode": mode,
-        "enable_prefix_caching": False,
-        "max_num_batched_tokens": 16,
-        "max_num_seqs": 2,
-    }
+    settings = {"preemption_mode": mode, "enable_prefix_caching": False, "max_num_batched_tokens": 16}
     with make_llm(directories[family], **settings) as llm:
         engine = llm._engine
         for kind, params in KINDS.items():
@@ -241,7 +244,7 @@ def mark(llm):
 
 
 @pytest.mark.parametrize(
-    "engine", few(["plain", "blocks of 1", "blocks of 8", "blocks of 32", "uncached"], ["blocks of 1", "uncached"])
+    "engine", few(["plain", "blocks of 1", "blocks of 4", "blocks of 32", "uncached"], ["blocks of 1", "uncached"])
 )
 def test_cached_or_not(engine, directories, prompts, lone_tokens):
     """Prefixes that nobody, a running request or a finished one computed; under a salt; evicted; forgotten."""
@@ -297,16 +300,18 @@ def test_keys_and_values_are_the_same_to_the_last_bit(engine, directories, promp
             assert _blocks_of(llm, prompts[3], cut) == lone_blocks
 
 
-@pytest.mark.parametrize("kv_cache_dtype", few(["int8", "fp8"], ["int8"]))
-def test_quantised_keys_and_values(kv_cache_dtype, directories, prompts, lone_tokens):
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "geometry"),
+    few([("int8", SMALL_POOL), ("int8", BLOCKS_OF_4), ("fp8", BLOCKS_OF_4)], [("int8", SMALL_POOL)]),
+)
+def test_quantised_keys_and_values(kv_cache_dtype, geometry, directories, prompts, lone_tokens):
     """A slot's eight bits and their scale depend on nothing but the vector: tokens and bits are those of the lone request."""
     params = [KINDS["greedy"], KINDS["seeded"]] * 3
-    lone = {"max_num_seqs": 2, "enable_prefix_caching": False}
-    with make_llm(directories["llama"], **lone, kv_cache_dtype=kv_cache_dtype) as llm:
+    with make_llm(directories["llama"], enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype) as llm:
         want = [tokens_of(llm.generate(*one, use_tqdm=False))[0] for one in zip(prompts, params, strict=True)]
         contents = {_blocks_of(llm, prompts[3], 120)}
     assert want != [lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)]
-    small_pool = {"block_size": 4, "num_blocks": 72, "max_num_batched_tokens": 32}
+    small_pool = {**geometry, "num_blocks": 288 // geometry.get("block_size", 16)}
     with make_llm(directories["llama"], **small_pool, kv_cache_dtype=kv_cache_dtype) as llm:
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
         assert tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == want  # the last are cached

@@ -12,9 +12,9 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.cli.flags import ENGINE_FLAGS, PLAN_SETTINGS, PLANNED_SETTINGS, byte_size
-from jaxpage.engine.capacity import Form
+from jaxpage.engine.capacity import ModelLayout
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import LLAMA, make_llm
@@ -165,7 +165,7 @@ def test_users_are_as_many_as_a_block_manager_takes(tmp_path: Path, capsys: pyte
     assert full["users_by_length"] == [{"length": 256, "blocks": 16, "users": 1}], "one block is the null block"
     for of in (plan, odd, full):
         for row in of["users_by_length"]:
-            manager, num_users = BlockManager(BlockPool(of["num_blocks"]), of["block_size"]), 0
+            manager, num_users = BlockManager([BlockTables(BlockPool(of["num_blocks"]), of["block_size"])]), 0
             with pytest.raises(CapacityError):
                 while True:
                     manager.reserve(num_users, 0, row["length"])
@@ -218,7 +218,21 @@ def test_the_tables_have_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.
     assert ["KV", "bytes", "per", "token", "131,072"] in lines
     for row in plan["users_by_length"]:
         assert [f"{row[name]:,}" for name in ("length", "blocks", "users")] in lines
-    assert ["max_num_seqs", "lets", "64", "of", "them", "run;", "the", "others", "wait."] in lines
+    assert [
+        "At",
+        "most",
+        "64",
+        "of",
+        "them",
+        "run",
+        "at",
+        "a",
+        "time",
+        "(max_num_seqs);",
+        "the",
+        "others",
+        "wait.",
+    ] in lines
     assert ["float32", "auto", "1", "does", "not", "fit"] in lines
     for option in plan["alternatives"]:
         if option["error"] is None:
@@ -306,7 +320,7 @@ def test_what_a_cpu_ignores_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 WRONG_USE = [
-    (("--memory", "0"), "not more than nothing: '0'"),
+    (("--memory", "0"), "must be more than 0, got '0'"),
     (("--memory", "24"), "argument --memory: 24 without a unit is 24 bytes; write 24GiB or 24MiB"),
     (("--kv-cache-memory-bytes", "4"), "argument --kv-cache-memory-bytes: 4 without a unit is 4 bytes; write 4GiB"),
     (("--memory", "24GX"), "not an amount of memory such as 24GiB, 40GB or bytes: '24GX'"),
@@ -405,4 +419,4 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
 
 def test_flags_are_settings() -> None:
     assert set(PLAN_SETTINGS) < {flag.setting for flag in ENGINE_FLAGS}
-    assert set(PLANNED_SETTINGS) == set(PLAN_SETTINGS) & set(Form.__dataclass_fields__) - {"dtype"}
+    assert set(PLANNED_SETTINGS) == set(PLAN_SETTINGS) & set(ModelLayout.__dataclass_fields__) - {"dtype"}

@@ -85,7 +85,7 @@ def test_the_queue_is_in_the_order_of_its_definition(policy: str, events: list[t
                 queue.admitted(group, 3)
             running.append(group)
             running.sort(key=queue.rank)
-        elif kind == "r" and running:  # gives way
+        elif kind == "r" and running:  # is preempted
             if number % 2:
                 group = running.pop()
                 queue.put_back(group)
@@ -203,7 +203,7 @@ def contended(seed: int, **settings_: Any) -> Driver:
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_everybody_finishes_and_nobody_thrashes(policy: str, mode: Any, wait: Any) -> None:
-    """Whoever comes back has a block for each running sequence ahead: no group gives way twice within a block's worth of its steps."""
+    """Whoever comes back has a block for each running sequence ahead: no group is preempted twice within a block's worth of its steps."""
     for seed in range(6):
         driver = contended(seed, policy=policy, num_host_blocks=16, preemption=Preemption(mode, wait))
         for group in driver.groups:  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def test_everybody_finishes_and_nobody_thrashes(policy: str, mode: Any, wait: An
             plan = driver.plans[-1]
             for request_id in plan.preempted:
                 if request_id in resumed_at:
-                    assert len(driver.plans) - resumed_at[request_id] >= 4, "it came back only to give way"
+                    assert len(driver.plans) - resumed_at[request_id] >= 4, "it came back only to be preempted"
             for group in driver.scheduler.running:
                 if group.num_preemptions and group.request.request_id not in running:
                     resumed_at[group.request.request_id] = len(driver.plans)
@@ -229,12 +229,12 @@ def test_everybody_finishes_and_nobody_thrashes(policy: str, mode: Any, wait: An
 
 
 def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: with the watermark alone, some come back and give way at once."""
+    """The control of the test above: with the watermark alone, some come back and are preempted at once."""
     monkeypatch.setattr(
-        "jaxpage.scheduling.roster.spare_blocks",
-        lambda usable, running, joining, *, resumes: spare_blocks(usable, running, joining, resumes=False),
+        "jaxpage.scheduling.running_set.spare_blocks",
+        lambda usable, **rest: spare_blocks(usable, **{**rest, "resumes": False}),
     )
-    with pytest.raises(AssertionError, match="came back only to give way"):
+    with pytest.raises(AssertionError, match="came back only to be preempted"):
         test_everybody_finishes_and_nobody_thrashes("fcfs", "recompute", "readmitted")
 
 

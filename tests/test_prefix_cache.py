@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import Phase, settings
@@ -17,7 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
+from jaxpage.errors import CapacityError
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, Prefix, PrefixIndex
+from jaxpage.memory.cached_blocks import CachedBlocks
 from jaxpage.memory.prefix_index import blake2b_256
 from jaxpage.scheduling import Scheduler
 from tests.support.fake_device import Driver, FakeDevice, alone, check_cached, context_of, make_group
@@ -44,35 +46,64 @@ COMMON = (0, 1, 1, 0, 0, 0, 1, 0, 1, 1, 0, 1)
 class CachedTables(RuleBasedStateMachine):
     """Sequences over two token ids that often begin alike, so that prefixes meet. The pages know what each slot was computed behind.
 
-    What `find` gives must be in the pages, computed behind the same tokens under the same salt, and be all that is there.
+    What `find` gives must be in the pages, computed behind the same tokens under the same salt, and be all that is there: in every cache
+    group, as far back as its layers see.
     """
 
     manager_class: type[BlockManager] = BlockManager
+    tables_class: type[BlockTables] = BlockTables
+    cached_class: type[CachedBlocks] = CachedBlocks
     index_class: type[PrefixIndex] = PrefixIndex
     collides = False
+    windows: tuple[tuple[int | None, ...], ...] = ((None,),)  # of the cache groups that there may be
 
-    @initialize(block_size=st.sampled_from([1, 2, 3]), num_blocks=st.integers(4, 14))
-    def start(self, block_size: int, num_blocks: int) -> None:
+    @initialize(data=st.data(), block_size=st.sampled_from([1, 2, 3]))
+    def start(self, data: st.DataObject, block_size: int) -> None:
         index = self.index_class(block_size, four_bits if self.collides else blake2b_256)
-        self.manager = self.manager_class(BlockPool(num_blocks), block_size, index)
-        self.pages = FakeDevice(num_blocks, block_size)
+        groups, first = [], 1
+        for window in data.draw(st.sampled_from(self.windows)):
+            stop = first + data.draw(st.integers(3, 13))
+            pool = BlockPool(stop, first=first)
+            groups.append(self.tables_class(pool, block_size, sliding_window=window, max_tokens=16))
+            first = stop
+        self.manager = self.manager_class(groups, index)
+        if self.cached_class is not CachedBlocks:
+            self.manager.cached = self.cached_class(groups, index)
+        self.pages = FakeDevice(first, block_size)
         self.known: dict[int, Known] = {}
+        self.slid: dict[int, int] = {}  # what was computed when the windows slid: nothing before it is written again
         self.next_id = 0
+
+    def kept(self) -> set[int]:
+        return {block for group in self.manager.groups for block in group.pool.kept_blocks()}
+
+    def num_free(self) -> list[int]:
+        return [group.pool.num_free for group in self.manager.groups]
+
+    def tables(self, sequence_id: int) -> list[tuple[int, ...]]:
+        return [group.block_table(sequence_id) for group in self.manager.groups]
+
+    def fill(self, sequence_id: int, start: int, stop: int) -> None:
+        known = self.known[sequence_id]
+        for table in self.tables(sequence_id):
+            self.pages.write(table, start, known.tokens[start:stop], known.salt)
 
     def write(self, sequence_id: int, start: int, stop: int) -> bool:
         """The next tokens of a sequence are computed, if there is room. They are not committed."""
-        manager, known = self.manager, self.known[sequence_id]
-        num_new, num_free = manager.num_new_blocks(sequence_id, start, stop), manager.pool.num_free
-        if num_new > num_free:
+        manager, span = self.manager, (sequence_id, start, stop)
+        if not manager.has_room([span]):
             return False
-        cached = {block for block in range(manager.pool.num_blocks) if manager.pool.is_kept(block)}
-        self.pages.copy(manager.reserve(sequence_id, start, stop))
-        assert num_free - manager.pool.num_free <= num_new
-        table = manager.block_table(sequence_id)
-        evicted = {block for block in cached if not manager.pool.is_kept(block)}
-        written = table[start // manager.block_size : manager.blocks_for(stop)]
-        assert evicted <= set(table) and not (cached - evicted) & set(written), "what is cached never changes"
-        self.pages.write(table, start, known.tokens[start:stop], known.salt)
+        cached = self.kept()
+        self.pages.copy(manager.reserve(*span))
+        written = [table[start // manager.block_size : manager.blocks_for(stop)] for table in self.tables(sequence_id)]
+        assert all(len(blocks) == len(written[0]) for blocks in written), "a group has no block for what is written"
+        evicted = cached - self.kept()
+        every = {block for table in self.tables(sequence_id) for block in table}
+        behind = len(manager.groups) > 1  # what went with an evicted block is evicted, too
+        assert (behind or evicted <= every) and not (cached - evicted) & set().union(*written), (
+            "what is cached never changes"
+        )
+        self.fill(sequence_id, start, stop)
         return True
 
     @rule(
@@ -83,35 +114,44 @@ class CachedTables(RuleBasedStateMachine):
     )
     def begin(self, common: int, tail: list[int], salt: str | None, computes: int) -> None:
         tokens = [*COMMON[:common], *tail]
-        manager = self.manager
-        known = Known(tokens, salt, [])
-        found = manager.find(tokens, known.digests, salt)
-        self.check_found(known, found)
-        needed = manager.blocks_for(len(tokens)) - len(found) + manager.num_revived(found)
-        if needed > manager.pool.num_free:
+        manager, known = self.manager, Known(tokens, salt, [])
+        prefix = manager.find(tokens, known.digests, salt)
+        self.check_found(known, prefix)
+        needed = manager.num_to_begin([(len(tokens), prefix)])
+        if not manager.fits(needed):
             return
         self.next_id += 1
         self.known[self.next_id] = known
-        num_free = manager.pool.num_free
-        manager.adopt(self.next_id, found)
-        start = len(found) * manager.block_size
-        assert self.write(self.next_id, start, len(tokens)), "what was counted was too little"
-        assert num_free - manager.pool.num_free == needed
-        self.commit(self.next_id, max(start, min(computes, len(tokens))))
+        num_free = self.num_free()
+        self.pages.copy(manager.begin([(self.next_id, len(tokens), prefix)]))
+        taken = [before - after for before, after in zip(num_free, self.num_free(), strict=True)]
+        # A block that is evicted may set others free, which went with it.
+        assert taken == list(needed) if len(taken) == 1 else all(a <= b for a, b in zip(taken, needed, strict=True))
+        self.slid[self.next_id] = prefix.num_tokens
+        assert self.write(self.next_id, prefix.num_tokens, len(tokens)), "what was counted was too little"
+        self.commit(self.next_id, max(prefix.num_tokens, min(computes, len(tokens))))
 
-    def check_found(self, known: Known, found: list[int]) -> None:
-        size = self.manager.block_size
-        there = {
-            self.pages.contexts[block][-1]
-            for block in range(self.manager.pool.num_blocks)
-            if self.manager.pool.is_kept(block)
-        }
+    def check_found(self, known: Known, prefix: Prefix) -> None:
+        size, groups = self.manager.block_size, self.manager.groups
         contexts = [
             context_of(known.tokens[:stop], known.salt) for stop in range(size, len(known.tokens), size)
         ]  # the last token is never found
-        assert [self.pages.contexts[block][-1] for block in found] == contexts[: len(found)], "another prefix was found"
-        if not self.collides:
-            assert len(found) == next((i for i, c in enumerate(contexts) if c not in there), len(contexts))
+        num_blocks = prefix.num_tokens // size
+        for group, blocks in zip(groups, prefix.blocks, strict=True):
+            passed = group.num_passed(prefix.num_tokens) if group is not groups[0] else 0
+            assert blocks[:passed] == [0] * passed and len(blocks) == num_blocks
+            found = [self.pages.contexts[block][-1] for block in blocks[passed:]]
+            assert found == contexts[passed:num_blocks], "another prefix was found"
+        if self.collides:
+            return
+        there = [{self.pages.contexts[block][-1] for block in group.pool.kept_blocks()} for group in groups]
+        most = next((i for i, c in enumerate(contexts) if c not in there[0]), len(contexts))
+        while most and not all(
+            set(contexts[group.num_passed(most * size) : most]) <= held
+            for group, held in zip(groups[1:], there[1:], strict=True)
+        ):
+            most -= 1
+        assert num_blocks == most
 
     def commit(self, sequence_id: int, num_tokens: int) -> None:
         known = self.known[sequence_id]
@@ -150,6 +190,14 @@ class CachedTables(RuleBasedStateMachine):
         self.manager.fork(parent_id, self.next_id)
         tokens, salt, digests = self.known[parent_id]
         self.known[self.next_id] = Known(tokens.copy(), salt, digests.copy())
+        self.slid[self.next_id] = self.slid[parent_id]
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def slide(self, data: st.DataObject) -> None:
+        sequence_id = self.some(data)
+        self.slid[sequence_id] = len(self.known[sequence_id].tokens)
+        self.manager.slide(sequence_id, self.slid[sequence_id])
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -157,7 +205,7 @@ class CachedTables(RuleBasedStateMachine):
         """Known tokens are taken back, even cached ones, and another is written in their place."""
         sequence_id = self.some(data)
         known = self.known[sequence_id]
-        num_tokens = data.draw(st.integers(0, len(known.tokens)))
+        num_tokens = data.draw(st.integers(self.slid[sequence_id], len(known.tokens)))
         self.manager.trim(sequence_id, num_tokens)
         del known.tokens[num_tokens:], known.digests[num_tokens // self.manager.block_size :]
         known.tokens.append(data.draw(st.integers(0, 1)))
@@ -183,24 +231,31 @@ class CachedTables(RuleBasedStateMachine):
         self.manager.check()
         check_cached(self.manager, self.pages)
         for sequence_id, (tokens, salt, _) in self.known.items():
-            table = self.manager.block_table(sequence_id)
-            assert self.pages.read(table, len(tokens)) == tokens
-            assert self.pages.context(table, len(tokens), salt) == context_of(tokens, salt)
+            for group in self.manager.groups:
+                table, seen = group.block_table(sequence_id), 0
+                if group.sliding_window is not None:
+                    seen = max(0, self.slid[sequence_id] - group.sliding_window)
+                assert self.pages.read(table, len(tokens))[seen:] == tokens[seen:]
+                assert self.pages.context(table, len(tokens), salt) == context_of(tokens, salt)
 
     def teardown(self) -> None:
         for sequence_id in list(getattr(self, "known", ())):
             self.manager.release(sequence_id)
         if hasattr(self, "manager"):
-            assert self.manager.pool.num_free == self.manager.pool.num_usable
+            assert self.manager.num_free == self.manager.num_usable
             self.manager.check()
 
 
 STATE_MACHINE = settings(max_examples=250, stateful_step_count=30)
 
 
+GROUPS = ((None, 3), (None, 2, 5), (None, 1), (4,), (5, 2))
+
+
+@pytest.mark.parametrize("windows", [((None,),), GROUPS], ids=["one group", "several"])
 @pytest.mark.parametrize("collides", [False, True], ids=["blake2b", "4 bits"])
-def test_cached_tables_agree_with_the_pages(collides: bool) -> None:
-    machine = type("Tables", (CachedTables,), {"collides": collides})
+def test_cached_tables_agree_with_the_pages(collides: bool, windows: Any) -> None:
+    machine = type("Tables", (CachedTables,), {"collides": collides, "windows": windows})
     run_state_machine_as_test(machine, settings=STATE_MACHINE)
 
 
@@ -210,7 +265,7 @@ class CachesPartialBlocks(BlockManager):
         super().cache(sequence_id, full, [*token_ids, *[0] * self.block_size], digests, salt)
 
 
-class WritesCachedBlocks(BlockManager):
+class WritesCachedBlocks(BlockTables):
     def _unshare(self, blocks, start, stop):
         self.pool.is_writable = lambda block: self.pool.ref_count(block) == 1
         return super()._unshare(blocks, start, stop)
@@ -220,14 +275,14 @@ class WritesCachedBlocks(BlockManager):
         return super().num_new_blocks(sequence_id, start, stop)
 
 
-class ForgetsToForget(BlockManager):
+class ForgetsToForget(BlockTables):
     """Hands an evicted block out and leaves it in the index."""
 
     def _allocate(self):
         return self.pool.allocate()
 
 
-class ReleasesTheHeadFirst(BlockManager):
+class ReleasesTheHeadFirst(BlockTables):
     def _give_up(self, blocks, num_kept):
         given_up = blocks[num_kept:]
         del blocks[num_kept:]
@@ -240,7 +295,7 @@ class TakesTheWholePrompt(BlockManager):
         return super().find([*token_ids, 0], digests, salt)
 
 
-class CountsRevivedBlocksAsFree(BlockManager):
+class CountsRevivedBlocksAsFree(BlockTables):
     def num_revived(self, blocks):
         return 0
 
@@ -249,14 +304,15 @@ class KeepsOwnBlockBehindAnothers(BlockManager):
     """Two blocks for one content, and what follows the second is cached behind nothing that the index has."""
 
     def cache(self, sequence_id, num_computed, token_ids, digests, salt):
-        before = list(self._tables[sequence_id].blocks)
+        (group,) = self.groups
+        table, pool = group.tables[sequence_id], group.pool
+        before = list(table.blocks)
         super().cache(sequence_id, num_computed, token_ids, digests, salt)
-        table = self._tables[sequence_id]
         for place, block in enumerate(before):
             if table.blocks[place] != block:
-                self.pool.release(table.blocks[place])
-                self.pool._free.remove(block)
-                self.pool._ref_counts[block] = 1
+                pool.release(table.blocks[place])
+                pool._free.remove(block)
+                pool._ref_counts[block] = 1
                 table.blocks[place], table.frozen = block, None
 
 
@@ -295,32 +351,89 @@ class ComparesTheBlockAlone(PrefixIndex):
         return self._entries[block].token_ids == token_ids
 
 
-def mistaken_machine(mistake: type, collides: bool = False) -> type[CachedTables]:
-    name = "manager_class" if issubclass(mistake, BlockManager) else "index_class"
-    return type("Mistaken", (CachedTables,), {name: mistake, "collides": collides})
+class LosesWhatGoesWithIt(CachedBlocks):
+    """A block of the first group is handed out anew, and those of the others that go with it stay."""
+
+    def _forget(self, block):
+        for behind in self.index.forget(block):
+            self._first.pool.unkeep(behind)
+
+
+class TakesAnyBlockBeside(CachedBlocks):
+    """A hit of the first group is one of all, if only its last block has the others."""
+
+    def _holds(self, place, found, length):
+        return found[length - 1] in self._beside[place]
+
+    def _blocks_beside(self, place, found):
+        passed = self._further[place].num_passed(len(found) * self.index.block_size)
+        return [0] * passed + [
+            self._beside[place].get(block, self._beside[place][found[-1]]) for block in found[passed:]
+        ]
+
+
+class GoesWithTheWrongBlock(CachedBlocks):
+    def _add_beside(self, further, sequence_id, place, holder):
+        super()._add_beside(further, sequence_id, max(0, place - 1), holder)
+
+
+class StaysWhenItIsReused(CachedBlocks):
+    """A block of a further group is handed out anew and still found."""
+
+    def _forget_beside(self, place, block):
+        pass
+
+
+class AsksTheFirstGroupAlone(BlockManager):
+    def has_room(self, spans):
+        return self.groups[0].num_new_blocks_together(spans) <= self.groups[0].pool.num_free
+
+
+class ForksTheFirstGroupAlone(BlockManager):
+    def fork(self, parent_id, child_id):
+        self.groups[0].fork(parent_id, child_id)
+        for group in self.groups[1:]:
+            group.tables[child_id] = group.tables[parent_id]
+
+
+KINDS = {
+    BlockManager: "manager_class",
+    BlockTables: "tables_class",
+    CachedBlocks: "cached_class",
+    PrefixIndex: "index_class",
+}
+
+
+def mistaken_machine(mistake: type, collides: bool, windows: Any) -> type[CachedTables]:
+    kind = next(name for of, name in KINDS.items() if issubclass(mistake, of))
+    return type("Mistaken", (CachedTables,), {kind: mistake, "collides": collides, "windows": windows})
 
 
 @pytest.mark.parametrize(
-    ("mistake", "collides"),
+    ("mistake", "collides", "windows"),
     [
-        (CachesPartialBlocks, False),
-        (WritesCachedBlocks, False),
-        (ForgetsToForget, False),
-        (ReleasesTheHeadFirst, False),
-        (TakesTheWholePrompt, False),
-        (CountsRevivedBlocksAsFree, False),
-        (KeepsOwnBlockBehindAnothers, False),
-        (HashesWithoutParent, False),
-        (IgnoresTheSalt, False),
-        (TrustsTheHash, True),
-        (ComparesTheBlockAlone, True),
+        *[
+            (mistake, False, ((None,),))
+            for mistake in (
+                *(CachesPartialBlocks, WritesCachedBlocks, ForgetsToForget, ReleasesTheHeadFirst, TakesTheWholePrompt),
+                *(CountsRevivedBlocksAsFree, KeepsOwnBlockBehindAnothers, HashesWithoutParent, IgnoresTheSalt),
+            )
+        ],
+        (TrustsTheHash, True, ((None,),)),
+        (ComparesTheBlockAlone, True, ((None,),)),
+        *[
+            (mistake, False, GROUPS)
+            for mistake in (
+                *(LosesWhatGoesWithIt, TakesAnyBlockBeside, GoesWithTheWrongBlock, StaysWhenItIsReused),
+                *(AsksTheFirstGroupAlone, ForksTheFirstGroupAlone),
+            )
+        ],
     ],
 )
-def test_the_state_machine_sees_planted_mistakes(mistake: type, collides: bool) -> None:
-    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
-        run_state_machine_as_test(
-            mistaken_machine(mistake, collides), settings=settings(STATE_MACHINE, phases=[Phase.generate])
-        )
+def test_the_state_machine_sees_planted_mistakes(mistake: type, collides: bool, windows: Any) -> None:
+    machine = mistaken_machine(mistake, collides, windows)
+    with pytest.raises((AssertionError, KeyError, ValueError, IndexError, CapacityError)):
+        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate]))
 
 
 # ---- the scheduler with a cache: its own state machine is that of test_scheduler, half of whose examples cache
@@ -365,7 +478,7 @@ class LeavesTheSaltOut(BlockManager):
         ("scheduler_class", CachesKnownForComputed),
         ("manager_class", LeavesTheSaltOut),
         ("manager_class", CachesPartialBlocks),
-        ("manager_class", CountsRevivedBlocksAsFree),
+        ("tables_class", CountsRevivedBlocksAsFree),
         ("manager_class", TakesTheWholePrompt),
         ("index_class", HashesWithoutParent),
         ("index_class", IgnoresTheSalt),
@@ -425,7 +538,7 @@ def test_a_hit_that_leaves_one_token_decodes() -> None:
 
 def test_blocks_in_use_by_others_are_shared_and_cost_nothing() -> None:
     driver = make_driver(caching=True, num_blocks=9, block_size=4, max_tokens=32)
-    scheduler, pool = driver.scheduler, driver.scheduler.block_manager.pool
+    scheduler, pool = driver.scheduler, driver.scheduler.block_manager.groups[0].pool
     prompt = [1, 2, 3, 4] * 5
     scheduler.add(make_group("old", 0, prompt, max_tokens=3, ignore_eos=True))
     driver.step()
@@ -449,7 +562,7 @@ def test_revived_blocks_count_as_taken() -> None:
     """Six blocks are cached, of eight: a prompt that starts with them and needs nine does not fit; one of eight does."""
     driver = make_driver(caching=True, num_blocks=9, block_size=2)
     run_one(driver, "first", [1, 2, 3] * 4, max_tokens=1)
-    pool = driver.scheduler.block_manager.pool
+    pool = driver.scheduler.block_manager.groups[0].pool
     assert (pool.num_free, pool.num_cached) == (8, 6)
     assert run_one(driver, "second", [*[1, 2, 3] * 4, 9, 9, 9, 9], max_tokens=1).num_cached_tokens == 12
     assert pool.num_cached == 8
@@ -461,7 +574,7 @@ def test_tails_are_evicted_before_heads_and_the_least_recently_used_first() -> N
     run_one(driver, "b", [2] * 8, max_tokens=1)
     run_one(driver, "c", [3] * 4, max_tokens=1)  # takes two blocks: the tail of a
     assert run_one(driver, "a again", [1] * 9, max_tokens=1).num_cached_tokens == 4  # and the tail of b for the rest
-    pool = driver.scheduler.block_manager.pool
+    pool = driver.scheduler.block_manager.groups[0].pool
     assert pool.num_cached == 8 - 1
 
 
@@ -492,7 +605,7 @@ def test_equal_prompts_of_one_step_end_up_in_one_set_of_blocks() -> None:
     for i in range(3):
         driver.scheduler.add(make_group(str(i), i, [1, 2, 3] * 4, max_tokens=3, ignore_eos=True))
     driver.step()
-    pool = driver.scheduler.block_manager.pool
+    pool = driver.scheduler.block_manager.groups[0].pool
     assert pool.num_usable - pool.num_free == 3 and driver.scheduler.usage().shared_blocks == 3
     driver.run()
 
@@ -511,7 +624,7 @@ def test_without_an_index_nothing_is_kept() -> None:
     driver = make_driver(caching=False, block_size=4)
     run_one(driver, "a", list(range(24)))
     again = run_one(driver, "b", list(range(24)))
-    assert again.num_cached_tokens == 0 and driver.scheduler.block_manager.pool.num_cached == 0
+    assert again.num_cached_tokens == 0 and driver.scheduler.block_manager.groups[0].pool.num_cached == 0
     assert driver.scheduler.prefix_counts.num_queried == 0 and not again.sequences[0].block_digests
 
 
@@ -537,15 +650,14 @@ def test_each_block_is_hashed_once_however_long_a_request_waits() -> None:
 def test_a_chain_ends_where_a_hash_collides() -> None:
     """Both chains have one digest per place: the second is not cached, and what is found is never the other's."""
     index = PrefixIndex(2, lambda content: b"same" if len(content) == 12 else b"root")
-    manager = BlockManager(BlockPool(9), 2, index)
+    manager = BlockManager([BlockTables(BlockPool(9), 2)], index)
     for sequence_id, tokens in enumerate([[1, 1, 2, 2], [3, 3, 2, 2]]):
-        manager.adopt(sequence_id, [])
         manager.reserve(sequence_id, 0, 4)
         manager.cache(sequence_id, 4, tokens, [], None)
         manager.check()
     assert len(index) == 1
-    assert manager.find([1, 1, 9], [], None) == [manager.block_table(0)[0]]
-    assert manager.find([3, 3, 9], [], None) == []
+    assert manager.find([1, 1, 9], [], None).blocks == ([manager.block_table(0)[0]],)
+    assert manager.find([3, 3, 9], [], None) == manager.nothing
 
 
 def test_the_root_depends_on_the_salt_alone() -> None:
@@ -574,17 +686,17 @@ def _shorten(index: PrefixIndex) -> None:
 
 @pytest.mark.parametrize("damage", [_point_elsewhere, _lose_the_head, _change_tokens, _shorten])
 def test_check_sees_damage(damage) -> None:
-    manager = BlockManager(BlockPool(5), 2, PrefixIndex(2))
+    manager = BlockManager([BlockTables(BlockPool(5), 2)], PrefixIndex(2))
     manager.reserve(0, 0, 4)
     manager.cache(0, 4, [1, 1, 2, 2], [], None)
     manager.check()
-    damage(manager.prefix_index)
+    damage(manager.cached.index)
     with pytest.raises(AssertionError):
         manager.check()
 
 
 def test_cached_blocks_are_trimmed_before_they_are_written_again() -> None:
-    manager = BlockManager(BlockPool(8), 2, PrefixIndex(2))
+    manager = BlockManager([BlockTables(BlockPool(8), 2)], PrefixIndex(2))
     manager.reserve(0, 0, 6)
     manager.cache(0, 6, [1] * 6, [], None)
     with pytest.raises(ValueError, match="before cached ones: trim first"):
@@ -593,4 +705,4 @@ def test_cached_blocks_are_trimmed_before_they_are_written_again() -> None:
     head = manager.block_table(0)[0]
     assert manager.reserve(0, 1, 4) == ((head, manager.block_table(0)[0]),)
     manager.check()
-    assert manager.find([1] * 7, [], None)[0] == head, "what was cached is still there"
+    assert manager.find([1] * 7, [], None).blocks[0][0] == head, "what was cached is still there"

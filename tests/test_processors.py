@@ -23,13 +23,13 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.errors import UnsupportedError
-from jaxpage.scheduling.open_plan import sample_of, suppression
+from jaxpage.scheduling.plan_builder import sample_of, suppression
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.step import token_masks
 from jaxpage.step.plan import Row, StepPlan
 from jaxpage.step.request import Request, Sequence
 from jaxpage.step.token_masks import mask_of
-from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm, run_giving_way
+from tests.support.engines import BLOCKS_OF_4, LLAMA, SMALL_POOL, LogitsWitness, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import adjusted, drawn, ends_with
 
@@ -38,7 +38,11 @@ from tests.support.reference_sampling import adjusted, drawn, ends_with
 NUM_ROWS, VOCAB, CONTEXT = 4, 75, 32  # the mask has a last word that is not full
 BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
 BUILDER = BatchBuilder(
-    BucketMenu((BUCKET,), (Bucket(16, NUM_ROWS, 16),)), table_width=2, block_size=16, num_blocks=9, vocab_size=VOCAB
+    BucketMenu((BUCKET,), (Bucket(16, NUM_ROWS, 16),)),
+    table_width=2,
+    block_size=16,
+    blocks=[range(1, 9)],
+    vocab_size=VOCAB,
 )
 EOS = frozenset({0})
 NEUTRAL = jax.tree.map(
@@ -441,10 +445,10 @@ def test_no_bad_word_comes_out(rich, rich_alone):
             assert not any(ends_with(output.token_ids[:end], word) for end in range(len(output.token_ids) + 1))
 
 
-ENGINES = {  # in shapes that tests/test_path_independence.py has compiled
-    "recompute": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32},
-    "swap": {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32, "preemption_mode": "swap"},
-    "blocks of 8": {"block_size": 8, "num_blocks": 257},
+ENGINES = {
+    "recompute": {**SMALL_POOL, "num_blocks": 25},
+    "swap": {**SMALL_POOL, "num_blocks": 25, "preemption_mode": "swap"},
+    "blocks of 4": BLOCKS_OF_4,
 }
 
 
@@ -491,7 +495,7 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
     ended, beside = llm.generate([[7, 8], PROMPT], [params, other], use_tqdm=False)
     (output,) = ended.outputs
     assert (output.finish_reason, len(output.token_ids)) == ("error", 1) and output.token_ids[0] in (1, 2)
-    assert "leaves no token that could be drawn" in output.stop_reason
+    assert "leave no token to sample" in output.stop_reason
     assert beside.outputs == want.outputs
     assert llm.stats()["prefix_cache_hits_total"] > hits
     (again,) = llm.generate(PROMPT, other, use_tqdm=False)
@@ -518,7 +522,7 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
         (
             {"allowed_token_ids": [3, 0], "min_tokens": 2, "stop_token_ids": [3]},
             ValueError,
-            "nothing could be drawn: all of allowed_token_ids ends the text before min_tokens=2",
+            "all tokens are masked: all of allowed_token_ids ends the text before min_tokens=2",
         ),
         (
             {"allowed_token_ids": [3, 4], "min_tokens": 2, "stop_token_ids": [3], "bad_words": ["4"]},

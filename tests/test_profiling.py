@@ -37,7 +37,7 @@ def test_one_trace_at_a_time(traces: list[str]) -> None:
         assert client.post("/stop_profile").status_code == 409
         assert client.post("/start_profile").json() == {"status": "started"}
         refused = client.post("/start_profile")
-        assert refused.status_code == 409 and refused.json()["error"]["message"] == "A trace is being taken already"
+        assert refused.status_code == 409 and refused.json()["error"]["message"] == "A trace is running already"
         assert client.post("/stop_profile").json() == {"status": "written"}
         assert client.post("/stop_profile").status_code == 409
         assert client.post("/start_profile").status_code == client.post("/stop_profile").status_code == 200

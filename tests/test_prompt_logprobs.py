@@ -14,14 +14,14 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.engine import runner as runner_module
 from jaxpage.errors import CapacityError
 from jaxpage.outputs import Logprob
-from jaxpage.scheduling import admitting, committing, open_plan
-from tests.support.engines import LLAMA, give_way, invariants, make_llm, run_giving_way
+from jaxpage.scheduling import admitting, committing, plan_builder
+from tests.support.engines import ENGINES, LLAMA, WIDE, give_way, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.running import SMALL
 from tests.support.sweeps import few
 from tests.test_demo import DEMO
-from tests.test_parallel_sampling import ENGINES, SMALL_POOL, WIDE
 
-pytestmark = [pytest.mark.slow, pytest.mark.optimized]
+pytestmark = pytest.mark.slow
 
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=3)
 SILENT = dataclasses.replace(PARAMS, prompt_logprobs=None)
@@ -157,9 +157,9 @@ def forgets_the_chunk_before(group, edit):
     group.prompt_logprobs[:] = [*edit.logprobs, *group.prompt_logprobs]
 
 
-_scoring, _unpack_drawn, _beginnings = open_plan._scoring, runner_module.unpack_drawn, admitting.beginnings
+_scoring, _unpack_drawn, _beginnings = plan_builder._scoring, runner_module.unpack_drawn, admitting.beginnings
 MISTAKES = {
-    "one too early": (open_plan, "_scoring", one_too_early),
+    "one too early": (plan_builder, "_scoring", one_too_early),
     "of the row before": (runner_module, "unpack_drawn", of_the_row_before),
     "cached all the same": (admitting, "beginnings", cached_all_the_same),
     "chunks in another order": (committing, "_score", forgets_the_chunk_before),
@@ -191,7 +191,7 @@ def test_perplexity_of_the_demo_model():
 
     text = "It was late in the day. The old woman went down to the river, and there she met a boy — “who are you?” " * 4
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    with LLM(max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
+    with LLM("demo", **SMALL, use_tqdm=False) as llm:
         output = generate(llm, text, dataclasses.replace(GREEDY, prompt_logprobs=0))
     ids = torch.tensor([output.prompt_token_ids])
     with torch.no_grad():
@@ -218,7 +218,7 @@ class Asked:
 
 
 @pytest.mark.parametrize(
-    "engine", few(["uncached", "narrow", "wide", "odd", *ENGINES], ["odd", *{*ENGINES} - {"blocks of 8"}])
+    "engine", few(["uncached", "narrow", "wide", "odd", *ENGINES], ["odd", *{*ENGINES} - {"blocks of 4"}])
 )
 def test_whatever_happens_around_it(engine, directories, prompts, lone):
     """Other chunks, blocks and neighbours, some of which are not scored, in a pool that is too small; cached or not."""
@@ -227,7 +227,7 @@ def test_whatever_happens_around_it(engine, directories, prompts, lone):
         "wide": WIDE,  # two tiles of tokens in a step
         "odd": {**WIDE, "max_num_batched_tokens": 100},  # a tile and a part of one
         "uncached": {"enable_prefix_caching": False},
-        "narrow": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
+        "narrow": {"max_num_batched_tokens": 16},
     }
     strangers = [[token_id] * 100 for token_id in (3, 4, 5)]
     stranger = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -271,10 +271,10 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone, monke
 
 def test_a_chunk_that_begins_before_what_is_missing(directories, prompts, lone, monkeypatch):
     """After a preemption the chunks may be cut elsewhere: a part of one is scored already."""
-    with make_llm(directories["llama"], **SMALL_POOL, enable_prefix_caching=False) as llm:
+    with make_llm(directories["llama"], enable_prefix_caching=False) as llm:
         engine = llm._engine
         asked = Asked(llm, monkeypatch)
-        engine.add("older", engine.prepare(None, prompts[3], GREEDY))  # takes 17 of the 32 tokens of the first step
+        engine.add("older", engine.prepare(None, [3] * 49, GREEDY))  # takes 49 of the 64 tokens of the first step
         reporter = engine.add("watched", engine.prepare(None, prompts[5], PARAMS))
         engine.step()
         assert asked.num_tokens == 15
@@ -318,11 +318,11 @@ def test_pinned_or_not(llm, prompts, lone):
 
 def test_the_room_that_a_pin_saves_is_not_there_for_it(directories, prompts):
     """A request that would fit because it shares a pinned prefix does not fit when it computes all of it."""
-    prompt = [*prompts[5], *prompts[4]]  # 83 tokens, 7 blocks with what is drawn
+    prompt = (prompts[5] * 4)[:160]  # 12 blocks with what is drawn
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    with make_llm(directories["llama"], num_blocks=11, max_model_len=128) as llm, llm.pin_prefix(prompt[:64]):
+    with make_llm(directories["llama"], num_blocks=17) as llm, llm.pin_prefix(prompt[:128]):
         generate(llm, prompt, params)
-        with pytest.raises(CapacityError, match="may need 7 KV blocks .* the pool has 10, of which 4 are pinned"):
+        with pytest.raises(CapacityError, match="may need 12 KV blocks .* the pool has 16, of which 8 are pinned"):
             llm.generate([prompt], dataclasses.replace(params, prompt_logprobs=0), use_tqdm=False)
 
 
@@ -386,7 +386,7 @@ def test_echoed(llm, prompts):
 
 
 def test_echoed_text():
-    with LLM(max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
+    with LLM("demo", **SMALL, use_tqdm=False) as llm:
         output = generate(llm, "Once upon a time", GREEDY)
         assert output.echoed().text == "Once upon a time" + output.outputs[0].text
         by_ids = generate(llm, output.prompt_token_ids, GREEDY)

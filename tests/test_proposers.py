@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import logging
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,21 +17,23 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.speculative_config import SpeculativeConfig, SuffixDecoding
-from jaxpage.speculation import Proposer, make_proposer
+from jaxpage.settings.draft_settings import SuffixDecoding
+from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.speculation import Proposer, ProposingSpeculator, make_proposer
+from jaxpage.speculation.methods import METHODS, Target
 from jaxpage.speculation.ngram import NGramProposer
-from jaxpage.speculation.proposal import LikeliestObserver
-from jaxpage.speculation.speculation import Speculation
+from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
 from jaxpage.speculation.suffix_tree import SuffixTree
-from jaxpage.speculation.synthetic import SyntheticProposer, rates_of
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.request import SequenceGroup
-from tests.support import proposers
+from tests.support import house, proposers
 from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.scripted import draft_with
+from tests.support.synthetic import SyntheticProposer, rates_of
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 LONG_TEXTS = st.lists(st.integers(0, 3), min_size=20, max_size=40)
@@ -511,7 +514,7 @@ def test_rates_that_rise_or_are_none_are_refused(rates: tuple[float, ...]) -> No
         ),
         (
             {"method": "suffix", "suffix_decoding_max_tree_depth": 8, "suffix_decoding_max_spec_factor": 0.1},
-            "suffix_decoding_max_spec_factor is 0.1, which drafts nothing: .* 8 lets at most 7 tokens match",
+            "suffix_decoding_max_spec_factor is 0.1, so nothing is drafted: .* 8 allows at most 7 matching tokens; use at least 1/7",
         ),
     ],
 )
@@ -536,19 +539,43 @@ def test_what_this_version_does_not_do_is_refused(settings: dict[str, Any]) -> N
 
 
 def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> None:
-    ngram = make_proposer(SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), VOCAB)
+    target = Target(VOCAB)
+    ngram = make_proposer(SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), target)
     group = make_group("a", 0, [1, 9, 2, 1, 2])
     assert ask(ngram, group, 4) == chain((1, 2))
-    suffix = make_proposer(SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0), VOCAB)
+    suffix = make_proposer(SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0), target)
     assert ask(suffix, group, 4) == chain((1, 2))
-    lookahead = make_proposer(SpeculativeConfig(method="lookahead", num_speculative_tokens=3), VOCAB)
+    lookahead = make_proposer(SpeculativeConfig(method="lookahead", num_speculative_tokens=3), target)
     assert ask(lookahead, group, 3) == chain((1, 2))
-    recycling = make_proposer(SpeculativeConfig(method="token_recycling"), VOCAB)
-    assert isinstance(recycling, LikeliestObserver) and ask(recycling, group, 3) is None
+    recycling = make_proposer(SpeculativeConfig(method="token_recycling"), target)
+    assert isinstance(recycling, RecyclingProposer) and ask(recycling, group, 3) is None
     recycling.heard([None] * 2, [1, 2], np.array([[3] * 8, [1] * 8], np.int32))
     assert ask(recycling, group, 3) == chain((1, 3))
-    with pytest.raises(ValueError, match="medusa"):
-        make_proposer(SpeculativeConfig(method="medusa"), VOCAB)
+    assert set(METHODS) == set(get_args(SpeculativeConfig.model_fields["method"].annotation))
+
+
+# Where methods are named; and the parts of drafters, which have names of their own.
+HOMES = ("jaxpage/speculation/", "jaxpage/settings/", "jaxpage/models/medusa", "jaxpage/checkpoints/eagle_", "tools/")
+
+
+def decisions_by_method(tree: ast.AST) -> list[int]:
+    """Lines that compare something with the name of a method, or look something up by it."""
+    found: list[int] = []
+    for node in ast.walk(tree):
+        names: list[Any] = node.keys if isinstance(node, ast.Dict) else []
+        if isinstance(node, ast.Compare):
+            names = [part for side in (node.left, *node.comparators) for part in getattr(side, "elts", [side])]
+        found += [node.lineno for name in names if isinstance(name, ast.Constant) and name.value in METHODS]
+    return found
+
+
+def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
+    planted = "method == 'ngram'\nby_name = {'medusa': 1}\nmethod in ('eagle', 'suffix')"
+    assert set(decisions_by_method(ast.parse(planted))) == {1, 2, 3}
+    modules = house.read_modules(Path(__file__).parents[1])
+    found = {module.path for module in modules if decisions_by_method(module.tree)}
+    field = "jaxpage/serving/wire/neutral.py"  # OpenAI's `suffix`
+    assert {path for path in found if not path.startswith(HOMES)} == {field}
 
 
 @pytest.mark.parametrize(
@@ -588,14 +615,14 @@ LIMITS = StepLimits(max_rows=4, max_tokens=64, max_chunk_rows=4, mixed=False, ve
 
 def test_a_proposer_that_fails_is_not_asked_again_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
     double = proposers.fails(after=1)
-    speculation = Speculation(double, LIMITS, None, vocab_size=VOCAB)
+    speculator = ProposingSpeculator(double, LIMITS, None, vocab_size=VOCAB)
     groups = [make_group(f"{i}", i, [1, 2]) for i in range(3)]
     for group in groups:
         group.sequences[0].num_computed_tokens = 1
     with caplog.at_level(logging.ERROR):
-        assert speculation.propose(groups) == {0: chain((0, 0, 0))}
-        assert speculation.propose(groups) == {}
-        speculation.forget(groups[0])
+        assert speculator.propose(groups).of == {0: chain((0, 0, 0))}
+        assert not speculator.propose(groups).of
+        speculator.forget(groups[0])
     assert (double.num_asked, double.forgotten) == (2, [])
     assert [record.message for record in caplog.records if "proposer failed" in record.message] == [
         caplog.records[0].message
@@ -604,12 +631,12 @@ def test_a_proposer_that_fails_is_not_asked_again_and_hurts_nobody(caplog: pytes
 
 def test_only_what_can_be_verified_reaches_a_plan() -> None:
     for name, double in proposers.harmless(VOCAB).items():
-        speculation = Speculation(double, LIMITS, None, vocab_size=VOCAB)
+        speculator = ProposingSpeculator(double, LIMITS, None, vocab_size=VOCAB)
         num_drafts = 0
         for size in range(1, 60):
             group = make_group("a", 0, [1] * size, max_tokens=99)
             group.sequences[0].num_computed_tokens = size - 1
-            for draft in speculation.propose([group]).values():
+            for draft in speculator.propose([group]).of.values():
                 assert draft.token_ids and draft == draft.sound(VOCAB, 3), name
                 assert len(draft.parents) == len(draft.token_ids) <= 3, name
                 num_drafts += 1
@@ -634,10 +661,7 @@ CHOICES = [
 def run(llm: LLM, proposer: Proposer | None) -> tuple[dict[Any, Any], int]:
     """Outputs by prompt, and the steps that they took. Without a proposer there are no drafts."""
     engine = llm._engine
-    speculation = Speculation(
-        proposer or proposers.Double(lambda *_: None), engine.scheduler.limits, None, vocab_size=VOCAB
-    )
-    engine.speculation, engine.propose = speculation, speculation.propose
+    draft_with(engine, proposer or proposers.Double(lambda *_: None))
     before = llm.stats()["engine_steps_total"]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], CHOICES)
     assert llm.stats()["num_blocks_free"] == llm.stats()["num_blocks_total"]

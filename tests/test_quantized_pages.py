@@ -15,14 +15,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.device.kv_pages import bytes_per_block, page_dtype
+from jaxpage.device.kv_pages import bytes_per_layer, page_dtype
 from jaxpage.models.base import KVSpec
 from pallas_kernels import copy_blocks, paged_attention, write_kv
 from tests.support.attention import SHARED_BACKENDS, dequantized, make_case, oracle, quantized, run
 from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.optimized]
+pytestmark = pytest.mark.slow
 
 DTYPES = ("int8", "uint8", "float8_e4m3fn")
 
@@ -219,7 +219,7 @@ def test_refusals_name_the_argument():
 
 def test_bytes_of_a_block_count_the_scales():
     kv = KVSpec(num_layers=3, num_kv_heads=2, head_width=64, sliding_windows=(None,) * 3)
-    sizes = {name: bytes_per_block(kv, 16, page_dtype(name, "bfloat16")) for name in ("auto", "int8", "fp8")}
+    sizes = {name: 3 * bytes_per_layer(kv, 16, page_dtype(name, "bfloat16")) for name in ("auto", "int8", "fp8")}
     assert sizes == {"auto": 3 * 2 * 16 * 2 * 64 * 2, "int8": 3 * 2 * 16 * 2 * 68, "fp8": 3 * 2 * 16 * 2 * 68}
 
 
@@ -253,7 +253,8 @@ def test_an_engine_says_nearly_the_same(in_float, kv_cache_dtype, largest, mean)
     """As long as both have drawn the same tokens, logits are close but not equal."""
     with make_llm("demo", **SMALL, kv_cache_dtype=kv_cache_dtype) as llm:
         pages = jax.tree.leaves(llm._engine.runner._pages)
-        assert sum(page.nbytes for page in pages) == llm.memory.pool_bytes == 18 * 4 * (2 * 4 * 2 * (64 + 4))
+        block_bytes = 4 * (2 * 4 * 2 * (64 + 4))
+        assert sum(page[0].nbytes for page in pages) == block_bytes and llm.memory.pool_bytes == 18 * block_bytes
         outputs, logits = greedy(llm)
     (want, want_logits), differences, num_same = in_float, [], 0
     for sequence_id, ((length, ours), (_, theirs)) in enumerate(zip(outputs, want, strict=True)):

@@ -3,30 +3,19 @@ and what it is worth."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
-from jaxpage.device import steps
 from jaxpage.errors import UnsupportedError
-from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation import recycling
 from jaxpage.speculation.medusa import search
 from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer
 from jaxpage.step.draft import Draft
-from jaxpage.step.plan import StepPlan, StepResult
-from tests.support.drafting_engines import engines_that_draft, held, made_when_asked, right_drafts
-from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.fake_device import make_group
-from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
-from tests.support.tokenizers import write_tokenizer
-from tests.test_speculation import PROMPTS, REQUESTS, everything
 
 pytestmark = pytest.mark.optimized
 
@@ -114,136 +103,7 @@ def test_auto_is_refused() -> None:
         EngineConfig(speculative_config={"method": "token_recycling"})  # type: ignore[arg-type]
 
 
-# --- the engine
-
-DRAFTING = {"method": "token_recycling", "num_speculative_tokens": 7, "tree": True}
-ENGINES = engines_that_draft(DRAFTING, chains=DRAFTING | {"tree": False})
-HELD = held(ENGINES, len(PROMPTS))
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model to which the last token matters most, so that what is recycled is of use."""
-    path = random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
-    tensors = random_tensors(LLAMA)
-    tensors["model.embed_tokens.weight"] *= 5
-    write_tensors(path, tensors)
-    return write_tokenizer(path)
-
-
-@pytest.fixture(scope="module")
-def engines(directory: Path) -> Iterator[Callable[[str], LLM]]:
-    with made_when_asked(directory, ENGINES) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def want(engines: Callable[[str], LLM]) -> list[Any]:
-    return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
-
-
-@pytest.mark.parametrize("engine", ["chains", "recomputing", "swapping"])
-def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[Any]) -> None:
-    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who gives way."""
-    llm, chosen = engines(engine), HELD[engine]
-    before = llm.stats()
-    for _ in range(2):  # the second time much is known
-        got = llm.generate([PROMPTS[index] for index in chosen], [REQUESTS[index] for index in chosen], use_tqdm=False)
-        assert everything(got) == [want[index] for index in chosen]
-    after = llm.stats()
-    name = "spec_decode_num_accepted_tokens_total"
-    assert after[name] - before[name] > 10
-    if engine != "chains":
-        mode = "swap" if engine == "swapping" else "recompute"
-        assert after["num_preemptions_total"][mode] > before["num_preemptions_total"][mode]
-    invariants(llm)
-
-
-@pytest.mark.parametrize("engine", ["recomputing", "swapping"])
-def test_nothing_changes_for_who_gives_way_in_the_middle(
-    engine: str, engines: Callable[[str], LLM], want: list[Any]
-) -> None:
-    llm, chosen = engines(engine), [0, 2]
-    before = right_drafts(llm)
-    reporters = [
-        llm._engine.add(str(index), llm._engine.prepare(None, PROMPTS[index], REQUESTS[index])) for index in chosen
-    ]
-    run_giving_way(llm._engine, 4)
-    assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
-    assert right_drafts(llm) > before
-    invariants(llm)
-
-
-def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(engines: Callable[[str], LLM]) -> None:
-    """The last chunk of the prefix is one token, behind which the next ones are known from before."""
-    llm = engines("swapping")
-    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    (output,) = llm.generate([PROMPTS[0]], greedy, use_tqdm=False)
-    prefix = [*output.prompt_token_ids, *output.outputs[0].token_ids][:33]
-    llm.generate([prefix], greedy, use_tqdm=False)
-    with llm.pin_prefix(prefix) as pinned:
-        assert pinned.num_tokens == 33 and not pinned.released
-    invariants(llm)
-
-
-def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """The first row that is heard and that a model of transformers, given the same text and draft, would not have said."""
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-    engine, speculation = llm._engine, llm._engine.speculation
-    assert speculation is not None
-    texts: list[
-        tuple[list[int], list[int]]
-    ] = []  # what was computed up to a draw, and what is said to be likely behind it
-    heard: list[tuple[int, list[int]]] = []
-
-    def keeps(plan: StepPlan, result: StepResult) -> None:
-        assert result.likeliest is not None
-        for sample, likeliest in zip(plan.samples, result.likeliest.tolist(), strict=True):
-            row, offset, path = plan.rows[sample.row], sample.offset, list[int]()
-            while row.parents and offset:
-                path.insert(0, row.token_ids[offset])
-                offset = row.parents[offset - 1]
-            (sequence,) = engine._groups[row.sequence_id].sequences
-            texts.append((sequence.token_ids[: row.start + offset + 1] + path, likeliest))
-        observe(plan, result)
-
-    def hears(salts: Any, token_ids: Any, likeliest_BW: np.ndarray) -> None:
-        heard.extend(zip(token_ids, likeliest_BW.tolist(), strict=True))
-
-    observe = speculation.observe
-    with monkeypatch.context() as patch:
-        patch.setattr(speculation, "observe", keeps)
-        patch.setattr(speculation._proposer, "heard", hears)
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, cache_salt="of transformers")
-        llm.generate(PROMPTS[:2], params, use_tqdm=False)
-    assert len(texts) == len(heard) > 20
-    for (text, likeliest), (token_id, told) in zip(texts, heard, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([text])).logits[0, -1].numpy()
-        best = np.argsort(-logits, kind="stable")[: len(likeliest)]
-        close = np.abs(logits[best] - logits[likeliest]) < 1e-4  # the order of what is equally likely is anybody's
-        if token_id != text[-1] or told != likeliest or not close.all() or len(set(likeliest)) < NUM_RECYCLED:
-            return f"behind {text}: {likeliest}, told as behind {token_id}: {told}; transformers says {best.tolist()}"
-    return None
-
-
-def test_what_is_heard_is_what_transformers_says(
-    engines: Callable[[str], LLM], directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert differs_from_transformers(engines("chains"), directory, monkeypatch) is None
-
-
-def test_a_wrong_order_is_seen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def least_likely(logits_RV: Any, inputs: Any, count: int) -> Any:
-        return likeliest(-logits_RV, inputs, count)
-
-    likeliest = steps._likeliest
-    monkeypatch.setattr(steps, "_likeliest", least_likely)
-    with make_llm(directory, max_num_seqs=1, max_num_batched_tokens=16, speculative_config=DRAFTING) as llm:
-        assert differs_from_transformers(llm, directory, monkeypatch) is not None
+# --- what it is worth
 
 
 def test_it_is_worth_something_on_the_demo_model() -> None:

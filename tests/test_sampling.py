@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import SamplingParams
-from jaxpage.scheduling import open_plan
+from jaxpage.scheduling import plan_builder
 from tests.support.distributions import probabilities, z_score
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -86,16 +86,16 @@ def test_draws_follow_the_distribution(name, llm, log_probabilities):
 @pytest.mark.parametrize("forgotten", ["position", "sample_index"])
 def test_noise_that_repeats_is_seen(forgotten, llm, log_probabilities, monkeypatch):
     """A planted mistake: the noise of a draw is that of another position, or of another sample."""
-    real = open_plan.sample_of
-    monkeypatch.setattr(open_plan, "sample_of", lambda *given: real(*given)._replace(**{forgotten: 0}))
+    real = plan_builder.sample_of
+    monkeypatch.setattr(plan_builder, "sample_of", lambda *given: real(*given)._replace(**{forgotten: 0}))
     if forgotten == "sample_index":
-        enumerated = open_plan.OpenPlan.freeze
+        enumerated = plan_builder.PlanBuilder.freeze
 
         def freeze(self, *given):
             plan = enumerated(self, *given)
             return dataclasses.replace(plan, samples=tuple(s._replace(sample_index=0) for s in plan.samples))
 
-        monkeypatch.setattr(open_plan.OpenPlan, "freeze", freeze)
+        monkeypatch.setattr(plan_builder.PlanBuilder, "freeze", freeze)
     counts = pairs_drawn(llm, temperature=1.0)
     assert z_score(counts, pairs_expected(log_probabilities, temperature=1.0)) > 8
 
@@ -129,7 +129,7 @@ def sampling_params(max_tokens):
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(st.tuples(prompts, sampling_params(st.integers(1, 12))), min_size=2, max_size=6))
 def test_neighbours_change_no_draw(llm, asked):
     """Every request of a batch gives what it gives alone."""

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, Prefix, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.sampling_params import BeamSearchParams
@@ -52,7 +52,7 @@ def make_driver(
     max_chunk_rows: int = 4,
     mixed: bool = False,
     caching: bool = False,
-    window: int | None = None,
+    windows: tuple[int | None, ...] = (None,),
     num_host_blocks: int = 0,
     policy: str = "fcfs",
     preemption: Preemption | None = None,
@@ -60,16 +60,24 @@ def make_driver(
     trees: bool = False,
     scheduler_class: type[Scheduler] = Scheduler,
     manager_class: type[BlockManager] = BlockManager,
+    tables_class: type[BlockTables] = BlockTables,
     index_class: type[PrefixIndex] = PrefixIndex,
 ) -> Driver:
+    """Each of the cache groups has a pool of so many blocks, on the host as well."""
     limits = StepLimits(max_num_seqs, max_tokens, max_chunk_rows, mixed, verified, trees)
-    manager = manager_class(
-        BlockPool(num_blocks),
-        block_size,
-        index_class(block_size) if caching else None,
-        host_pool=BlockPool(num_host_blocks + 1) if num_host_blocks else None,
-        sliding_window=window,
-    )
+    groups = [
+        tables_class(
+            BlockPool(num_blocks + place * (num_blocks - 1), first=1 + place * (num_blocks - 1)),
+            block_size,
+            host_pool=BlockPool((place + 1) * num_host_blocks + 1, first=place * num_host_blocks + 1)
+            if num_host_blocks
+            else None,
+            sliding_window=window,
+            max_tokens=limits.longest_row,
+        )
+        for place, window in enumerate(windows)
+    ]
+    manager = manager_class(groups, index_class(block_size) if caching else None)
     queue = POLICIES[policy]()
     return Driver(
         scheduler_class(limits, manager, max_num_seqs=max_num_seqs, queue=queue, preemption=preemption or Preemption())
@@ -85,6 +93,7 @@ class Scheduling(RuleBasedStateMachine):
 
     scheduler_class: type[Scheduler] = Scheduler
     manager_class: type[BlockManager] = BlockManager
+    tables_class: type[BlockTables] = BlockTables
     index_class: type[PrefixIndex] = PrefixIndex
 
     @initialize(
@@ -95,7 +104,7 @@ class Scheduling(RuleBasedStateMachine):
         max_chunk_rows=st.integers(1, 6),
         mixed=st.booleans(),
         caching=st.sampled_from([True, True, False]),
-        window=st.sampled_from([None, None, 1, 3, 8]),
+        windows=st.sampled_from([(None,), (None,), (1,), (8,), (None, 3), (None, 1, 6), (8, 3)]),
         num_host_blocks=st.sampled_from([0, 2, 40]),
         policy=st.sampled_from(sorted(POLICIES)),
         preemption=st.builds(
@@ -103,9 +112,11 @@ class Scheduling(RuleBasedStateMachine):
         ),
     )
     def start(self, num_usable: int, **settings_: Any) -> None:
-        self.window, self.policy = settings_["window"], settings_["policy"]
+        self.window, self.policy = settings_["windows"][0], settings_["policy"]
         self.new_pin_id = itertools.count(-1, -1).__next__
-        classes = {name: getattr(self, name) for name in ("scheduler_class", "manager_class", "index_class")}
+        classes = {
+            name: getattr(self, name) for name in ("scheduler_class", "manager_class", "tables_class", "index_class")
+        }
         self.driver = make_driver(num_blocks=num_usable + 1, **classes, **settings_)
         self.arrived: list[SequenceGroup] = []  # in order, without the aborted
         self.accepted: list[SequenceGroup] = []
@@ -128,7 +139,7 @@ class Scheduling(RuleBasedStateMachine):
         if self.window:
             num_prompt = num_prompt * 4 - seed % 4  # several times what the window and a step hold
         elif seed % 4:  # else it may be too long, and be refused
-            num_slots = scheduler.block_manager.pool.num_usable // n * scheduler.block_manager.block_size
+            num_slots = scheduler.block_manager.groups[0].pool.num_usable // n * scheduler.block_manager.block_size
             num_prompt = max(1, min(num_prompt, num_slots // 2))
             max_tokens = max(1, min(max_tokens, num_slots - num_prompt))
         num_common = rest.pop("num_common")
@@ -148,16 +159,17 @@ class Scheduling(RuleBasedStateMachine):
         )
         if seed // 4 % 2:  # the plan forks; else whoever answers the first draw
             group.child_ids = tuple(self.driver.new_sequence_id() for _ in range(1, n))
-        block_size, usable = scheduler.block_manager.block_size, scheduler.block_manager.pool.num_usable
+        block_size, usable = scheduler.block_manager.block_size, scheduler.block_manager.groups[0].pool.num_usable
         most = -(-(num_prompt + max_tokens - 1) // block_size)
         if self.window:  # two positions more than it sees, and a step's tokens, wherever a block begins
-            span = self.window + 1 + scheduler.limits.max_tokens
+            span = self.window + 1 + scheduler.limits.longest_row
             most = min(most, max((first + span - 1) // block_size + 1 for first in range(block_size)))
         refused = n * most > usable or n > scheduler.max_num_seqs
         try:
             scheduler.add(group)
         except CapacityError:
-            assert refused or n * most > usable - scheduler.block_manager.num_pinned_blocks
+            pinned = max(scheduler.block_manager.num_pinned_blocks)
+            assert refused or n * most > usable - pinned
         else:
             assert not refused
             self.arrived.append(group)
@@ -254,16 +266,16 @@ class Scheduling(RuleBasedStateMachine):
             assert len(self.driver.plans) < 20_000, "no end"
         assert self.ended >= {group.request.request_id for group in self.arrived}
         self.driver.scheduler.check()
-        pool, counts = self.driver.scheduler.block_manager.pool, self.driver.scheduler.prefix_counts
+        manager, counts = self.driver.scheduler.block_manager, self.driver.scheduler.prefix_counts
         for pin_id in list(self.driver.scheduler.block_manager.pins):
             self.driver.scheduler.block_manager.unpin(pin_id)
-        assert pool.num_free == pool.num_usable
+        assert manager.num_free == manager.num_usable
         assert counts.num_hits == sum(group.num_cached_tokens or 0 for group in self.accepted)
         assert counts.num_hits <= counts.num_queried
 
 
 class Searching(Scheduling):
-    """Beam searches among the others: what comes out is what a naive search finds, and a search has its seats and no more."""
+    """Beam searches among the others: what comes out is what a naive search finds, and a search has its sequence slots and no more."""
 
     @rule(
         seed=st.integers(0, 2**32),
@@ -314,9 +326,14 @@ class Searching(Scheduling):
 class Swapping(Scheduling):
     """Narrowed to pools that are too small and a host that is not."""
 
-    @initialize(block_size=st.sampled_from([2, 4]), num_usable=st.integers(6, 16), max_tokens=st.integers(2, 12))
+    @initialize(
+        block_size=st.sampled_from([2, 4]),
+        num_usable=st.integers(6, 16),
+        max_tokens=st.integers(2, 12),
+        windows=st.sampled_from([(None,), (None,), (None, 4)]),
+    )
     def start(self, **settings_: Any) -> None:
-        rest = {"max_num_seqs": 6, "max_chunk_rows": 6, "mixed": False, "caching": False, "window": None}
+        rest = {"max_num_seqs": 6, "max_chunk_rows": 6, "mixed": False, "caching": False}
         super().start(**settings_, **rest, num_host_blocks=60, policy="fcfs", preemption=Preemption("swap"))
 
 
@@ -332,7 +349,7 @@ class Caching(Scheduling):
         mixed=st.booleans(),
     )
     def start(self, **settings_: Any) -> None:
-        rest = {"caching": True, "window": None, "num_host_blocks": 0, "policy": "fcfs", "preemption": Preemption()}
+        rest = {"caching": True, "windows": (None,), "num_host_blocks": 0, "policy": "fcfs", "preemption": Preemption()}
         super().start(**settings_, **rest)
 
 
@@ -382,11 +399,11 @@ class DrawsAGroupApart(Scheduler):
         return admitted
 
 
-class LeaksSeats(Scheduler):
+class LeaksSequenceSlots(Scheduler):
     def _forget(self, group):
-        num_seats = self._num_seats
+        num_sequence_slots = self._num_sequence_slots
         super()._forget(group)
-        self._num_seats = num_seats
+        self._num_sequence_slots = num_sequence_slots
 
 
 class AdmitsOutOfOrder(Scheduler):
@@ -428,7 +445,7 @@ class ForgetsMinTokens(Scheduler):
         OverfillsChunks,
         DrawsSamplesFromChunks,
         DrawsAGroupApart,
-        LeaksSeats,
+        LeaksSequenceSlots,
         AdmitsOutOfOrder,
         DropsCopies,
         NeverAlternates,
@@ -508,19 +525,25 @@ class RanksBackwards(Scheduler):
         self._running = {group.request.request_id: group, **self._running}
 
 
-class LeaksHostBlocks(BlockManager):
+class LeaksHostBlocks(BlockTables):
     def swap_in(self, sequence_ids):
         moves = super().swap_in(sequence_ids)
         self.swapped.pool.allocate()
         return moves
 
 
-class SlidesTooFar(BlockManager):
+class SwapsTheFirstGroupAlone(BlockManager):
+    def swap_out(self, sequence_ids):
+        moves = super().swap_out(sequence_ids)
+        return tuple(move for move in moves if move[0] < self.groups[0].pool.num_blocks)
+
+
+class SlidesTooFar(BlockTables):
     def num_passed(self, num_tokens):
         return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window + 1) // self.block_size
 
 
-class NeverSlides(BlockManager):
+class NeverSlides(BlockTables):
     def slide(self, sequence_id, num_tokens):
         pass
 
@@ -530,8 +553,8 @@ class PinsTooMuch(BlockManager):
 
     def find_pinned(self, token_ids, salt):
         blocks, num_tokens = super().find_pinned(token_ids, salt)
-        at_most = min(len(token_ids) - 1, len(blocks) * self.block_size)
-        return blocks, min(num_tokens + 1, at_most)
+        at_most = min(len(token_ids) - 1, len(blocks[0]) * self.block_size)
+        return Prefix(blocks, min(num_tokens + 1, at_most))
 
 
 class PinsForAll(BlockManager):
@@ -545,6 +568,7 @@ class PinsForAll(BlockManager):
         (Swapping, SwapsWhatIsNotComputed),
         (Swapping, ForgetsToSwapIn),
         (Swapping, LeaksHostBlocks),
+        (Swapping, SwapsTheFirstGroupAlone),
         (Searching, LeavesDroppedBlocks),
         (Searching, SharesNothing),
         (Scheduling, RanksBackwards),
@@ -553,7 +577,8 @@ class PinsForAll(BlockManager):
     ],
 )
 def test_the_state_machine_sees_mistakes_of_memory(machine: type[Scheduling], mistaken: type) -> None:
-    kind = "scheduler_class" if issubclass(mistaken, Scheduler) else "manager_class"
+    kinds = {Scheduler: "scheduler_class", BlockManager: "manager_class", BlockTables: "tables_class"}
+    kind = next(name for of, name in kinds.items() if issubclass(mistaken, of))
     machine = type("Mistaken", (machine,), {kind: mistaken})
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError, CapacityError)):
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
@@ -587,7 +612,7 @@ def test_a_pin_is_found_by_its_tokens_and_salt(manager_class: type[BlockManager]
     if manager_class is BlockManager:
         others()
         driver.scheduler.block_manager.unpin(-1)
-        assert driver.scheduler.block_manager.pool.num_free == 64
+        assert driver.scheduler.block_manager.groups[0].pool.num_free == 64
     else:
         with pytest.raises(AssertionError):
             others()
@@ -603,16 +628,20 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
     assert (sample.row, sample.offset, sample.position) == (0, 7, 40)
 
 
-def test_seats_that_are_free_for_who_waits() -> None:
+def test_sequence_slots_that_are_free_for_who_waits() -> None:
     driver = make_driver(max_tokens=64)
     scheduler = driver.scheduler
-    assert not scheduler.has_seats, "nobody waits"
+    assert not scheduler.has_sequence_slots, "nobody waits"
     for number in range(scheduler.max_num_seqs + 1):
         scheduler.add(make_group(str(number), number, range(2), max_tokens=12, ignore_eos=True))
     for _ in range(6):
-        assert scheduler.has_seats == (scheduler.num_running < scheduler.max_num_seqs)
+        assert scheduler.has_sequence_slots == (scheduler.num_running < scheduler.max_num_seqs)
         driver.step()
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.has_seats) == (scheduler.max_num_seqs, 1, False)
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.has_sequence_slots) == (
+        scheduler.max_num_seqs,
+        1,
+        False,
+    )
     driver.run()
 
 
@@ -847,7 +876,7 @@ def test_random_forks_and_drops_keep_every_beam_intact(mode: Any) -> None:
     assert driver.scheduler.num_preemptions["swap" if mode == "auto" else "recompute"] > 0
     assert sum(len(plan.copies) for plan in driver.plans) > 0
     assert all(len(group.sequences) == width for group in groups)
-    assert driver.scheduler.block_manager.pool.num_free == 40
+    assert driver.scheduler.block_manager.groups[0].pool.num_free == 40
 
 
 def test_a_draw_of_another_step_is_refused() -> None:
@@ -886,7 +915,7 @@ def test_the_split_of_a_running_prompt() -> None:
 def test_limits_are_positive_and_rows_hold_the_sequences() -> None:
     with pytest.raises(ValueError, match="max_tokens=0"):
         StepLimits(4, 0, 4, mixed=False)
-    manager = BlockManager(BlockPool(4), 4)
+    manager = BlockManager([BlockTables(BlockPool(4), 4)])
     for max_num_seqs in (0, 5):
         with pytest.raises(ValueError, match=f"max_num_seqs={max_num_seqs}"):
             Scheduler(StepLimits(4, 8, 4, mixed=False), manager, max_num_seqs=max_num_seqs)
@@ -900,6 +929,6 @@ def test_admission_leaves_a_reserve_free_while_others_run() -> None:
         make_group("new", 1, range(12), max_tokens=2, ignore_eos=True)
     )  # would take the three that are left
     driver.step()
-    assert (driver.scheduler.num_running, driver.scheduler.block_manager.pool.num_free) == (1, 3)
+    assert (driver.scheduler.num_running, driver.scheduler.block_manager.groups[0].pool.num_free) == (1, 3)
     driver.run()
     assert sum(driver.scheduler.num_preemptions.values()) == 0

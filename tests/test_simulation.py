@@ -60,7 +60,7 @@ def simulate(trace: list[Arrival], setup: Setup = SMALL, average: TimeAverage | 
     simulator = Simulator(trace, setup.new_scheduler(), ONE_SECOND, average=average)
     run = simulator.run()
     simulator.scheduler.check()
-    pool = simulator.scheduler.block_manager.pool
+    pool = simulator.scheduler.block_manager.groups[0].pool
     assert not simulator.scheduler.has_unfinished and pool.num_free == pool.num_usable
     return run
 

@@ -16,9 +16,10 @@ from jaxpage import BeamSearchParams, SamplingParams
 from jaxpage.device import steps
 from jaxpage.engine import batch_builder
 from jaxpage.errors import UnsupportedError
-from jaxpage.scheduling import open_plan
+from jaxpage.scheduling import plan_builder
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.speculation import NoSpeculation
 from tests.support.drafts import KINDS, MOST_DRAFTS, NUM_TOKEN_IDS, Drafter
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
@@ -154,21 +155,21 @@ class Watched:
 
     def __init__(self, llm, outputs, kind, seed=0):
         self.llm, self.engine = llm, llm._engine
-        self.drafter = Drafter(outputs, seed)
+        self.drafter = Drafter(outputs, seed, self.engine._strategies)
         self.drafter.kind = KINDS[kind]
         self.counts = Counter()
         self.plans = []
 
     def __enter__(self):
-        self._propose, self._build = self.engine.propose, self.engine.builder.build
+        self._speculator, self._build = self.engine.speculator, self.engine.builder.build
         self._commit = self.engine.scheduler.commit
-        self.engine.propose = self.drafter.propose
+        self.engine.speculator = self.drafter
         self.engine.builder.build = self._built
         self.engine.scheduler.commit = self._committed
         return self
 
     def __exit__(self, *_):
-        self.engine.propose, self.engine.builder.build = self._propose, self._build
+        self.engine.speculator, self.engine.builder.build = self._speculator, self._build
         self.engine.scheduler.commit = self._commit
 
     def _built(self, plan, *masks):
@@ -328,7 +329,7 @@ def test_keys_and_values_are_those_without_drafts(kind, engines, lone):
         engine = engines(name)._engine
         with Watched(engines(name), lone("without")[1], kind) as watched:
             if name == "without":
-                engine.propose = lambda groups: {}
+                engine.speculator = NoSpeculation()
             engine.add("forked", engine.prepare(None, PROMPTS[index], REQUESTS[index]))
             (group,) = engine.scheduler.waiting
             before = {}
@@ -367,7 +368,7 @@ def test_who_does_not_know_who_goes_on_does_not_draft(engines, lone):
         forked = set()
         groups = {group.request.request_id: group for group in engine.scheduler.waiting}
         while engine.has_unfinished:
-            due = set(groups["1"].children_due)
+            due = set(groups["1"].pending_forks)
             engine.step()
             beams = set(groups["2"].sequence_ids)
             forked |= due & {sample.sequence_id for sample in watched.plans[-1].samples}
@@ -435,7 +436,7 @@ def test_its_own_proposer_changes_nothing_either(engine, engines, lone):
     )
     want, _ = lone("without", prompts, requests)
     with Watched(engines(engine), {}, "oracle") as watched:
-        watched.engine.propose = watched.engine.speculation.propose
+        watched.engine.speculator = watched._speculator
         assert watched.generate(prompts, requests) == want
     assert watched.counts["right"] > 0 and (watched.counts["branching"] > 0) == (engine == "trees")
 
@@ -478,14 +479,18 @@ def accepts_one_more(plan, result):
             yield index + 1, plan.samples[index + 1], False
 
 
-right_samples, right_mask, right_draws = open_plan.drafted_samples, batch_builder._fill_tree_mask, advancing._that_count
+right_samples, right_mask, right_draws = (
+    plan_builder.drafted_samples,
+    batch_builder._fill_tree_mask,
+    advancing._that_count,
+)
 
 
 @pytest.mark.parametrize(
     ("module", "name", "mistake"),
     [
-        (open_plan, "drafted_samples", forgets_the_position),
-        (open_plan, "drafted_samples", forgets_the_branch),
+        (plan_builder, "drafted_samples", forgets_the_position),
+        (plan_builder, "drafted_samples", forgets_the_branch),
         (batch_builder, "_fill_tree_mask", transposes_the_mask),
         (batch_builder, "_fill_tree_mask", sees_no_branch),
         (advancing, "_that_count", accepts_one_more),

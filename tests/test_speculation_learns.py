@@ -1,26 +1,28 @@
-"""What `Speculation` tells its controller of each step: what was right, what a grammar refused, and nothing while it naps."""
+"""What the speculator tells its controller of each step: what was right, what a grammar refused, and nothing to decide."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.speculation import Proposer, ProposingSpeculator
 from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.speculation import Speculation
-from jaxpage.step.draft import Draft, chain
-from jaxpage.step.edits import Append
+from jaxpage.step.draft import Draft, Drafts, chain
+from jaxpage.step.edits import Append, Edit
 from jaxpage.step.limits import StepLimits
-from jaxpage.step.plan import Row, Sample, StepPlan
+from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 from tests.support.fake_device import make_group
 
 LIMITS = StepLimits(2, 64, 2, mixed=False, decoded=(2,), verified=((2, 8),) * 2, streams=((2, 4), (2, 8)))
 
 
-class Proposer:
+class Always(Proposer):
     """Always drafts the same."""
 
     def __init__(self) -> None:
@@ -29,9 +31,6 @@ class Proposer:
     def propose(self, request: Any, sequence: Any, num_drafts: int) -> Draft:
         self.num_asked += 1
         return chain((5, 6, 7)[:num_drafts])
-
-    def forget(self, group: SequenceGroup) -> None:
-        pass
 
 
 def decoding() -> SequenceGroup:
@@ -53,18 +52,32 @@ def controller_of() -> Controller:
     return controller
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_drafts_that_a_grammar_refuses_are_given_up(told: bool) -> None:
+class Refusing:
+    """A grammar that admits so many drafts, one behind the other."""
+
+    def __init__(self, num_admitted: int) -> None:
+        self.num_admitted = num_admitted
+
+    def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Any:
+        return np.zeros(1, np.uint32) if len(drafts) <= self.num_admitted else None
+
+
+def observe(speculator: ProposingSpeculator, drafts: Drafts, plan: StepPlan, edits: list[Edit]) -> None:
+    nothing = np.zeros((len(plan.samples), 0))
+    result: Any = StepResult(*[nothing] * 5)
+    speculator.observe(StepReport(drafts, plan, result, edits, []))
+
+
+def test_drafts_that_a_grammar_refuses_are_given_up() -> None:
     """Nobody verifies them, so that they would be taken for right as often as at first, and asked for in every step."""
-    proposer = Proposer()
-    speculation = Speculation(proposer, LIMITS, controller_of(), vocab_size=9)
+    proposer = Always()
+    strategies: Any = {3: Refusing(0)}
+    speculator = ProposingSpeculator(proposer, LIMITS, controller_of(), vocab_size=9, strategies=strategies)
     for _ in range(400):
-        if (drafts := speculation.propose([decoding()])) and told:
-            speculation.admitted(drafts, {})
-        if speculation.has_part:
-            speculation.verified(plan_of(), [Append(3, 4)], 1.0, 0.01)
-    assert (proposer.num_asked < 60) == told
-    assert proposer.num_asked < 60 or proposer.num_asked > 350
+        drafts = speculator.propose([decoding()])
+        assert not drafts.of
+        observe(speculator, drafts, plan_of(), [Append(3, 4)])
+    assert proposer.num_asked < 60
 
 
 @pytest.mark.parametrize(
@@ -90,48 +103,36 @@ def test_what_is_learned(
     monkeypatch.setattr(controller, "ask", lambda *_: {3: 3})
     monkeypatch.setattr(controller, "cut", lambda *_: {3: 3})
     monkeypatch.setattr(controller, "verified", lambda _, parents, path: told.append((tuple(parents), set(path))))
-    speculation = Speculation(Proposer(), LIMITS, controller, vocab_size=9)
-    drafts = speculation.propose([decoding()])
-    draft = drafts[3]
-    speculation.admitted(drafts, {3: draft.cut(admitted)} if admitted else {})
-    edits = [Append(3, token_id, drafted=index < len(drawn) - 1) for index, token_id in enumerate(drawn)]
-    speculation.verified(plan_of(*draft.token_ids[:in_step]), edits, 1.0, 0.0)
+    strategies: Any = {3: Refusing(admitted)}
+    speculator = ProposingSpeculator(Always(), LIMITS, controller, vocab_size=9, strategies=strategies)
+    drafts = speculator.propose([decoding()])
+    assert [len(draft.token_ids) for draft in drafts.of.values()] == [admitted] * (admitted > 0)
+    edits: list[Edit] = [Append(3, token_id, drafted=index < len(drawn) - 1) for index, token_id in enumerate(drawn)]
+    observe(speculator, drafts, plan_of(*(5, 6, 7)[:in_step]), edits)
     assert told == learned
 
 
-def test_in_a_nap_nobody_is_asked_and_nothing_need_be_told() -> None:
+def test_where_there_is_nothing_to_decide_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    slept: list[int] = []
-    controller: Any = SimpleNamespace(nap=3, ask=lambda *_: asked.append(1) or {}, slept=slept.append)
-    speculation = Speculation(Proposer(), LIMITS, controller, vocab_size=9)
-    parts = []
-    for _ in range(9):
-        assert speculation.propose([decoding()]) == {}
-        parts.append(speculation.has_part)
-    assert parts == [True, False, False, False] * 2 + [True]
-    assert len(asked) == 3 and slept == [3, 3]
+    controller = controller_of()
+    monkeypatch.setattr(controller, "ask", lambda *_: asked.append(1) or {})
+    skips = iter([True, True, False, True])
+    monkeypatch.setattr(controller, "skips", lambda: next(skips))
+    sync: Any = SimpleNamespace(is_off=False, ready=set(), is_stale=lambda _: False)
+    speculator = ProposingSpeculator(Always(), LIMITS, controller, vocab_size=9, sync=sync)
+    for _ in range(4):
+        assert not speculator.propose([decoding()]).of
+    assert len(asked) == 1
+    sync.is_off, skips = True, iter([False])
+    assert not speculator.propose([decoding()]).of and len(asked) == 1, "the drafter on the device is off"
 
 
-def test_a_drafter_that_follows_again_ends_the_nap() -> None:
-    asked: list[int] = []
-    controller: Any = SimpleNamespace(ask=lambda *_: asked.append(1) or {}, slept=lambda _: None)
-    follows: Any = SimpleNamespace(nap=30, ready=frozenset(), has_lost=lambda _: False, last_levels=None)
-    follows.levels = lambda *_: follows.last_levels
-    speculation = Speculation(Proposer(), LIMITS, controller, vocab_size=9, following=follows)
-    for step in range(12):
-        speculation.propose([decoding()])
-        follows.last_levels = 0 if step == 9 else None
-        speculation.levels(plan_of())
-    assert len(asked) == 2, "in the first step, and behind that in which it followed"
-
-
-def test_a_proposer_that_failed_has_no_part_in_any_step(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Proposer):
+def test_a_proposer_that_failed_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Always):
         def propose(self, *_: Any) -> Draft:
             raise RuntimeError("it fails")
 
-    controller = controller_of()
-    speculation = Speculation(Failing(), LIMITS, controller, vocab_size=9)
+    speculator = ProposingSpeculator(Failing(), LIMITS, controller_of(), vocab_size=9)
     for _ in range(50):
-        assert speculation.propose([decoding()]) == {}
-    assert not speculation.has_part and caplog.text.count("the proposer failed") == 1
+        assert not speculator.propose([decoding()]).of
+    assert speculator.has_failed and caplog.text.count("the proposer failed") == 1

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import jaxpage.replay.replay as replay_module
 from jaxpage import LLM, SamplingParams
 from jaxpage.decoding import SamplingStrategy
-from jaxpage.device.step_inputs import views
+from jaxpage.device.step_inputs import TableShape, views
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import EventLogError
 from jaxpage.replay.event_log import EventLog
@@ -27,9 +27,11 @@ from jaxpage.replay.log_header import config_hash
 from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replay import Report
 from jaxpage.shapes import NOTHING_ALLOWED
-from jaxpage.speculation.speculation import Speculation
+from jaxpage.speculation import ProposingSpeculator
+from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Append, Finish
 from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import DRAFTING, Guesses, Scripted, draft_with, mixed_up, without_drafts
@@ -237,7 +239,7 @@ def test_a_draw_of_nothing_behind_a_right_draft(llm: LLM, tmp_path: Path, monkey
     def barren(batch: Any) -> StepResult:
         """Nothing may be drawn behind the sixth token of the first request: the last draw of a step with two right drafts."""
         result = real(batch)
-        fields: dict[str, Any] = views(batch.packed, batch.bucket, llm._engine.builder.table_width)
+        fields: dict[str, Any] = views(batch.packed, batch.bucket, llm._engine.builder.tables)
         positions, ids = fields["positions_T"], fields["token_ids_T"]
         at = [
             (p, t) == (20 + 5, victim[5])
@@ -267,8 +269,8 @@ def test_the_command_needs_no_proposer(directory: Path, tmp_path: Path, monkeypa
     def never(*_: Any) -> Any:
         raise AssertionError("a replay drafts nothing of its own")
 
-    monkeypatch.setattr(Speculation, "propose", never)
-    monkeypatch.setattr(Speculation, "verified", never)
+    monkeypatch.setattr(ProposingSpeculator, "propose", never)
+    monkeypatch.setattr(ProposingSpeculator, "observe", never)
     records[0]["config"]["speculative_config"] |= {"prompt_lookup_max": 9}
     records[0]["config_hash"] = config_hash(records[0]["config"])
     assert_identical(replay_module.replay(write(tmp_path / "b.jsonl", records), progress=False), path)
@@ -301,7 +303,8 @@ def test_everything_of_drafts_is_recorded() -> None:
     result = StepResult(token_ids, floats, token_ids, tops.astype(np.int32), tops.astype(np.float32), paths=paths)
     appended = [Append(4, 2, drafted=True), Append(4, 3, drafted=True), Append(4, 4), Append(5, 10)]
     ended = [Append(6, 6, drafted=True), Finish(6, "stop", "x")]
-    recorder.drawn(plan, result, [*appended, Finish(4, "length"), Finish(5, "length"), *ended])
+    edits = [*appended, Finish(4, "length"), Finish(5, "length"), *ended]
+    recorder.stepped(StepReport(Drafts(), plan, result, edits, []))
     assert json.loads(json.dumps(told)) == [
         {
             "event": "plan",
@@ -373,14 +376,14 @@ def test_drafts_that_are_none_are_refused(llm: LLM, crowd: Path, tmp_path: Path,
 class Verifying(Chances):
     """Draws by chance, and often what was drafted. Which drafts were right is found token by token."""
 
-    def __init__(self, table_width: int) -> None:
-        self.table_width = table_width
+    def __init__(self, tables: TableShape) -> None:
+        self.tables = tables
 
     def run(self, batch: Any) -> StepResult:
         result = super().run(batch)
         if not batch.bucket.verifies:
             return result
-        fields: dict[str, Any] = views(batch.packed, batch.bucket, self.table_width)
+        fields: dict[str, Any] = views(batch.packed, batch.bucket, self.tables)
         ids, parents, starts = fields["token_ids_T"].tolist(), fields["parents_T"].tolist(), fields["query_start"]
         drawn = result.token_ids.copy()
         for place in range(len(drawn)):
@@ -400,7 +403,7 @@ class Verifying(Chances):
 
 
 def speculating(llm: LLM) -> Engine:
-    engine = new_engine(llm, Verifying(llm._engine.builder.table_width))
+    engine = new_engine(llm, Verifying(llm._engine.builder.tables))
     draft_with(engine, Guesses())
     return engine
 
@@ -417,7 +420,7 @@ def test_every_history_can_be_replayed_and_every_number_counts(
         engine.events = log = EventLog(path, HEADER)
         act(engine, actions)
         log.closed()
-        runner = Verifying(llm._engine.builder.table_width)
+        runner = Verifying(llm._engine.builder.tables)
         report = replayed(llm, path, runner)
         assert report.difference is None and report.ending is None
 

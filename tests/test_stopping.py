@@ -296,7 +296,7 @@ def test_strategy_answers_with_edits_per_sequence() -> None:
     assert strategy.advance([Draw(11, EOS)]) == [Append(11, EOS, ""), Finish(11, "stop", None)]
 
 
-@pytest.mark.parametrize(("token_id", "reason"), [(NOT_FINITE, "not finite"), (NOTHING_ALLOWED, "leaves no token")])
+@pytest.mark.parametrize(("token_id", "reason"), [(NOT_FINITE, "not finite"), (NOTHING_ALLOWED, "leave no token")])
 def test_a_draw_without_a_token_ends_its_sequence_alone(token_id: int, reason: str) -> None:
     first, second = SamplingStrategy(make_request(), ByteDetokenizer).advance([Draw(10, token_id), Draw(11, 1)])
     assert isinstance(first, Finish) and (first.sequence_id, first.reason) == (10, "error")

@@ -20,6 +20,7 @@ from jaxpage.decoding.stop_strings import StopStrings
 from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.step.plan import StepResult
 from tests.support.engines import give_way, invariants
+from tests.support.running import SMALL
 
 PROMPT = "Once upon a time"
 EOS, STOP_ID = 0, 281
@@ -50,7 +51,7 @@ STOPS = [
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
+    with LLM("demo", **SMALL, use_tqdm=False) as llm:
         yield llm
 
 

@@ -29,11 +29,10 @@ from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.replay.replay import replay
-from tests.support.engines import LLAMA, invariants, lone_sample, make_llm, run_giving_way
+from tests.support.engines import LLAMA, SMALL_POOL, invariants, lone_sample, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
 
-SMALL_POOL = {"max_num_seqs": 6, "num_blocks": 25, "max_num_batched_tokens": 32}  # shapes of test_path_independence.py
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -472,14 +471,14 @@ def test_it_ends_where_it_may_if_every_way_on_is_forbidden(llm):
 def test_it_fails_where_it_may_not_end_and_every_way_on_is_forbidden(llm):
     yes = llm.tokenizer("yes")["input_ids"]
     inside = only(llm, {"choice": ["yes!"]}, allowed_token_ids=yes)
-    assert inside.finish_reason == "error" and "no token of allowed_token_ids goes on" in inside.stop_reason
+    assert inside.finish_reason == "error" and "no token of allowed_token_ids continues" in inside.stop_reason
     short = only(llm, {"choice": ["yes", "yes!!!"]}, allowed_token_ids=yes, min_tokens=4)
     assert short.finish_reason == "error" and "complete after 3 tokens, below min_tokens=4" in short.stop_reason
     for banned in (
         only(llm, {"choice": ["yes!"]}, bad_words=["!"]),
         only(llm, {"choice": ["yes", "yes!!!"]}, bad_words=["!"], ignore_eos=True, min_tokens=4),
     ):
-        assert banned.finish_reason == "error" and "leaves no token that could be drawn" in banned.stop_reason
+        assert banned.finish_reason == "error" and "leave no token to sample" in banned.stop_reason
 
 
 def test_stop_ids_are_ends_where_the_grammar_may_end(llm):
@@ -515,7 +514,7 @@ def test_a_dead_end_ends_that_request_only(llm):
         dead, beside = run(llm, ["a", [3, 4]], [params(asked, n=2), neighbour])
         assert [beside] == alone
         for one in dead:
-            assert one.finish_reason == "error" and "no token of the model goes on in the grammar" in one.stop_reason
+            assert one.finish_reason == "error" and "no token of the model continues the grammar" in one.stop_reason
             assert re.fullmatch("[ab]{2,3}", one.text)
 
 
@@ -583,9 +582,9 @@ def test_refused_at_construction(value, message):
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=x)"}, "look-around"),
         ({"regex": "(?P<n>a)(?P=n)"}, "invalid regex"),
-        ({"regex": "a{0}"}, "it admits only an empty text"),
-        ({"regex": "[^\\s\\S]"}, "no token of the model goes on"),
-        ({"regex": "\\x01"}, "no token of the model goes on"),
+        ({"regex": "a{0}"}, "it allows only an empty text"),
+        ({"regex": "[^\\s\\S]"}, "no token of the model continues"),
+        ({"regex": "\\x01"}, "no token of the model continues"),
         ({"regex": "(" * 30000 + "a" + ")" * 30000}, "is refused: "),
         ({"grammar": "start: " + "(" * 30000 + '"a"' + ")" * 30000}, "too deeply nested"),
         ({"grammar": "root ::= " + "(" * 30000 + '"a"' + ")" * 30000}, "neither Lark nor GBNF"),
@@ -727,7 +726,7 @@ def test_who_waits_too_long_is_told(llm, monkeypatch):
     assert only(llm, "choice").finish_reason == "stop"
     with compiler._compiling:
         assert only(llm, "choice").finish_reason == "stop"  # it is there already
-        with pytest.raises(TimeoutError, match="structured_outputs: the grammars of others were compiled for 0.01 s"):
+        with pytest.raises(TimeoutError, match="structured_outputs: timed out after 0.01 s"):
             only(llm, {"regex": "xyz"})
 
 

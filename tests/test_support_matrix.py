@@ -37,7 +37,7 @@ def found(engines, request):
     if request.config.getoption("--write-support-matrix"):
         assert all(len(cells) == len(FEATURES) for cells in matrix.values()), "some cells failed: nothing is written"
         (ROOT / "jaxpage" / "support_matrix.json").write_text(json.dumps(matrix, indent=1) + "\n")
-        (ROOT / "docs" / "support-matrix.md").write_text(markdown(matrix))
+        (ROOT / "docs" / "reference" / "support-matrix.md").write_text(markdown(matrix))
 
 
 def test_every_parameter_has_a_row(engines):
@@ -55,4 +55,4 @@ def test_a_cell_is_what_the_package_says(name, feature, engines, found, request)
 
 
 def test_the_document_is_made_of_it():
-    assert (ROOT / "docs" / "support-matrix.md").read_text() == markdown(support_matrix())
+    assert (ROOT / "docs" / "reference" / "support-matrix.md").read_text() == markdown(support_matrix())

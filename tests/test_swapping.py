@@ -23,6 +23,7 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import CapacityError
+from jaxpage.memory import pool_ids
 from jaxpage.step.plan import Row, Sample, StepPlan
 from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks
 from tests.support.engines import LLAMA, make_llm
@@ -70,14 +71,20 @@ def bytes_of(pages):
 class Moves:
     """Executables without a model: a step draws nothing and leaves the pages as they are."""
 
-    gather = staticmethod(jax.jit(gather_blocks))
-    scatter = staticmethod(jax.jit(scatter_blocks, donate_argnums=0))
+    _gather = staticmethod(jax.jit(gather_blocks))
+    _scatter = staticmethod(jax.jit(scatter_blocks, donate_argnums=0))
     _copy = staticmethod(jax.jit(copy_blocks, donate_argnums=0))
 
-    def copy(self, pages, pairs):
+    def copy(self, pages, group, pairs):
         return self._copy(pages, pairs[:, 0], pairs[:, 1])
 
-    def step(self, bucket, *, rests=False):
+    def gather(self, pages, group, blocks):
+        return self._gather(pages, blocks)
+
+    def scatter(self, pages, group, blocks, contents):
+        return self._scatter(pages, blocks, contents)
+
+    def step(self, bucket, draft_depth=None):
         nothing = np.zeros((bucket.num_rows, 5), np.int32)
         return lambda parameters, pages, packed, adjustments: (StepOutput(nothing, nothing, nothing), pages)
 
@@ -86,7 +93,7 @@ def make_runner(kind="float32", runner=Runner, seed=0):
     """A runner whose blocks, on both sides, hold random bits."""
     pages = random_pages(kind, seed)
     host_pages = HostPages(NUM_HOST_BLOCKS, bytes_of(pages).shape[1])
-    made = runner({}, lambda: pages, Moves(), host_pages)
+    made = runner({}, lambda: pages, Moves(), [host_pages])
     host_blocks = np.arange(NUM_HOST_BLOCKS + 1, dtype=np.int32)
     host_pages.store(host_blocks, bytes_of(random_pages(kind, seed + 1))[host_blocks])
     return made
@@ -96,9 +103,9 @@ BUILDER = BatchBuilder(
     dataclasses.replace(make_menu(2, 16), num_copies=3, num_swapped=NUM_SWAPPED),
     table_width=4,
     block_size=4,
-    num_blocks=NUM_BLOCKS,
+    blocks=pool_ids([NUM_BLOCKS]),
     vocab_size=10,
-    num_host_blocks=NUM_HOST_BLOCKS,
+    host_blocks=pool_ids([NUM_HOST_BLOCKS + 1]),
 )
 
 
@@ -112,7 +119,7 @@ def run(runner, plan):
 
 def state(runner):
     """What both sides hold, without the null blocks."""
-    return bytes_of(runner._pages)[1:], runner._host_pages.load(np.arange(1, NUM_HOST_BLOCKS + 1, dtype=np.int32))
+    return bytes_of(runner._pages)[1:], runner._host_pages[0].load(np.arange(1, NUM_HOST_BLOCKS + 1, dtype=np.int32))
 
 
 ORDER = ("swap_out", "swap_in", "copies")
@@ -169,7 +176,7 @@ def test_gathered_bytes_are_those_of_the_pages():
     """Also in their order, which is what a block of another engine would be read by."""
     pages = random_pages("scaled")
     blocks = np.array([5, 2, 5, 0], np.int32)
-    np.testing.assert_array_equal(np.asarray(Moves.gather(pages, blocks)), bytes_of(pages)[blocks])
+    np.testing.assert_array_equal(np.asarray(Moves._gather(pages, blocks)), bytes_of(pages)[blocks])
 
 
 @st.composite
@@ -231,8 +238,8 @@ def test_only_the_right_order_agrees_with_the_model(order):
 
 
 class PadsWithTheFirstBlock(Moves):
-    def scatter(self, pages, blocks, contents):
-        return Moves.scatter(pages, np.where(blocks == 0, 1, blocks), contents)
+    def scatter(self, pages, group, blocks, contents):
+        return Moves._scatter(pages, np.where(blocks == 0, 1, blocks), contents)
 
 
 def test_padding_that_reached_a_block_would_be_seen():
@@ -275,7 +282,7 @@ def test_the_last_ids_of_both_pools_are_honoured():
 
 def test_without_host_blocks_every_swap_is_refused():
     builder = BatchBuilder(
-        BucketMenu(*[BUILDER.menu.decode] * 2), table_width=4, block_size=4, num_blocks=9, vocab_size=9
+        BucketMenu(*[BUILDER.menu.decode] * 2), table_width=4, block_size=4, blocks=[range(1, 9)], vocab_size=9
     )
     with pytest.raises(ValueError, match="leave the pools"):
         builder.build(plan_of(swap_out=[(1, 1)]))
@@ -289,11 +296,11 @@ class FailsLate(Moves):
 
     calls = 0
 
-    def scatter(self, pages, blocks, contents):
+    def scatter(self, pages, group, blocks, contents):
         self.calls += 1
         if self.calls == 2:
             raise RuntimeError("planted")
-        return Moves.scatter(pages, blocks, contents)
+        return Moves._scatter(pages, blocks, contents)
 
 
 def test_a_step_that_stops_half_way_loses_the_pages_and_not_the_host():
@@ -314,7 +321,7 @@ def test_a_step_that_stops_half_way_loses_the_pages_and_not_the_host():
 def test_closing_frees_the_memory_of_the_host():
     runner = make_runner()
     runner.executables.close = lambda: None
-    rows = weakref.ref(runner._host_pages._rows)
+    rows = weakref.ref(runner._host_pages[0]._rows)
     assert rows() is not None
     runner.close()
     assert rows() is None
@@ -340,7 +347,7 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
 
     with make_llm(directory, num_blocks=33, preemption_mode="auto") as llm:
         runner, builder = llm._engine.runner, llm._engine.builder
-        assert builder.num_host_blocks == llm.memory.num_host_blocks == 32
+        assert len(builder.host_blocks[0]) == llm.memory.num_host_blocks == 32
         before = llm.stats()["compile_total"]
         token = int(step(prompt, 0, (1, 2, 3)).token_ids[0])
         want = step([token], 40, (1, 2, 3))
@@ -361,7 +368,7 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
 def test_who_does_not_swap_compiles_nothing_for_it(directory, settings):
     with make_llm(directory, num_blocks=33, **settings) as llm:
         assert llm.memory.num_host_blocks == llm._engine.builder.menu.num_swapped == 0
-        assert {"gather", "scatter"}.isdisjoint(llm._engine.runner.executables._table)
+        assert {"gather 0", "scatter 0"}.isdisjoint(llm._engine.runner.executables._table)
 
 
 def test_as_many_host_blocks_as_asked_for_or_a_refusal(directory, monkeypatch):

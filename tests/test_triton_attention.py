@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from pallas_kernels.specs import SPECS
 from pallas_kernels.tiles import Shape
 from pallas_kernels.triton import attention as triton_kernel
 from tests.support.attention import Case, make_case, oracle, run
+from tests.support.sweeps import few
 
 SMALL = Tiles(query_rows=16, context=16, max_splits=3, split_context=32, num_warps=4, num_stages=3)
 UNSPLIT = dataclasses.replace(SMALL, max_splits=1)
@@ -90,8 +92,14 @@ def test_widths_groups_blocks_and_types(width, heads, block_size, dtype, page_dt
 TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}
 
 
-@pytest.mark.parametrize("page_dtype", triton.PAGE_DTYPES)
-@pytest.mark.parametrize("dtype", triton.QUERY_DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "page_dtype"),
+    few(
+        itertools.product(triton.QUERY_DTYPES, triton.PAGE_DTYPES),
+        # Each type once as queries' and once as pages'; the other test above has more pairs.
+        [*zip(triton.QUERY_DTYPES * 2, triton.PAGE_DTYPES, strict=True)],
+    ),
+)
 def test_every_pair_of_types(dtype, page_dtype):
     case = make_case(3, [37], [1], heads=(2, 1), padding=1, dtype=dtype, page_dtype=page_dtype)
     got = run(*case.arrays, **case.scales, scale=0.25, tiles=UNSPLIT, max_query_len=1, backend="triton")

@@ -395,9 +395,9 @@ def test_what_an_answer_with_tools_says(name: str, reason: str, content: str | N
         ("error", None, 500, "The server failed"),
         ("error", "RuntimeError: at /root/x.py", 500, "The server failed"),
         ("error", "the model's logits are not finite", 500, "The server failed"),
-        ("error", NO_TOKEN_LEFT, 400, "leaves no token"),
+        ("error", NO_TOKEN_LEFT, 400, "leave no token"),
         ("error", "structured_outputs: the grammar is too costly", 400, "too costly"),
-        ("abort", None, 503, "was ended"),
+        ("abort", None, 503, "was aborted"),
     ],
 )
 def test_a_failed_generation_is_an_error(reason: str, stop_reason: str | None, status: int, message: str) -> None:

@@ -14,6 +14,7 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, Job, open_chat, open_completion
 from tests.support.engines import invariants
+from tests.support.running import SMALL
 from tests.support.wire import context
 from tests.test_wire_answers import joined
 
@@ -27,8 +28,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129, "max_model_len": 256}
-    with LLM("demo", use_tqdm=False, preemption_mode="recompute", **sizes) as built:
+    with LLM("demo", use_tqdm=False, **SMALL) as built:
         yield built
         invariants(built)
 
@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "x", "logit_bias": {"2048": 1}}, "logit_bias", None),
     ({"prompt": "x", "allowed_token_ids": [1, 2**31 - 1]}, "allowed_token_ids", None),
     ({"prompt": "x", "priority": 1}, "priority", None),
-    ({"prompt": "x", "min_tokens": 300, "max_tokens": 300}, "min_tokens", None),
+    ({"prompt": "x", "min_tokens": 600, "max_tokens": 600}, "min_tokens", None),
     ({"prompt": "x", "use_beam_search": True, "n": 100}, "n", None),
     ({"prompt": "x", "n": 5}, "n", None),
     ({"prompt": "x", "n": 1, "best_of": 5}, "best_of", None),
@@ -145,6 +145,6 @@ def test_what_the_engine_refuses_has_the_clients_names(
 
 
 def test_a_request_that_leaves_no_token_is_the_clients_fault(llm: LLM, server: ModelContext) -> None:
-    with pytest.raises(ApiError, match="leaves no token") as caught:
+    with pytest.raises(ApiError, match="leave no token") as caught:
         generated(llm, opened(server, {"prompt": "x", "allowed_token_ids": [0], "structured_outputs": {"regex": "a+"}}))
     assert caught.value.status == 400

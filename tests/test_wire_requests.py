@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
-from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.scheduling import Scheduler
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
@@ -84,7 +84,7 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
         )
         for key in ("x", "-1", "1.5", "+1", " 1", "1\n", "\u0661")
     ],
-    ({"logit_bias": {"1": 5, "01": 6}}, "logit_bias", "a token twice"),
+    ({"logit_bias": {"1": 5, "01": 6}}, "logit_bias", "the same token id twice"),
     *[({"logit_bias": {"1": value}}, "logit_bias.1", "must be") for value in (NAN, "1", 101, -100.5, True)],
     ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least 1"),
     ({"bad_words": [""]}, "bad_words[0]", "must have at least 1"),
@@ -134,7 +134,7 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "structured_outputs",
-        "exclude",
+        "cannot be used together",
     ),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "exactly one"),
@@ -168,7 +168,7 @@ COMPLETION_REFUSED = [
     ({"messages": [USER]}, "messages", "is not supported by this endpoint"),
     ({"tools": [tool()]}, "tools", "is not supported by this endpoint"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "is not supported by this endpoint"),
-    ({"max_tokens": 0, "echo": True, "best_of": 2}, "max_tokens", "nothing to choose"),
+    ({"max_tokens": 0, "echo": True, "best_of": 2}, "max_tokens", "best_of is not supported with max_tokens=0"),
     ({"use_beam_search": True, "logprobs": 1}, "logprobs", "is not supported with use_beam_search"),
 ]
 CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -196,10 +196,10 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "exclude"),
     ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
-    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "'chat_template' is no variable"),
-    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "'tokenize' is no variable"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages' is no variable"),
-    ({"chat_template_kwargs": {"conversation": []}}, "chat_template_kwargs", "'conversation' is no variable"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "'chat_template' is not a variable"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "'tokenize' is not a variable"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages' is not a variable"),
+    ({"chat_template_kwargs": {"conversation": []}}, "chat_template_kwargs", "'conversation' is not a variable"),
     ({"chat_template_kwargs": {"enable_thinking": 10**9}}, "chat_template_kwargs", "a number up to"),
     ({"chat_template_kwargs": {"enable_thinking": ["x"]}}, "chat_template_kwargs", "must be true"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
@@ -215,21 +215,21 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(), tool()]}, "tools[1].function.name", "twice"),
     ({"tools": [tool()] * 129}, "tools", "at most 128"),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "must match"),
-    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "none of tools"),
+    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "not in tools"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}}, "response_format": {"type": "json_object"}},
      "response_format", "not supported with tools"),
     *[
         ({"tools": [tool(), tool("g", parameters=schema)]}, "tools[1].function.parameters", message)
         for schema, message in (
-            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, "is no regular expression"),
-            ({"patternProperties": {"a[": {}}}, "is no regular expression"),
+            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, "is not a valid regular expression"),
+            ({"patternProperties": {"a[": {}}}, "is not a valid regular expression"),
             ({"items": {"pattern": "(?=x)a"}}, "looks around"),
             ({"pattern": "(?P<n>a)(?P=n)"}, "looks around or back"),
             ({"type": "banana"}, "'banana'"),
             ({"anyOf": [{"type": ["string", "banana"]}]}, "'banana'"),
-            ({"$ref": "http://localhost/x"}, "nothing is fetched"),
-            ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "nothing is fetched"),
-            ({"properties": {"a": 5}}, "is no JSON schema"),
+            ({"$ref": "http://localhost/x"}, "external references are not fetched"),
+            ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "external references are not fetched"),
+            ({"properties": {"a": 5}}, "is not a JSON schema"),
             ({"description": "x" * 70_000}, "at most 65536 characters"),
         )
     ],
@@ -461,7 +461,7 @@ def test_a_field_that_is_null_counts_as_left_out(model: Any, opens: Any, body: d
 
 
 def test_the_document_says_what_asks_for_nothing() -> None:
-    document = (Path(__file__).parents[1] / "docs" / "wire-format.md").read_text().replace("\n", " ")
+    document = (Path(__file__).parents[1] / "docs" / "reference" / "wire-format.md").read_text().replace("\n", " ")
     endpoints = {"completions": CompletionRequest, "chat": ChatCompletionRequest}
 
     def cell(name: str, model: Any) -> str:
@@ -534,7 +534,7 @@ def test_a_template_that_reads_a_variable_does_not_lend_the_renderers_arguments(
     lends = with_template("{{ chat_template }}{{ tokenize }}{{ bos_token }}{{ mood }}")
     for name in ("chat_template", "tokenize", "bos_token", "sanitize_control_tokens"):
         error = refused(open_chat, chat(chat_template_kwargs={name: "evil"}), tokenizer=lends)
-        assert "is no variable" in error.message
+        assert "is not a variable" in error.message
     assert open_chat(chat(chat_template_kwargs={"mood": "good"}), context(tokenizer=lends)).jobs[0].prompt == "good"
 
 
@@ -577,7 +577,9 @@ def test_errors_of_the_engine_in_the_clients_terms() -> None:
 def test_a_request_that_never_fits_is_told_by_its_parameter(opens: Any, param: str) -> None:
     """In the words of the engine's roster, which has no parameters."""
     exchange = opens(completion() if opens is open_completion else chat(), context())
-    scheduler = Scheduler(StepLimits(2, 16, 2, mixed=False), BlockManager(BlockPool(5), 4), max_num_seqs=2)
+    scheduler = Scheduler(
+        StepLimits(2, 16, 2, mixed=False), BlockManager([BlockTables(BlockPool(5), 4)]), max_num_seqs=2
+    )
     for group, name, message in (
         (
             make_group("long", 0, range(10), max_tokens=8),

@@ -1,4 +1,4 @@
-"""Compiles every kernel, and whole steps of a model, for a GPU that is not there, and writes what came out into docs/kernels.md.
+"""Compiles every kernel, and whole steps of a model, without a GPU, and writes the results into docs/internals/kernels.md.
 
     python tools/inspect_kernels.py            # some minutes; rewrites the tables
     python tools/inspect_kernels.py --check    # fails where the file says something else
@@ -22,7 +22,7 @@ from pallas_kernels.inspection import GPUS, Findings, compile_for, inspect, sass
 from pallas_kernels.inspection.cases import cases
 from pallas_kernels.inspection.report import Row, markdown, rows
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "kernels.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
 BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspect_kernels.py -->"
 HEAD = "# Kernels\n\n## What the compiler makes of them\n\n"
 STEPS = (("decode", "triton"), ("verify", "triton"), ("chunk", "triton"), ("chunk", "mosaic"))
@@ -92,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="of the steps' model, which the table names; default: all it has")
     parser.add_argument("--no-steps", action="store_true", help="leave the whole steps out; goes with --print")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/kernels.md")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/internals/kernels.md")
     arguments = parser.parse_args(words)
     if reason := unavailable():
         parser.error(reason)

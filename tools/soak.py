@@ -2,7 +2,7 @@
 
     python -m tools.soak --requests 10000
 
-The server is a child process with a pool so small that requests give way to each other. A share of the requests are anchors: the same
+The server is a child process with a pool so small that requests preempt each other. A share of the requests are anchors: the same
 greedy request must be answered alike from the first to the last. Exit status 1 if a promise is broken: they are printed, one by one.
 """
 
@@ -250,7 +250,7 @@ def broken(looks: list[Look], tally: Tally, served: Served, status: int) -> list
     if end.num_files > warm.num_files + 2 or end.num_threads > warm.num_threads + 2:
         found.append(f"files {warm.num_files} -> {end.num_files}, threads {warm.num_threads} -> {end.num_threads}")
     if not end.metrics["jaxpage_num_preemptions_total"]:
-        found.append("no request gave way: the pool is too large for this soak")
+        found.append("no request was preempted: the pool is too large for this soak")
     if status != 0:
         found.append(f"the server's exit status is {status}")
     return found

@@ -21,9 +21,9 @@ from jaxpage.cli.flags import UsageError
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.step_inputs import packed_size, unpack, views
+from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
-from jaxpage.engine.capacity import choose_dtype, place_of
+from jaxpage.engine.capacity import choose_dtype, device_spec_of
 from jaxpage.models.base import abstract_model
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -47,7 +47,7 @@ _ROWS = (
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for a text that is too short."""
     files = open_model(resolve_model(config.model, config.revision))
-    place = place_of(jax.devices()[0], config.gpu_memory_utilization)
+    place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     longest = min(files.spec.max_position_embeddings, config.max_model_len or files.spec.max_position_embeddings)
     token_ids = _token_ids(arguments, config, files)[: min(arguments.num_tokens, longest)]
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         logits_TV = position_logits(config, files, parameters, token_ids, dtype=dtype, page_dtype=page_dtype)
         if kv_cache_dtype == "auto":
             exact_TV = logits_TV
-        block_bytes = kv_pages.bytes_per_block(files.spec.kv, config.block_size, page_dtype)
+        block_bytes = files.spec.kv.num_layers * kv_pages.bytes_per_layer(files.spec.kv, config.block_size, page_dtype)
         columns[kv_cache_dtype] = {
             **differences(exact_TV, logits_TV, token_ids),
             "bytes_per_token": block_bytes / config.block_size,
@@ -115,10 +115,24 @@ def position_logits(
     graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
     context = len(token_ids)
     backend = choose_backend(config.attention_backend, jax.devices()[0])
-    options = StepOptions(graph, files.spec.vocab_size, context, width, backend, sample_by_row=True)
+    options = StepOptions(
+        graph,
+        files.spec.vocab_size,
+        context,
+        TableShape(1, width),
+        (0,) * files.spec.kv.num_layers,
+        backend,
+        sample_by_row=True,
+    )
 
     def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
-        return logits_step(parameters, pages, unpack(packed, _BUCKET, width), bucket=_BUCKET, options=options)
+        return logits_step(
+            {"target": parameters},
+            pages,
+            unpack(packed, _BUCKET, TableShape(1, width)),
+            bucket=_BUCKET,
+            options=options,
+        )
 
     compiled = jax.jit(step, donate_argnums=1)
     pages = kv_pages.allocate(kv_pages.page_shapes(files.spec.kv, width + 1, config.block_size, page_dtype))
@@ -133,12 +147,12 @@ def position_logits(
 def _packed(token_ids: Sequence[int], start: int, width: int, block_size: int) -> npt.NDArray[np.int32]:
     """A step of one row, in the blocks from 1 on, that asks for the logits of every token."""
     count = len(token_ids)
-    packed = np.zeros(packed_size(_BUCKET, width), np.int32)
-    fields: dict[str, Any] = views(packed, _BUCKET, width)
+    packed = np.zeros(packed_size(_BUCKET, TableShape(1, width)), np.int32)
+    fields: dict[str, Any] = views(packed, _BUCKET, TableShape(1, width))
     fields["token_ids_T"][:count] = token_ids
     fields["positions_T"][:count] = np.arange(start, start + count)
-    fields["slots_T"][:count] = block_size + np.arange(start, start + count)
-    fields["block_table_BM"][0] = np.arange(1, width + 1)
+    fields["slots_ZT"][0, :count] = block_size + np.arange(start, start + count)
+    fields["block_table_ZBM"][0, 0] = np.arange(1, width + 1)
     fields["context_len_B"][0] = start + count
     fields["query_start"][1:] = count
     fields["drawn_token_R"][:] = np.arange(STEP_TOKENS)

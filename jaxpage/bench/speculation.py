@@ -21,7 +21,7 @@ from jaxpage.cli.flags import UsageError
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.settings.speculative_config import FIXED, TYPICAL
+from jaxpage.settings.speculative_config import FIXED
 from jaxpage.tables import aligned
 
 NONE = "none"
@@ -195,7 +195,7 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
         if config.speculative_config is not None:
             given = config.speculative_config.model_dump(exclude_unset=True)
             if given["method"] != method:  # how drafts are accepted holds for all methods, all else for its own
-                given = {name: given[name] for name in ("acceptance", *TYPICAL) if name in given}
+                given = {name: value for name, value in given.items() if "acceptance" in name}
             drafts = {**given, **drafts}
     try:
         return config.replace(speculative_config=drafts)

@@ -14,6 +14,7 @@ from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import step_call
 from jaxpage.device.kv_pages import page_dtype, page_shapes
+from jaxpage.device.step_inputs import TableShape
 from jaxpage.device.steps import StepOptions
 from jaxpage.models.base import abstract_model
 from jaxpage.models.registry import load_family
@@ -85,13 +86,14 @@ def step_shapes(
         graph=graph,
         vocab_size=spec.vocab_size,
         context=table_width * block_size,
-        table_width=table_width,
+        tables=TableShape(1, table_width),
+        layer_groups=(0,) * spec.kv.num_layers,
         attention_backend=Backend(backend),
         sample_by_row=False,
     )
     pages = page_shapes(spec.kv, num_blocks, block_size, page_dtype(kv_cache_dtype, dtype))
     step, rest = step_call(bucket, options)
-    return StepShapes(step, (parameters, pages, *rest), spec.kv.num_layers)
+    return StepShapes(step, ({"target": parameters, "drafter": None}, pages, *rest), spec.kv.num_layers)
 
 
 def _bytes(leaf: Any) -> int:

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     memory = measurements[0].memory
     print(f"{table(measurements)}\n\n{memory}\n")
     for beside, count in zip(measurements[1:], num_identical(measurements), strict=True):
-        print(f"{count} of {len(workload)} outputs are those of {beside.engine}")
+        print(f"{count} of {len(workload)} outputs equal those of {beside.engine}")
     if draw and memory:
         title = f"What the KV pool held: {config.model}, {arguments.num_prompts} requests ({arguments.dataset})"
         draw(memory, title=title).savefig(arguments.plot)

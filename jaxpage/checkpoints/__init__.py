@@ -5,7 +5,8 @@ Nothing here unpickles, runs code that comes with a model, or touches a device b
 
 from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_generation_config, stated_dtype
 from jaxpage.checkpoints.conversion import convert
-from jaxpage.checkpoints.loading import LoadPlan, check_weights, load_sharded, load_weights
+from jaxpage.checkpoints.fitting import LoadPlan, check_weights
+from jaxpage.checkpoints.loading import load_sharded, load_weights
 from jaxpage.checkpoints.opening import ModelDescription, ModelFiles, describe_model, open_model, weights_bytes
 from jaxpage.checkpoints.resolve import resolve_model, resolve_model_config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -13,10 +14,11 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpage.checkpoints.files import file_in
-from jaxpage.checkpoints.loading import LoadPlan, element_type, insert, stored_arrays
+from jaxpage.checkpoints.fitting import LoadPlan
+from jaxpage.checkpoints.loading import insert, stored_arrays
 from jaxpage.checkpoints.opening import open_model
 from jaxpage.checkpoints.orbax_files import save_orbax
-from jaxpage.checkpoints.safetensors_files import write_safetensors
+from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, write_safetensors
 from jaxpage.errors import CheckpointError
 
 # Everything of a model directory but its weights.
@@ -55,7 +57,7 @@ def convert(
         for name in COPIED:
             if os.path.lexists(source / name):
                 shutil.copyfile(file_in(source, name), temporary / name)
-        total = plan.num_bytes()
+        total = sum(math.prod(info.shape) * NUMPY_DTYPES[info.dtype].itemsize for info in plan.tensors.values())
         with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=None if progress else True) as bar:
             if plan.layout == "safetensors":
                 _to_orbax(plan, temporary, bar)
@@ -72,18 +74,21 @@ def convert(
 
 def _to_orbax(plan: LoadPlan, destination: Path, bar: tqdm[Any]) -> None:
     tree: dict[str, Any] = {}
-    for weight, _, array in stored_arrays(plan):
-        owned = np.array(array, order="C")
-        insert(tree, weight.name.split("."), owned)
+    read = stored_arrays(plan)
+    for name, info in plan.tensors.items():
+        owned = np.array(read(info), order="C")
+        insert(tree, name.split("."), owned)
         bar.update(owned.nbytes // 2)  # half for reading, half for writing
     save_orbax(destination, tree)
 
 
 def _to_safetensors(plan: LoadPlan, destination: Path, bar: tqdm[Any], max_shard_bytes: int) -> None:
     def arrays() -> Iterator[np.ndarray]:
-        for _, _, array in stored_arrays(plan):
+        read = stored_arrays(plan)
+        for info in plan.tensors.values():
+            array = read(info)
             bar.update(array.nbytes)
             yield array
 
-    tensors = [(weight.name, element_type(None, info), weight.shape) for weight, info in plan.sources]
+    tensors = [(name, NUMPY_DTYPES[info.dtype], info.shape) for name, info in plan.tensors.items()]
     write_safetensors(destination, tensors, arrays(), max_shard_bytes)

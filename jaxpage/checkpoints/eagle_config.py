@@ -81,7 +81,7 @@ class EagleConfig:
         family = load_family({"architectures": [_ARCHITECTURES[model_type]]})
         return cast(RotaryDecoderSpec, read_spec(family, dict(self.layers)))
 
-    def taps(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """The hidden states of a target of so many layers that EAGLE-3 takes, by the layers that they enter.
 
         At the top level ids count just so, as in vLLM and speculators. In `eagle_config`, which SpecForge and ModelOpt write and SGLang
@@ -96,7 +96,8 @@ class EagleConfig:
             raise CheckpointError(f"config.json: {LAYER_IDS} must be a list of whole numbers, not {quoted(ids)}")
         if min(ids) + behind < 0 or max(ids) + behind > num_layers:
             raise CheckpointError(
-                f"config.json: {LAYER_IDS} {ids} {'leave' if behind else 'enter'} layers that the model has not: it has {num_layers}"
+                f"config.json: {LAYER_IDS} {ids} are {'outputs' if behind else 'inputs'} of layers that do not exist: "
+                f"the model has {num_layers} layers"
             )
         return tuple(number + behind for number in ids)
 

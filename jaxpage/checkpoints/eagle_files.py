@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from jaxpage.checkpoints.config_file import check_config
 from jaxpage.checkpoints.eagle_config import EagleConfig
-from jaxpage.checkpoints.loading import LoadPlan, fit_stored, load_weights, same_bytes
+from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, renamed, same_bytes
+from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, read_tensors
@@ -22,6 +23,7 @@ from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.errors import CheckpointError
 from jaxpage.models.eagle import Eagle3Spec, EagleSpec
 from jaxpage.models.rotary_decoder import RotaryDecoderSpec, ignored
+from jaxpage.models.weights import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +59,16 @@ def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFile
         with problems.collect():
             _check_method(method, stored)
             spec = _spec(EagleConfig.read(config, problems), method, stored, map_info, target, problems)
-    plan, token_map = LoadPlan(directory, "safetensors", ()), None
+    plan, token_map = LoadPlan(directory, "safetensors"), None
     if spec is not None:
-        plan = fit_stored(plan, stored, spec.weights(), (*ignored, _INVERSE), problems)
+        plan = fit_stored(plan, stored, weights_of(spec.make("float32")), (*ignored, _INVERSE), problems)
         if map_info is not None:
             token_map = read_token_map(map_info, target.spec.vocab_size, problems, differences=method == "eagle3")
     problems.raise_if_any()
     assert spec is not None
     if isinstance(spec, Eagle3Spec):
         logger.info(
-            "%s takes hidden states that enter layers %s of %d", directory, spec.taps, target.spec.kv.num_layers
+            "%s takes hidden states that enter layers %s of %d", directory, spec.aux_layers, target.spec.kv.num_layers
         )
     return EagleFiles(spec, plan, token_map)
 
@@ -74,22 +76,19 @@ def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFile
 def load_eagle(
     files: EagleFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
 ) -> dict[str, Any]:
-    """The parameters as `models.drafter.WithDrafter` takes them, each one `put(array)`."""
+    """The parameters as `models.drafter.join` takes them, each one `put(array)`."""
     parameters = dict.fromkeys(TABLES) | load_weights(files.plan, dtype, put, progress=progress)
     return parameters if files.token_map is None else {**parameters, "token_map": put(files.token_map)}
 
 
 def _stored(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
     """The tensors of a head, by one name each: some formats have a prefix, or `midlayer` for the first layer."""
-    found = read_tensors(directory, problems)
-    stored: dict[str, TensorInfo] = {}
-    for name, info in found.items():
+
+    def plain(name: str) -> str:
         name = name.removeprefix("model.")
-        name = f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
-        if name in stored:
-            problems.add(f"tensors {stored[name].name!r} and {info.name!r} are one parameter")
-        stored[name] = info
-    return stored
+        return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+    return renamed(read_tensors(directory, problems), plain, problems)
 
 
 def _check_method(method: Method, stored: Mapping[str, TensorInfo]) -> None:
@@ -130,7 +129,7 @@ def _spec(
         fc_bias="fc.bias" in stored,
         own_tokens=own["tokens"],
         own_head=own["head"],
-        taps=config.taps(target.spec.kv.num_layers) if method == "eagle3" else (),
+        aux_layers=config.aux_layers(target.spec.kv.num_layers) if method == "eagle3" else (),
     )
     if method == "eagle":
         return spec
@@ -171,7 +170,11 @@ def _own(
     name: str, shape: tuple[int, int], stored: dict[str, TensorInfo], target: ModelFiles, problems: Problems
 ) -> bool:
     """Whether the head has a table of its own. A copy of the target's is none, and is taken out of `stored`."""
-    tables = {weight.path[0]: info for weight, info in target.plan.sources if weight.path[-1] == "table"}
+    tables = {
+        filled.weight.path[0]: filled.pieces[0][1]
+        for filled in target.plan.parameters
+        if filled.weight.path[-1] == "table"
+    }
     table, own = tables.get(name, tables["tokens"]), stored.get(TABLES[name])
     if own is None:
         if table.shape != shape:

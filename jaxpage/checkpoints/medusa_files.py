@@ -14,18 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.checkpoints.config_file import check_config
-from jaxpage.checkpoints.loading import LoadPlan, fit_stored, load_weights
+from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, renamed
+from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.token_map import read_token_map
-from jaxpage.models.medusa import PREFIX, MedusaSpec
+from jaxpage.models.medusa import MedusaHeads, MedusaSpec
+from jaxpage.models.weights import weights_of
 
 logger = logging.getLogger(__name__)
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 MEDUSA_FILES = ("config.json", MEDUSA_FILE, "model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 TOKEN_MAP = "token_map"
+PREFIX = "medusa_heads."  # that names of vLLM's format may begin with
 ACCURACIES = "jaxpage_accuracies"  # a field of config.json that is jaxpage's own: [head][rank]
 Accuracies = tuple[tuple[float, ...], ...]
 # Which tensor belongs to which head and layer, by format.
@@ -70,16 +73,16 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
     for name, ours in (("hidden_size", model_width), ("vocab_size", vocab_size)):
         if config.get(name, ours) != ours:
             problems.add(f"config.json: {name} is {config[name]!r}, but the model's is {ours}")
-    stored = read_tensors(directory, problems, MEDUSA_FILE)
+    found = read_tensors(directory, problems, MEDUSA_FILE)
+    stored = renamed(found, lambda name: name.removeprefix(PREFIX), problems)
     token_map = None
-    for name in (TOKEN_MAP, PREFIX + TOKEN_MAP):
-        if name in stored:
-            token_map = read_token_map(stored.pop(name), vocab_size, problems)
+    if TOKEN_MAP in stored:
+        token_map = read_token_map(stored.pop(TOKEN_MAP), vocab_size, problems)
     spec = _spec(config, stored, token_map, problems, model_width=model_width, vocab_size=vocab_size)
     accuracies = _accuracies(config, spec, problems)
-    plan = LoadPlan(directory, "safetensors", ())
+    plan = LoadPlan(directory, "safetensors")
     if spec is not None:
-        plan = fit_stored(plan, stored, spec.weights(), (), problems)
+        plan = fit_stored(plan, stored, weights_of(MedusaHeads(spec, dtype="float32")), (), problems)
     problems.raise_if_any()
     assert spec is not None
     return MedusaFiles(spec, plan, token_map, accuracies)
@@ -88,11 +91,12 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
 def load_medusa(
     files: MedusaFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
 ) -> dict[str, Any]:
-    """The parameters as `models.medusa.guess` takes them, each one `put(array)`. The host holds all of them at once."""
+    """The parameters of `models.medusa.MedusaHeads`, each one `put(array)`. The host holds all of them at once."""
     heads = load_weights(files.plan, dtype, lambda array: array, progress=progress)
     if files.token_map is not None:
         if files.num_tokens < files.spec.table_rows:  # saved in full: the rows of the tokens that the heads know
-            heads["tables"] = {head: table[files.token_map] for head, table in heads["tables"].items()}
+            for part in heads["tables"].values():
+                part["table"] = part["table"][files.token_map]
         heads[TOKEN_MAP] = files.token_map
     loaded: dict[str, Any] = jax.tree.map(put, heads)
     return loaded
@@ -108,10 +112,9 @@ def _spec(
     vocab_size: int,
 ) -> MedusaSpec | None:
     """By the names of the tensors. None, with the reason among the problems, if they are of no heads."""
-    names = [name.removeprefix(PREFIX) for name in stored]
-    found = [match for name in names if (match := _AUTHORS.fullmatch(name))]
+    found = [match for name in stored if (match := _AUTHORS.fullmatch(name))]
     is_authors = bool(found)
-    found = found or [match for name in names if (match := _VLLM.fullmatch(name))]
+    found = found or [match for name in stored if (match := _VLLM.fullmatch(name))]
     heads = {int(match["head"] or match["table"]) for match in found}
     layers = {int(match["layer"]) for match in found if match["layer"]}
     if not heads:
@@ -130,6 +133,7 @@ def _spec(
         one_table=not is_authors and config.get("original_lm_head") is True,
         table_rows=vocab_size,
         model_width=model_width,
+        num_known=None if token_map is None else len(token_map),
     )
     if is_authors and token_map is not None:
         problems.add(f"there is a {TOKEN_MAP}, which heads of this format do not have")
@@ -162,8 +166,8 @@ def _are_shares(row: Any) -> bool:
 
 def _rows(spec: MedusaSpec, stored: Mapping[str, TensorInfo]) -> int | None:
     """Of the first head's table, as it is stored."""
-    for name in (spec.table(0), "lm_head.weight"):
-        info = stored.get(name) or stored.get(PREFIX + name)
+    for name in (spec.table(0), "lm_head"):
+        info = stored.get(f"{name}.weight")
         if info is not None and info.shape:
             return info.shape[0]
     return None

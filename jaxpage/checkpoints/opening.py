@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.checkpoints.config_file import check_config
-from jaxpage.checkpoints.loading import LoadPlan, fit, read_layout
+from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.errors import CheckpointError
-from jaxpage.models.base import Family, ModelSpec
+from jaxpage.models.base import Family, ModelSpec, model_weights
 from jaxpage.models.registry import load_family
 
 
@@ -65,7 +65,7 @@ def _open(directory: Path, *, compare: bool) -> ModelFiles:
         problems.raise_if_any()
     assert described is not None
     config, family, spec = described.config, described.family, described.spec
-    plan = fit(directory, family.weights(spec), family.ignored, problems, compare=compare)
+    plan = fit(directory, model_weights(family, spec), family.ignored, problems, compare=compare)
     problems.raise_if_any()
     return ModelFiles(directory, config, family, spec, plan)
 

@@ -39,7 +39,7 @@ def resolve_model(
     local = DEMO / name[len("demo/") :] if name in PACKAGED else Path(name).expanduser()
     if name in PACKAGED and os.path.isdir(name) and local.resolve() != Path(name).resolve():
         logger.warning(
-            "model = %r is what jaxpage brings along; for the directory of that name say %r", name, f"./{name}"
+            "model = %r is the model packaged with jaxpage; for the directory of that name use %r", name, f"./{name}"
         )
     if name and os.path.isdir(local):  # "" would be the current directory
         if revision is not None:

@@ -19,11 +19,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-# The element types that weights may have, here and in memory.
+# The element types that weights may have, here and in memory: those of a model, and of weights that are quantised.
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
+    "I8": np.dtype(np.int8),
 }
 
 

@@ -9,29 +9,29 @@ _KV_DTYPE_SETTINGS = {"model", "tokenizer", "revision", "dtype", "max_model_len"
 
 
 def add_bench(commands: Commands[Parser]) -> None:
-    parser = add_command(commands, "bench", "measure this engine")
+    parser = add_command(commands, "bench", "run a benchmark")
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
     throughput = add_command(kinds, "throughput", "offline throughput of many requests, in tokens per second")
     add_model(throughput)
     _add_workload(throughput)
     add = throughput.add_argument
-    add("--baseline", metavar="NAME", help="transformers: the same work by static batches of transformers, beside it")
+    add("--baseline", metavar="NAME", help="transformers: compare with static batches of transformers")
     _add_versus(throughput)
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="rows of a static batch; default: 16")
-    add("--output-json", metavar="FILE", help="write the JSON line there as well")
-    add("--plot", metavar="FILE", help="draw what the KV pool held over time: .png, .svg or .pdf; needs jaxpage[plot]")
+    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
+    add("--plot", metavar="FILE", help="draw the use of the KV pool over time: .png, .svg or .pdf; needs jaxpage[plot]")
     add_engine_flags(throughput, without=("seed",))
     throughput.set_defaults(run=lazily("commands", "bench_throughput"))
     _add_bench_latency(kinds)
     _add_bench_serve(kinds)
     kv_dtype = add_command(
-        kinds, "kv-dtype", "what keys and values in int8 and fp8 change in the logits, and what fits"
+        kinds, "kv-dtype", "effect of an int8 or fp8 KV cache on the logits, and how many tokens fit"
     )
     add_model(kv_dtype)
     add = kv_dtype.add_argument
-    add("--text", metavar="FILE", help="the text to look at; default: random token ids")
-    add("--num-tokens", type=int, default=512, metavar="N", help="of the text, at most; default: 512")
-    add("--seed", type=int, default=0, metavar="N", help="of random token ids; default: 0")
+    add("--text", metavar="FILE", help="text to compute; default: random token ids")
+    add("--num-tokens", type=int, default=512, metavar="N", help="most tokens of the text; default: 512")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random token ids; default: 0")
     add_engine_flags(kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS))
     kv_dtype.set_defaults(run=lazily("commands", "bench_kv_dtype"))
     _add_bench_speculation(kinds)
@@ -39,11 +39,16 @@ def add_bench(commands: Commands[Parser]) -> None:
 
 def _add_workload(parser: Parser) -> None:
     add = parser.add_argument
-    add("--num-prompts", type=int, default=64, metavar="N", help="requests; default: 64")
-    add("--dataset", default="sharegpt", metavar="NAME", help="lengths: sharegpt, alpaca or random; default: sharegpt")
-    add("--max-input", type=int, default=512, metavar="N", help="longest prompt, in tokens; default: 512")
-    add("--max-output", type=int, default=512, metavar="N", help="longest output, in tokens; default: 512")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths; default: 0")
+    add("--num-prompts", type=int, default=64, metavar="N", help="number of requests; default: 64")
+    add(
+        "--dataset",
+        default="sharegpt",
+        metavar="NAME",
+        help="distribution of lengths: sharegpt, alpaca or random; default: sharegpt",
+    )
+    add("--max-input", type=int, default=512, metavar="N", help="longest prompt in tokens; default: 512")
+    add("--max-output", type=int, default=512, metavar="N", help="longest output in tokens; default: 512")
+    add("--seed", type=int, default=0, metavar="N", help="seed of prompts and lengths; default: 0")
 
 
 def _add_versus(parser: Parser) -> None:
@@ -52,55 +57,73 @@ def _add_versus(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="the same work by an engine with other settings, beside it; several with commas; repeatable",
+        help="compare with an engine with other settings, separated by commas; repeatable",
     )
 
 
 def _add_bench_latency(kinds: Commands[Parser]) -> None:
-    parser = add_command(kinds, "latency", "seconds of one batch, from its prompts to its last token")
+    parser = add_command(kinds, "latency", "time of one batch, from the prompts to the last token")
     add_model(parser)
     add = parser.add_argument
     add("--batch-size", type=int, default=8, metavar="N", help="requests of the batch; default: 8")
     add("--input-len", type=int, default=32, metavar="N", help="tokens of each prompt; default: 32")
     add("--output-len", type=int, default=128, metavar="N", help="tokens of each output; default: 128")
-    add("--num-iters", type=int, default=10, metavar="N", help="batches that count; default: 10")
-    add("--num-iters-warmup", type=int, default=3, metavar="N", help="batches before them; default: 3")
-    add("--seed", type=int, default=0, metavar="N", help="of the prompts; default: 0")
-    add("--baseline", metavar="NAME", help="transformers: the same batches by transformers, beside it")
+    add("--num-iters", type=int, default=10, metavar="N", help="measured batches; default: 10")
+    add("--num-iters-warmup", type=int, default=3, metavar="N", help="batches of the warm-up; default: 3")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the prompts; default: 0")
+    add("--baseline", metavar="NAME", help="transformers: compare with transformers")
     _add_versus(parser)
-    add("--output-json", metavar="FILE", help="write the JSON line there as well")
+    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     add_engine_flags(parser, without=("seed",))
     parser.set_defaults(run=lazily("commands", "bench_latency"))
 
 
 def _add_bench_serve(kinds: Commands[Parser]) -> None:
-    parser = add_command(kinds, "serve", "latencies and throughput of a running server, as its clients see them")
+    parser = add_command(kinds, "serve", "latency and throughput of a running server, measured by clients")
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="default: http://127.0.0.1:8000")
-    add("--model", metavar="NAME", help="default: the first that the server has")
-    add("--vocab-size", type=int, metavar="N", help="of a server without /v1/capabilities")
+    add(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="address of the server; default: http://127.0.0.1:8000",
+    )
+    add("--model", metavar="NAME", help="name of the model; default: the first of the server")
+    add("--vocab-size", type=int, metavar="N", help="vocabulary size, if the server has no /v1/capabilities")
     _add_workload(parser)
-    add("--request-rate", type=float, default=float("inf"), metavar="X", help="per second; default: inf, all at once")
-    add("--burstiness", type=float, default=1.0, metavar="X", help="1: a Poisson process; less: in bursts; default: 1")
-    add("--max-concurrency", type=int, metavar="N", help="requests at a time; default: all")
-    add("--baseline", metavar="NAME", help="static: the same requests in batches that wait for their last, beside it")
+    add(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        metavar="X",
+        help="requests per second; default: inf (all at once)",
+    )
+    add("--burstiness", type=float, default=1.0, metavar="X", help="1: a Poisson process; below 1: bursts; default: 1")
+    add("--max-concurrency", type=int, metavar="N", help="most requests at a time; default: all")
+    add("--baseline", metavar="NAME", help="static: compare with static batches, which wait for their longest output")
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="requests of a static batch; default: 16")
-    add("--output-json", metavar="FILE", help="write the JSON line there as well")
+    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     parser.set_defaults(run=lazily("commands", "bench_serve"))
 
 
 def _add_bench_speculation(kinds: Commands[Parser]) -> None:
-    parser = add_command(kinds, "speculation", "tokens per step and per second with drafts, by batch, beside none")
+    parser = add_command(kinds, "speculation", "tokens per step and per second with and without drafts, by batch size")
     add_model(parser)
     add = parser.add_argument
     batches = [1, 2, 4, 8, 16, 32, 64]
-    add("--batches", type=int, nargs="+", default=batches, metavar="N", help="sequences at once; default: 1 2 4 ... 64")
+    add(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=batches,
+        metavar="N",
+        help="batch sizes, in sequences; default: 1 2 4 ... 64",
+    )
     add(
         "--methods",
         nargs="+",
         default=["ngram"],
         metavar="NAME[=MODEL][+tree]",
-        help="how drafts are made, with whose weights, and whether they branch; default: ngram",
+        help="methods, with their weights, and +tree for trees of drafts; default: ngram",
     )
     add(
         "--num-speculative-tokens",
@@ -108,25 +131,25 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
         nargs="+",
         default=[3],
         metavar="N",
-        help="fixed numbers of drafts, beside auto where the method has it; default: 3",
+        help="fixed numbers of drafts; auto is also measured, if the method has it; default: 3",
     )
-    add("--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy")
+    add("--temperature", type=float, default=0.0, metavar="X", help="sampling temperature; default: 0 (greedy)")
     add("--max-output", type=int, default=128, metavar="N", help="tokens of each sequence; default: 128")
     add(
         "--starts",
         type=int,
         default=1,
         metavar="N",
-        help="engines are begun anew so often, since two of the same kind may differ by 2 %%; default: 1",
+        help="how often the engines are started, because equal engines may differ by 2 %%; default: 1",
     )
     add(
         "--repeats",
         type=int,
         default=6,
         metavar="N",
-        help="turns in every start, of 512 tokens or more of each engine; medians are told; default: 6",
+        help="measurements per start, of 512 tokens or more per engine; medians are shown; default: 6",
     )
-    add("--text", metavar="FILE", help="prompts are parts of it; default: random token ids")
-    add("--seed", type=int, default=0, metavar="N", help="of random token ids; default: 0")
+    add("--text", metavar="FILE", help="text to take prompts from; default: random token ids")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random token ids; default: 0")
     add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))
     parser.set_defaults(run=lazily("commands", "bench_speculation"))

@@ -91,7 +91,7 @@ class Conversation:
                 return without
         if length >= max_model_len:
             raise CapacityError(
-                f"this does not fit: with the system message it has {length} tokens, and the context has {max_model_len}, the answer "
+                f"the message is too long: with the system message it has {length} tokens, and the context has {max_model_len}, the answer "
                 "included"
             )
         return len(self.turns)
@@ -130,7 +130,9 @@ class Conversation:
         name = name.lower().replace("-", "_")
         if name not in PARAMETERS:
             near = close_names(name, PARAMETERS)
-            raise ValueError(f"there is no {name!r}; {f'did you mean {near[0]}?' if near else ', '.join(PARAMETERS)}")
+            raise ValueError(
+                f"unknown parameter {name!r}; {f'did you mean {near[0]}?' if near else ', '.join(PARAMETERS)}"
+            )
         if not value.strip():
             raise ValueError(f"{name} takes a value, such as /set temperature 0.5")
         changed = {**self._set, name: _value(name, value.strip())}
@@ -148,7 +150,7 @@ class Conversation:
             try:
                 _read(path)
             except (ValueError, OSError):
-                raise ValueError(f"{path} is there, and no conversation; give another name") from None
+                raise ValueError(f"{path} exists and is not a conversation; give another name") from None
         data = (json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n").encode()
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)

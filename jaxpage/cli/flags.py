@@ -91,63 +91,80 @@ ENGINE_FLAGS = (
     Flag("revision", str, "branch, tag or commit of the hub repository"),
     Flag("load_format", str, "auto, safetensors or orbax; default: auto"),
     Flag("dtype", str, "auto, float32, bfloat16 or float16; default: auto (the checkpoint's; float32 on CPU)"),
-    Flag("kv_cache_dtype", str, "of the KV pages: auto, int8 or fp8; default: auto (as --dtype)"),
-    Flag("max_model_len", int, "prompt and output together, in tokens; default: the model's"),
-    Flag("block_size", int, "slots of a KV block, a power of two; default: 16"),
+    Flag("kv_cache_dtype", str, "type of the KV cache: auto, int8 or fp8; default: auto (as --dtype)"),
+    Flag("max_model_len", int, "longest sequence in tokens, prompt and output together; default: the model's"),
+    Flag("block_size", int, "tokens of a KV block, a power of two from 1 to 128; default: 16"),
     Flag(
         "num_blocks",
         int,
-        "blocks of the KV pool; default: what fits; on CPU 512 tokens for each of --max-num-seqs, at most 4 GiB",
+        "KV blocks of the pool; default: what fits; on CPU 512 tokens for each of --max-num-seqs, at most 4 GiB",
     ),
-    Flag("kv_cache_memory_bytes", byte_size, "memory of the KV pool, in place of --num-blocks: 4GiB, or bytes", "SIZE"),
-    Flag("gpu_memory_utilization", float, "share of a GPU's memory that may be used; default: 0.9"),
-    Flag("swap_space_blocks", int, "blocks of host memory to swap to; default: as many as the KV pool has"),
-    Flag("max_num_seqs", int, "sequences in a step; default: 64 (1 for generate and chat)"),
-    Flag("max_num_batched_tokens", int, "query tokens in a step; default: by device"),
-    Flag("enable_mixed_steps", None, "decodes and prompt chunks in one step; default: as the backend wants"),
-    Flag("scheduling_policy", str, "fcfs, priority or fair; default: fcfs"),
-    Flag("preemption_mode", str, "auto, recompute or swap; default: auto (one sequence recomputes, several swap)"),
-    Flag("new_requests_wait_until", str, "preempted requests are readmitted or completed; default: readmitted"),
-    Flag("enable_prefix_caching", None, "requests share the KV blocks of what was computed before; default: yes"),
-    Flag("attention_backend", str, "auto, or one of the backends of pallas_kernels; default: auto"),
-    Flag("seed", int, "seed of the seeds that requests without one are given; default: 0"),
+    Flag("kv_cache_memory_bytes", byte_size, "size of the KV pool, instead of --num-blocks: 4GiB, or bytes", "SIZE"),
+    Flag("gpu_memory_utilization", float, "share of the GPU's memory to use, above 0, to 1; default: 0.9"),
+    Flag("swap_space_blocks", int, "KV blocks in host memory for swapping; default: as many as the KV pool has"),
+    Flag("max_num_seqs", int, "most sequences in a step; default: 64 (1 for generate and chat)"),
+    Flag("max_num_batched_tokens", int, "most query tokens in a step; default: by device"),
+    Flag(
+        "enable_mixed_steps", None, "decodes and prompt chunks in the same step; default: what the kernel set prefers"
+    ),
+    Flag("scheduling_policy", str, "order of admission and preemption: fcfs, priority or fair; default: fcfs"),
+    Flag("preemption_mode", str, "auto, recompute or swap; default: auto (one sequence: recompute; several: swap)"),
+    Flag("new_requests_wait_until", str, "until preempted requests are readmitted or completed; default: readmitted"),
+    Flag("enable_prefix_caching", None, "requests share the KV blocks of equal prefixes; default: yes"),
+    Flag("attention_backend", str, "auto, or the name of a kernel set (docs/internals/kernels.md); default: auto"),
+    Flag("seed", int, "from which the seeds of requests without a seed are drawn; default: 0"),
     Flag(
         "speculative_config",
         json_object,
-        'how what follows is drafted: {"method": "ngram"}, "suffix", "lookahead", ... (docs/speculation.md); default: not',
+        'speculative decoding, as JSON, such as {"method": "ngram"} (docs/guides/speculation.md); default: off',
         "JSON",
     ),
-    Flag("tensor_parallel_size", int, "devices to split the model over (this version: 1)"),
-    Flag("event_log", str, "write everything that a replay needs to this file"),
+    Flag("tensor_parallel_size", int, "devices for the model; this version supports 1"),
+    Flag("event_log", str, "new file for all events that a replay needs, prompts included"),
 )
 
 # One per field of ServerConfig; a test compares the two.
 SERVER_FLAGS = (
-    Flag("host", str, "address to listen on; default: 127.0.0.1, this machine alone"),
-    Flag("port", int, "default: 8000; 0: one that is free"),
-    Flag("served_model_name", str, "what requests call the model; default: MODEL, of a path its end", several=True),
-    Flag("api_key_file", str, "keys that let a request in, a line each; also $JAXPAGE_API_KEY, with commas", "FILE"),
-    Flag("max_queued_requests", int, "requests that may wait beyond those that run; default: 256"),
-    Flag("request_timeout_seconds", seconds_or_none, "longest time of a request, or none; default: 600", "X"),
-    Flag("shutdown_timeout_seconds", float, "for what runs to finish after SIGTERM; default: 30"),
-    Flag("max_body_bytes", byte_size, "longest request body; default: 4MiB", "SIZE"),
-    Flag("body_timeout_seconds", float, "for a request's body to arrive; default: 30"),
-    Flag("slow_reader_seconds", float, "that a client may leave a stream unread; default: 30"),
-    Flag("max_connections", int, "default: 1024"),
-    Flag("strict_requests", None, "an unknown field is an error, instead of told in a header"),
-    Flag("tool_parser", str, "how the model writes tool calls: hermes or llama3_json", alias="--tool-call-parser"),
-    Flag("reasoning_parser", str, "how the model marks its reasoning: think"),
-    Flag("ui", None, "a page at /ui/: playground and inspector"),
-    Flag("ui_show_prompts", None, "the inspector shows the texts of everybody's requests"),
+    Flag("host", str, "address to listen on; default: 127.0.0.1 (only this machine)"),
+    Flag("port", int, "TCP port; 0: a free one; default: 8000"),
+    Flag(
+        "served_model_name",
+        str,
+        "names of the model in requests; default: MODEL, of a path its last part",
+        several=True,
+    ),
+    Flag("api_key_file", str, "file with API keys, one per line; also $JAXPAGE_API_KEY, separated by commas", "FILE"),
+    Flag(
+        "max_queued_requests", int, "most requests that wait, in addition to running ones; more get 429; default: 256"
+    ),
+    Flag(
+        "request_timeout_seconds",
+        seconds_or_none,
+        "most seconds from arrival to the last token, or none; default: 600",
+        "X",
+    ),
+    Flag("shutdown_timeout_seconds", float, "seconds for running requests to finish after SIGTERM; default: 30"),
+    Flag("max_body_bytes", byte_size, "largest request body; default: 4MiB", "SIZE"),
+    Flag("body_timeout_seconds", float, "seconds for a request's body to arrive; default: 30"),
+    Flag("slow_reader_seconds", float, "seconds that a client may leave a stream unread; default: 30"),
+    Flag("max_connections", int, "most open connections; default: 1024"),
+    Flag("strict_requests", None, "an unknown field is an error, instead of named in a header"),
+    Flag("tool_parser", str, "format of the model's tool calls: hermes or llama3_json", alias="--tool-call-parser"),
+    Flag("reasoning_parser", str, "format of the model's reasoning: think"),
+    Flag("ui", None, "web page at /ui/: playground and inspector"),
+    Flag("ui_show_prompts", None, "the inspector shows the prompts and outputs of all users"),
     Flag("log_requests", None, "log every request with its text", alias="--enable-log-requests"),
-    Flag("log_json", None, "a JSON object per line of the log"),
+    Flag("log_json", None, "one JSON object per line of the log"),
     Flag("log_level", str, "debug, info, warning or error; default: info"),
     Flag(
-        "profile_directory", str, "debug: POST /start_profile and /stop_profile write traces of JAX there", "DIRECTORY"
+        "profile_directory",
+        str,
+        "for debugging: directory for JAX traces of POST /start_profile and /stop_profile",
+        "DIRECTORY",
     ),
 )
 
-# Those on which it depends what fits in memory.
+# Settings that decide what fits in memory.
 PLAN_SETTINGS = (
     *("revision", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "num_blocks", "kv_cache_memory_bytes"),
     *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "speculative_config", "tensor_parallel_size"),
@@ -158,24 +175,24 @@ PLANNED_SETTINGS = (
 )  # of them, those that are planned before they are honoured
 
 SAMPLING_FLAGS = (
-    Flag("max_tokens", int, "longest output, in tokens; default: 200"),
-    Flag("min_tokens", int, "no stop before this many tokens; default: 0"),
-    Flag("temperature", float, "0 takes the likeliest token; default: generation_config.json, else 1 (chat: 0.7)"),
-    Flag("top_p", float, "draw from the likeliest tokens that have this probability together; chat's default: 0.9"),
-    Flag("top_k", int, "draw from this many of the likeliest tokens; 0: from all"),
-    Flag("min_p", float, "drop tokens below this share of the likeliest one's probability"),
-    Flag("seed", int, "seed of the noise; the same seed gives the same text"),
-    Flag("n", int, "sequences per prompt (the command line: 1)"),
-    Flag("presence_penalty", float, "taken off the logit of every token that was generated already; -2 to 2"),
-    Flag("frequency_penalty", float, "the same once for each time that the token was generated; -2 to 2"),
-    Flag("repetition_penalty", float, "above 1 makes tokens of the prompt and the output less likely; 1: off"),
+    Flag("max_tokens", int, "longest output in tokens; default: 200"),
+    Flag("min_tokens", int, "only --max-tokens ends the text before this many tokens; default: 0"),
+    Flag("temperature", float, "0 to 2; 0: greedy; default: generation_config.json, else 1 (chat: 0.7)"),
+    Flag("top_p", float, "keep the most likely tokens whose probabilities sum up to this; default of chat: 0.9"),
+    Flag("top_k", int, "keep this many of the most likely tokens; 0: all"),
+    Flag("min_p", float, "drop tokens below this share of the highest probability; 0 to 1"),
+    Flag("seed", int, "seed of the sampling noise; the same seed gives the same text"),
+    Flag("n", int, "samples per prompt (only 1 on the command line)"),
+    Flag("presence_penalty", float, "subtracted once from the logits of tokens in the output; -2 to 2"),
+    Flag("frequency_penalty", float, "subtracted for each time that the token is in the output; -2 to 2"),
+    Flag("repetition_penalty", float, "above 1: tokens of the prompt and output become less likely; 1: off"),
     Flag(
         "structured_outputs",
         json_object,
-        'what the text must be: {"regex": ...}, {"json": ...}, {"choice": ...}',
+        'what the output must match: {"regex": ...}, {"json": ...}, {"choice": ...}',
         "JSON",
     ),
-    Flag("ignore_eos", None, "go on past the end-of-sequence token"),
+    Flag("ignore_eos", None, "continue after end-of-sequence tokens"),
     Flag("include_stop_str_in_output", None, "keep the stop string in the text"),
     Flag("skip_special_tokens", None, "leave special tokens out of the text; default: yes"),
 )
@@ -184,7 +201,7 @@ SAMPLING_FLAGS = (
 def add_engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
     """`--config` and the settings of an engine, except those in `without`."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--config", metavar="FILE", help="YAML file with these settings; flags win over it")
+    group.add_argument("--config", metavar="FILE", help="YAML file with settings; flags win over it")
     for flag in ENGINE_FLAGS:
         if flag.setting not in without:
             flag.add_to(group)

@@ -41,29 +41,29 @@ def make_parser() -> Parser:
 
 
 def _add_generate(commands: Commands[Parser]) -> None:
-    parser = add_command(commands, "generate", "continue a text; it streams to standard output")
-    add_model(parser, 'of two words the first: "demo" (packaged, the default), a directory, or a hub id')
+    parser = add_command(commands, "generate", "continue a text, streamed to standard output")
+    add_model(parser, '"demo" (packaged, the default), a directory, or a hub id; before the prompt')
     add = parser.add_argument
     add("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
     add("--echo", action=argparse.BooleanOptionalAction, help="print the prompt first; default: on a terminal")
-    add_verbosity(parser, "where the memory goes, and what was compiled")
+    add_verbosity(parser, "how memory is divided, and what was compiled")
     add_sampling_flags(parser)
     add_engine_flags(parser, without=("seed",))
     parser.set_defaults(run=lazily("generating", "generate"))
 
 
 def _add_chat(commands: Commands[Parser]) -> None:
-    parser = add_command(commands, "chat", "talk with a model that has a chat template")
+    parser = add_command(commands, "chat", "chat with a model that has a chat template")
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    add_verbosity(parser, "where the memory goes, and what was compiled")
+    add_verbosity(parser, "how memory is divided, and what was compiled")
     add_sampling_flags(parser)
     add_engine_flags(parser, without=("seed",))
     parser.set_defaults(run=lazily("chat", "chat"))
 
 
 def _add_serve(commands: Commands[Parser]) -> None:
-    parser = add_command(commands, "serve", "answer OpenAI clients over HTTP")
+    parser = add_command(commands, "serve", "start the OpenAI-compatible HTTP server")
     add_model(parser)
     add_server_flags(parser)
     add_engine_flags(parser)
@@ -78,16 +78,16 @@ def _add_convert(commands: Commands[Parser]) -> None:
 
 
 def _add_plan(commands: Commands[Parser]) -> None:
-    parser = add_command(commands, "plan", "what fits in how much memory, by a model's config.json alone")
+    parser = add_command(commands, "plan", "how many KV blocks and users fit in memory; needs only config.json")
     add_model(parser, '"demo" (packaged), a directory, a config.json, or a hub id')
     add = parser.add_argument
     add(
         "--memory",
         type=byte_size,
         metavar="SIZE",
-        help="of each device: 24GiB, 40GB; default: of this machine's",
+        help="memory of each device, such as 24GiB or 40GB; default: of this machine",
     )
-    add("--json", action="store_true", help="one JSON object in place of the tables")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
     settings = ("model", *PLAN_SETTINGS)
     add_engine_flags(parser, without=tuple(flag.setting for flag in ENGINE_FLAGS if flag.setting not in settings))
     parser.set_defaults(run=lazily("commands", "plan"))
@@ -117,7 +117,9 @@ def _add_config(commands: Commands[Parser]) -> None:
 
 def _add_replay(commands: Commands[Parser]) -> None:
     parser = add_command(commands, "replay", "run an event log again and report the first difference")
-    parser.add_argument("log", metavar="LOG", help="file that --event-log wrote")
-    parser.add_argument("--model", metavar="NAME", help="where the model is now; default: where the log says")
-    parser.add_argument("--force", action="store_true", help="go on with other weights, settings or shapes than logged")
+    parser.add_argument("log", metavar="LOG", help="event log, written by --event-log")
+    parser.add_argument("--model", metavar="NAME", help="path of the model; default: as in the log")
+    parser.add_argument(
+        "--force", action="store_true", help="continue with other weights, settings or shapes than logged"
+    )
     parser.set_defaults(run=lazily("commands", "replay"))

@@ -69,6 +69,6 @@ def add_model(parser: argparse.ArgumentParser, help: str = '"demo" (packaged), a
 def add_verbosity(parser: argparse.ArgumentParser, verbose: str | None = None) -> None:
     """-q, and -v where there is more to say: `verbose`."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("-q", "--quiet", action="store_true", help="say nothing but warnings and errors")
+    group.add_argument("-q", "--quiet", action="store_true", help="print only warnings and errors")
     if verbose:
-        group.add_argument("-v", "--verbose", action="store_true", help=f"say more: {verbose}")
+        group.add_argument("-v", "--verbose", action="store_true", help=f"also print {verbose}")

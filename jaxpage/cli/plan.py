@@ -10,26 +10,24 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.engine.capacity import (
-    Form,
-    Place,
+    DeviceSpec,
+    ModelLayout,
     choose_dtype,
-    draft_lengths,
+    device_spec_of,
     kv_heads_per_device,
     notices,
-    place_of,
-    plan_memory,
     refused_settings,
 )
 from jaxpage.engine.drafting import Drafting, open_drafting
+from jaxpage.engine.engine_spec import describe_engine
 from jaxpage.errors import CapacityError, ConfigError
-from jaxpage.models.base import ModelSpec, num_parameters
+from jaxpage.models.base import ModelSpec, model_weights
+from jaxpage.models.weights import Weight, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.settings.speculative_config import WITH_WEIGHTS
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -42,34 +40,40 @@ DEVICES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned: a model that somebody would run with these settings in that place."""
+    """What is planned: a model that somebody would run with these settings on that device."""
 
     config: EngineConfig
     architecture: str
     spec: ModelSpec
-    num_parameters: int
-    place: Place
+    weights: Sequence[Weight]
+    device: DeviceSpec
     drafting: Drafting | None = None
 
-    def option(self, form: Form) -> Option:
-        """Raises ConfigError for a form that no model can have."""
-        refused = refused_settings(self.config, form)
-        weights_bytes = self.num_parameters * jnp.dtype(form.dtype).itemsize
-        weights_bytes += self.drafting.num_bytes(form.dtype) if self.drafting else 0
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.size for weight in self.weights)
+
+    def option(self, layout: ModelLayout) -> Option:
+        """Raises ConfigError for a layout that no model can have."""
+        refused = refused_settings(self.config, layout)
+        weights_bytes = num_bytes(self.weights, layout.dtype)
+        weights_bytes += self.drafting.num_bytes(layout.dtype) if self.drafting else 0
         try:
-            plan = plan_memory(self.config, self.spec, self.place, form, weights_bytes, self.drafting)
+            spec = describe_engine(
+                self.config, self.spec, self.device, layout, weights_bytes, self.drafting, swaps=False
+            )
         except (CapacityError, ConfigError) as error:
-            return Option(form, refused, None, 0, error)
-        num_devices = form.tensor_parallel_size
+            return Option(layout, refused, None, 0, error)
+        num_devices = layout.tensor_parallel_size
         num_copies = num_devices * kv_heads_per_device(self.spec, num_devices) // self.spec.kv.num_kv_heads
-        return Option(form, refused, plan, num_copies, None)
+        return Option(layout, refused, spec.memory, num_copies, None)
 
 
 @dataclass(frozen=True)
 class Option:
-    """A form of the model, and what each of its devices would hold, or why nothing would fit."""
+    """A layout of the model, and what each of its devices would hold, or why nothing would fit."""
 
-    form: Form
+    layout: ModelLayout
     refused: tuple[str, ...]  # settings that this version does not honour: it plans this and does not run it
     plan: MemoryPlan | None
     num_kv_copies: int  # devices that have the same key/value heads
@@ -83,7 +87,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
     """Prints the tables, or one JSON object.
 
     Args:
-        given: fields of `Form` from the command line. They are not in `config`, because they may ask for what this version
+        given: fields of `ModelLayout` from the command line. They are not in `config`, because they may ask for what this version
             does not run.
 
     Raises:
@@ -91,16 +95,16 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
         CapacityError: the model does not fit, with the numbers. What else it could be is printed all the same.
     """
     model = describe_model(resolve_model_config(config.model, config.revision))
-    place = _place(arguments.memory, config.gpu_memory_utilization)
-    size = num_parameters(model.family, model.spec)
-    subject = Subject(config, model.config["architectures"][0], model.spec, size, place, _drafting(config))
-    form = Form(choose_dtype(config, place, stated_dtype(model.config)), config.kv_cache_dtype)
-    chosen = subject.option(replace(form, **given))
+    device = _place(arguments.memory, config.gpu_memory_utilization)
+    weights = model_weights(model.family, model.spec)
+    subject = Subject(config, model.config["architectures"][0], model.spec, weights, device, _drafting(config))
+    layout = ModelLayout(choose_dtype(config, device, stated_dtype(model.config)), config.kv_cache_dtype)
+    chosen = subject.option(replace(layout, **given))
     if isinstance(chosen.error, ConfigError):
         raise chosen.error
-    for notice in notices(config, place, model.spec, chosen.plan) if chosen.plan else ():
+    for notice in notices(config, device, model.spec, chosen.plan) if chosen.plan else ():
         logger.warning(notice)
-    options = [subject.option(form) for form in _forms(chosen.form)]
+    options = [subject.option(layout) for layout in _layouts(chosen.layout)]
     length = min(REFERENCE_LENGTH, config.max_model_len or model.spec.max_position_embeddings)
     if not arguments.json:
         print("\n".join([*_chosen_lines(subject, chosen), *_option_lines(options, chosen, length)]))
@@ -113,26 +117,34 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
 def _drafting(config: EngineConfig) -> Drafting | None:
     """What has weights of its own, and with it the model, must be there: their headers say how large it is."""
     asked = config.speculative_config
-    if asked is None or asked.method not in WITH_WEIGHTS:
+    if asked is None or asked.model is None:
         return None
-    return open_drafting(asked, draft_lengths(config), open_model(resolve_model(config.model, config.revision)))
+    return open_drafting(asked, open_model(resolve_model(config.model, config.revision)))
 
 
-def _place(memory: int | None, utilization: float) -> Place:
+def _place(memory: int | None, utilization: float) -> DeviceSpec:
     if memory is None:
-        return place_of(jax.devices()[0], utilization)
-    return Place(f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})", int(memory * utilization))
+        return device_spec_of(jax.devices()[0], utilization)
+    return DeviceSpec(f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})", int(memory * utilization))
 
 
-def _forms(chosen: Form) -> list[Form]:
-    """What the chosen form is compared with, itself included."""
+def _layouts(chosen: ModelLayout) -> list[ModelLayout]:
+    """What the chosen layout is compared with, itself included."""
     narrow = "bfloat16" if chosen.dtype == "float32" else chosen.dtype
-    forms = [Form(dtype, cache, num) for dtype in ("float32", narrow) for cache in CACHE_DTYPES for num in DEVICES]
-    return forms if chosen in forms else [chosen, *forms]
+    layouts = [
+        ModelLayout(dtype, cache, num) for dtype in ("float32", narrow) for cache in CACHE_DTYPES for num in DEVICES
+    ]
+    return layouts if chosen in layouts else [chosen, *layouts]
 
 
 def _bytes_per_token(plan: MemoryPlan) -> int:
     return plan.block_bytes // plan.block_size
+
+
+def _bytes_per_token_text(plan: MemoryPlan) -> str:
+    beyond = plan.block_bytes - sum(window.block_bytes for window in plan.windows)
+    behind = f"; {beyond // plan.block_size:,} behind the windows" if plan.windows else ""
+    return f"{_bytes_per_token(plan):,}{behind}"
 
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
@@ -143,21 +155,21 @@ def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
 
 
 def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
-    plan, form, kv, seats = chosen.plan, chosen.form, subject.spec.kv, subject.config.max_num_seqs
+    plan, layout, kv, max_num_seqs = chosen.plan, chosen.layout, subject.spec.kv, subject.config.max_num_seqs
     if plan is None:
         return []
     rows = [
         ("model", f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters"),
         ("keys and values", f"{kv.num_layers} layers, {kv.num_kv_heads} heads of {kv.head_width}"),
-        ("dtype", f"{form.dtype}; of keys and values: {form.kv_cache_dtype}"),
-        ("devices", f"{form.tensor_parallel_size}{', each as follows' if form.tensor_parallel_size > 1 else ''}"),
+        ("dtype", f"{layout.dtype}; of keys and values: {layout.kv_cache_dtype}"),
+        ("devices", f"{layout.tensor_parallel_size}{', each as follows' if layout.tensor_parallel_size > 1 else ''}"),
         *plan.rows(),
-        ("KV bytes per token", f"{_bytes_per_token(plan):,}"),
+        ("KV bytes per token", _bytes_per_token_text(plan)),
     ]
     if chosen.refused:
         rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))
     users = _users(plan)
-    if subject.place.is_cpu and plan.num_blocks - 1 == seats * plan.blocks_for(plan.max_model_len):
+    if subject.device.is_cpu and plan.num_blocks - 1 == max_num_seqs * plan.blocks_for(plan.max_model_len):
         rows.append(("", "(no more blocks than max_num_seqs x max_model_len can use)"))
     lines = [
         *aligned(rows, num_words=2),
@@ -165,8 +177,8 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
         "Users at the same time, by the tokens of each, prompt and output together:",
         *aligned([("tokens", "blocks", "users"), *(tuple(f"{number:,}" for number in row) for row in users)]),
     ]
-    if users[0][-1] > seats:
-        lines.append(f"max_num_seqs lets {seats} of them run; the others wait.")
+    if users[0][-1] > max_num_seqs:
+        lines.append(f"At most {max_num_seqs} of them run at a time (max_num_seqs); the others wait.")
     return [*lines, ""]
 
 
@@ -181,8 +193,8 @@ def _option_lines(options: Sequence[Option], chosen: Option, length: int) -> lis
 
 
 def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
-    form, plan, users, of = option.form, option.plan, option.num_users(length), chosen.num_users(length)
-    names = (form.dtype, form.kv_cache_dtype, f"{form.tensor_parallel_size}{'*' if option.refused else ' '}")
+    layout, plan, users, of = option.layout, option.plan, option.num_users(length), chosen.num_users(length)
+    names = (layout.dtype, layout.kv_cache_dtype, f"{layout.tensor_parallel_size}{'*' if option.refused else ' '}")
     if plan is None:
         return (
             *names,
@@ -229,7 +241,7 @@ def _option_dict(option: Option, length: int) -> dict[str, Any]:
             "num_kv_copies": option.num_kv_copies,
         }
     return {
-        **asdict(option.form),
+        **asdict(option.layout),
         "not_run_because_of": list(option.refused),
         "error": None if option.error is None else str(option.error),
         "users": option.num_users(length),

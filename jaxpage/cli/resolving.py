@@ -52,7 +52,9 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     if params.n > 1:
-        raise UnsupportedError(f"the command line prints one text as it comes, not n={params.n}: use LLM.generate")
+        raise UnsupportedError(
+            f"n={params.n} is not supported on the command line, which streams one output; use LLM.generate"
+        )
     return given
 
 
@@ -95,7 +97,7 @@ def _check_text(config: EngineConfig, *, chats: bool) -> None:
     if tokenizer is None:
         open_model(resolve_model(config.model, config.revision))  # of what is no model at all more is missing
         raise UsageError(
-            f"the model {config.model!r} has no tokenizer, so it reads no text: name one with --tokenizer, or give token ids to "
+            f"the model {config.model!r} has no tokenizer, so it cannot read text: set --tokenizer, or give token ids to "
             "LLM.generate"
         )
     if chats and not getattr(tokenizer, "chat_template", None):

@@ -30,7 +30,10 @@ def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Ma
             try:
                 mask = strategies[sample.sequence_id].mask(sample.sequence_id, sample.drafts)
             except Exception:
-                logger.exception("there is no mask for sequence %d, so nothing may be drawn", sample.sequence_id)
+                logger.exception(
+                    "the token mask of sequence %d could not be made; the request ends with an error",
+                    sample.sequence_id,
+                )
                 mask = _NOTHING
             if mask is not None:
                 masks[index] = mask

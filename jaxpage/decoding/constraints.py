@@ -13,7 +13,7 @@ from jaxpage.decoding.grammars import DEAD_END, error_of, matcher_of
 from jaxpage.step.request import Request
 from jaxpage.step.token_masks import MASK_BITS, Mask, mask_of, mask_of_ids
 
-_NOT_ALLOWED = "no token of allowed_token_ids goes on in the grammar"
+_NOT_ALLOWED = "no token of allowed_token_ids continues the grammar"
 
 
 class End(NamedTuple):

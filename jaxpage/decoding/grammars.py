@@ -19,7 +19,7 @@ WHITESPACE = " "
 # own limits allow ten times that. No limit bounds what building a matcher takes: the process that tries it does.
 LEXER_FUEL = 200_000
 MAX_LEXER_STATES = 50_000
-DEAD_END = "no token of the model goes on in the grammar"
+DEAD_END = "no token of the model continues the grammar"
 # Where a grammar leaves one text, llguidance would admit the tokenizer's own spelling of it alone; but that may be an added token which
 # it then refuses, since a text never stands for those. Last, so that it wins over lines of the user's.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -38,7 +38,7 @@ def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
         return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
     except Exception as error:
         raise UnsupportedError(
-            f"this model's tokenizer is none that llguidance takes: {error}"[:_MAX_MESSAGE]
+            f"the tokenizer of this model is not supported by llguidance: {error}"[:_MAX_MESSAGE]
         ) from None
 
 
@@ -101,7 +101,7 @@ def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
         return "; ".join(warnings)[:_MAX_MESSAGE]
     if int.from_bytes(words, "little") & ~(1 << end_id):
         return None
-    return "it admits only an empty text" if matcher.is_accepting() else DEAD_END
+    return "it allows only an empty text" if matcher.is_accepting() else DEAD_END
 
 
 def error_of(matcher: LLMatcher) -> str:

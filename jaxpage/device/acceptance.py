@@ -17,7 +17,7 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.device.sampler import Stream, are_finite, distributions, draw, each_row, noise_key, with_noise
 from jaxpage.device.step_inputs import Adjustments, StepInputs
 from jaxpage.device.verify import accept, follow, last_of
-from jaxpage.settings.speculative_config import AcceptanceRule
+from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.shapes import NOT_FINITE
 
 

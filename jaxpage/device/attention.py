@@ -9,15 +9,19 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
-from jaxpage.layers.attention import Attend
+from jaxpage.layers.context import Attend
 from pallas_kernels import write_and_attend
 
 
-def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket) -> Attend:
-    """The seam for one step. A kernel set may write and read in one kernel; the layers do not know."""
+def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_groups: tuple[int, ...]) -> Attend:
+    """The seam for one step. A kernel set may write and read in one kernel; the layers do not know.
+
+    layer_groups: the cache group of each layer.
+    """
     tree_mask_TQ = unpack_tree_mask(inputs.tree_mask_TU, bucket.max_query_len) if bucket.trees else None
 
     def attend(
+        layer_index: int,
         q_TNH: jax.Array,
         k_TKH: jax.Array,
         v_TKH: jax.Array,
@@ -30,9 +34,9 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket) -> Atte
         out_TNH, pages = write_and_attend(
             k_TKH,
             v_TKH,
-            inputs.slots_T,
+            inputs.slots_ZT[layer_groups[layer_index]],
             q_TNH=q_TNH,
-            block_table_BM=inputs.block_table_BM,
+            block_table_BM=inputs.block_table_ZBM[layer_groups[layer_index]],
             context_len_B=inputs.context_len_B,
             query_start=inputs.query_start,
             scale=scale,

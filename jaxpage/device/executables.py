@@ -19,7 +19,10 @@ from tqdm import tqdm
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
+from jaxpage.device.cache_groups import in_groups
+from jaxpage.device.drafter import DeviceDrafter, split_layers
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.mesh import DeviceMesh
 from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, packed_size
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
@@ -30,12 +33,12 @@ logger = logging.getLogger(__name__)
 class CompiledStep(NamedTuple):
     """The executable of a bucket. `neutral` lies on the device and stands in for what a step does not adjust.
 
-    num_layers: of the pages, which it takes with the parameters of the model alone: heads or a drafter rest. None: it takes all.
+    off: the drafter whose parameters and layers it does not take: it is the target's alone.
     """
 
     executable: Any
     neutral: Adjustments
-    num_layers: int | None = None
+    off: DeviceDrafter | None = None
 
     def __call__(
         self, parameters: Any, pages: KVPages, packed: Any, adjustments: Adjustments | None = None
@@ -45,17 +48,17 @@ class CompiledStep(NamedTuple):
             filled = Adjustments(
                 *(own if given is None else given for given, own in zip(adjustments, filled, strict=True))
             )
-        if self.num_layers is None:
-            result: tuple[StepOutput, KVPages] = self.executable(parameters, pages, packed, filled)
-            return result
-        output, own_pages = self.executable(parameters.model, pages[: self.num_layers], packed, filled)
-        return output, own_pages + pages[self.num_layers :]
+        pages, others = split_layers(pages, self.off)
+        if self.off is not None:
+            parameters = {**parameters, "drafter": None}
+        output, pages = self.executable(parameters, pages, packed, filled)
+        return output, pages + others
 
 
 class Executables:
-    """One executable per bucket, one that copies blocks and, if the menu swaps, two that move blocks from and to the host.
+    """One executable per bucket; for each cache group one that copies blocks and, if the menu swaps, two that swap them.
 
-    Where heads or a drafter may rest there is a second one for each bucket without drafts: that of the model alone.
+    Where a drafter may be off there is a second one for each bucket without drafts: that of the target alone.
 
     A shape that is not in the table is an error, never a compilation.
     """
@@ -67,13 +70,14 @@ class Executables:
         pages: KVPages,
         options: StepOptions,
         *,
-        may_rest: bool = False,
+        mesh: DeviceMesh,
+        target_only: bool = False,
         progress: bool,
     ):
         """
         Args:
             parameters, pages: shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do.
-            may_rest: what drafts does not in every step.
+            target_only: the drafter may be off.
         """
         self.options = options
         self._compilations = _watch_compilations()
@@ -83,17 +87,20 @@ class Executables:
         jobs: dict[Bucket | str, Callable[[], Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
-        rested = menu.decode + menu.chunk if may_rest else ()
-        self._resting = {bucket: f"resting {bucket}" for bucket in rested}  # keys of the table
-        self._num_model_layers = options.num_model_layers(pages)
-        for bucket, key in self._resting.items():
-            own = parameters.model, pages[: self._num_model_layers]
-            jobs[key] = functools.partial(_compile_step, *own, bucket, options.alone)
-        self._neutral = {num_draws: _neutral(num_draws, options) for num_draws in {b.num_draws for b in menu.buckets}}
-        jobs["copy"] = functools.partial(_compile_copy, pages, menu.num_copies, options.attention_backend)
-        if menu.num_swapped:
-            jobs["gather"] = functools.partial(_compile_gather, pages, menu.num_swapped, options.attention_backend)
-            jobs["scatter"] = functools.partial(_compile_scatter, pages, menu.num_swapped, options.attention_backend)
+        alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
+        self._target_only = {bucket: f"target only {bucket}" for bucket in alone}  # keys of the table
+        for bucket, key in self._target_only.items():
+            target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
+            jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None))
+        self._neutral = {
+            num_draws: _neutral(num_draws, options, mesh) for num_draws in {b.num_draws for b in menu.buckets}
+        }
+        for group in range(options.tables.num_groups):
+            own, backend = self._of_group(pages, group), options.attention_backend
+            jobs[f"copy {group}"] = functools.partial(_compile_copy, own, menu.num_copies, backend)
+            if menu.num_swapped:
+                jobs[f"gather {group}"] = functools.partial(_compile_gather, own, menu.num_swapped, backend)
+                jobs[f"scatter {group}"] = functools.partial(_compile_scatter, own, menu.num_swapped, backend)
         self._table = _run_all(jobs, progress)
         self.compile_seconds = time.monotonic() - started
 
@@ -107,27 +114,35 @@ class Executables:
         """Of those, what was in the persistent cache."""
         return self._compilations.num_found - self._num_found_before
 
-    def step(self, bucket: Bucket, *, rests: bool = False) -> CompiledStep:
-        """rests: nothing is asked of heads or of a drafter."""
-        neutral = self._neutral[bucket.num_draws]
-        if rests and bucket in self._resting:
-            return CompiledStep(self._table[self._resting[bucket]], neutral, self._num_model_layers)
+    def step(self, bucket: Bucket, draft_depth: int | None = None) -> CompiledStep:
+        """draft_depth: see `StepPlan`. Without one it is the target's alone, where there is such a one."""
+        neutral, drafter = self._neutral[bucket.num_draws], self.options.drafter
+        is_off = draft_depth is None or (draft_depth == 0 and drafter is not None and not drafter.num_layers)
+        if is_off and bucket in self._target_only:
+            return CompiledStep(self._table[self._target_only[bucket]], neutral, drafter)
         return CompiledStep(self._table[bucket], neutral)
 
-    @property
-    def copy(self) -> Callable[[KVPages, Any], KVPages]:
-        executable: Callable[[KVPages, Any], KVPages] = self._table["copy"]
-        return executable
+    def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
+        """Copies blocks of a cache group: see `copy_step`."""
+        copy = self._table[f"copy {group}"]
+        return in_groups(
+            pages, self.options.layer_groups, lambda other, own: copy(own, pairs) if other == group else own
+        )
 
-    @property
-    def gather(self) -> Callable[[KVPages, Any], jax.Array]:
-        executable: Callable[[KVPages, Any], jax.Array] = self._table["gather"]
-        return executable
+    def gather(self, pages: KVPages, group: int, blocks: Any) -> jax.Array:
+        contents: jax.Array = self._table[f"gather {group}"](self._of_group(pages, group), blocks)
+        return contents
 
-    @property
-    def scatter(self) -> Callable[[KVPages, Any, Any], KVPages]:
-        executable: Callable[[KVPages, Any, Any], KVPages] = self._table["scatter"]
-        return executable
+    def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
+        scatter = self._table[f"scatter {group}"]
+        return in_groups(
+            pages,
+            self.options.layer_groups,
+            lambda other, own: scatter(own, blocks, contents) if other == group else own,
+        )
+
+    def _of_group(self, pages: KVPages, group: int) -> KVPages:
+        return tuple(layer for layer, other in zip(pages, self.options.layer_groups, strict=True) if other == group)
 
     def close(self) -> None:
         self._table = {}
@@ -161,7 +176,7 @@ def _watch_compilations() -> _Compilations:
 
 def step_call(bucket: Bucket, options: StepOptions) -> tuple[Any, tuple[Any, ...]]:
     """The jitted step of a bucket, and the shapes of what it takes behind the parameters and the pages, which are donated."""
-    packed = jax.ShapeDtypeStruct((packed_size(bucket, options.table_width),), jnp.int32)
+    packed = jax.ShapeDtypeStruct((packed_size(bucket, options.tables),), jnp.int32)
     step = functools.partial(model_step, bucket=bucket, options=options)
     return jax.jit(step, donate_argnums=1), (packed, _adjustment_shapes(bucket.num_draws, options))
 
@@ -179,9 +194,9 @@ def _adjustment_shapes(num_draws: int, options: StepOptions) -> Adjustments:
     return adjustment_shapes(num_draws, vocab_size=options.vocab_size, context=options.context)
 
 
-def _neutral(num_draws: int, options: StepOptions) -> Adjustments:
+def _neutral(num_draws: int, options: StepOptions, mesh: DeviceMesh) -> Adjustments:
     return jax.tree.map(
-        lambda shape: jax.device_put(np.zeros(shape.shape, shape.dtype)), _adjustment_shapes(num_draws, options)
+        lambda shape: mesh.put(np.zeros(shape.shape, shape.dtype)), _adjustment_shapes(num_draws, options)
     )
 
 

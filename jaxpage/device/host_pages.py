@@ -10,7 +10,7 @@ Contents = npt.NDArray[np.uint8]  # [n, bytes of a block], as `pallas_kernels.ga
 
 
 class HostPages:
-    """One row of bytes per block, all layers together. Blocks 1 .. num_blocks hold content; block 0 is the null block, for padding.
+    """Of a cache group: one row of bytes per block. Blocks 1 .. num_blocks hold content; block 0 is the null block, for padding.
 
     Memory that was never written to is not taken from the system. Ids are not checked here: the batch builder does.
     """

@@ -6,6 +6,7 @@ Block 0 is the null block, which takes padding.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,9 +36,9 @@ def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(QUANTIZED.get(kv_cache_dtype, model_dtype))
 
 
-def bytes_per_block(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:
-    """Scales included."""
-    return num_bytes(page_shapes(kv, 1, block_size, dtype))
+def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:
+    """Of one block in one layer, scales included."""
+    return num_bytes((_layer_shapes(kv, 1, block_size, dtype),))
 
 
 def num_bytes(pages: KVPages) -> int:
@@ -45,12 +46,17 @@ def num_bytes(pages: KVPages) -> int:
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(pages))
 
 
-def page_shapes(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike) -> KVPages:
-    """The pages as shapes, for compiling ahead of time."""
+def page_shapes(kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
+    """The pages as shapes, for compiling ahead of time. num_blocks: P of every layer, or of each."""
+    of_layers = [num_blocks] * kv.num_layers if isinstance(num_blocks, int) else num_blocks
+    return tuple(_layer_shapes(kv, count, block_size, dtype) for count in of_layers)
+
+
+def _layer_shapes(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike) -> LayerPages:
     slots = (num_blocks, block_size, kv.num_kv_heads)
     page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
     scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
-    return tuple(LayerPages(page, page, scale, scale) for _ in range(kv.num_layers))  # type: ignore[arg-type]
+    return LayerPages(page, page, scale, scale)  # type: ignore[arg-type]
 
 
 def allocate(shapes: KVPages) -> KVPages:

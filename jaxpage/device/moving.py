@@ -1,4 +1,4 @@
-"""Moves blocks and slots of all layers: the model's, and those of one that drafts for it, which have scratch blocks beyond the pool's."""
+"""Moves blocks and slots of all layers of a cache group: the model's, and a drafter's, which have scratch blocks beyond the pool's."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.device.adjustments import adjust
 from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
-from jaxpage.settings.speculative_config import MOST_CANDIDATES
-from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 
 NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
 NUM_LIKELIEST = 128  # a top-k up to this is found without bisecting the vocabulary

@@ -7,9 +7,11 @@ one compiled.
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import psutil
@@ -25,6 +27,15 @@ _SIGNIFICANT_BITS = 6  # of the number of blocks on an accelerator: at most 3 % 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+class WindowBlocks(NamedTuple):
+    """A cache group whose layers see a window, beside one whose layers see more."""
+
+    sliding_window: int  # tokens
+    block_bytes: int
+    sequence_blocks: int  # that one sequence holds at most at a time
+    most_blocks: int  # that all sequences can hold at most at a time: no pool of it is larger
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Where the memory goes. Bytes, except where the name says otherwise."""
@@ -33,16 +44,33 @@ class MemoryPlan:
     available_bytes: int  # for everything that this engine will allocate
     weights_bytes: int
     workspace_bytes: int  # temporary memory of the largest step
-    block_bytes: int
+    block_bytes: int  # of all layers
     block_size: int
-    num_blocks: int  # the null block included
+    num_blocks: int  # of the first cache group, the null block included
     max_model_len: int
     most_sequence_blocks: int | None = None  # that one sequence holds at a time, where a window slides
+    windows: tuple[WindowBlocks, ...] = ()  # the other cache groups
     num_host_blocks: int = 0  # for swapping, beside the null block of the host; 0: nothing is swapped
 
     @property
     def pool_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return self.bytes_of(self.num_blocks)
+
+    def blocks_of_groups(self, num_blocks: int) -> tuple[int, ...]:
+        """The blocks of every group, null blocks included, where the first has so many."""
+        return (num_blocks, *(min(num_blocks, 1 + window.most_blocks) for window in self.windows))
+
+    def bytes_of(self, num_blocks: int) -> int:
+        """Of all groups, where the first has so many blocks, the null block included."""
+        further = [window.block_bytes for window in self.windows]
+        sizes = (self.block_bytes - sum(further), *further)
+        return sum(math.prod(pair) for pair in zip(sizes, self.blocks_of_groups(num_blocks), strict=True))
+
+    def most_blocks(self, num_bytes: int) -> int:
+        """The blocks that the first group can have, the null block included, where all groups take no more than so many bytes."""
+        least = num_bytes // self.block_bytes
+        most = num_bytes // (self.block_bytes - sum(window.block_bytes for window in self.windows))
+        return least + bisect.bisect_right(range(least + 1, most + 1), num_bytes, key=self.bytes_of)
 
     @property
     def free_bytes(self) -> int:
@@ -51,31 +79,41 @@ class MemoryPlan:
 
     @property
     def host_pool_bytes(self) -> int:
-        return (self.num_host_blocks + 1) * self.block_bytes if self.num_host_blocks else 0
+        return self.bytes_of(self.num_host_blocks + 1) if self.num_host_blocks else 0
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the pool can hold; the null block holds none."""
+        """Tokens that the first group's pool can hold; the null block holds none."""
         return (self.num_blocks - 1) * self.block_size
 
     def num_users(self, length: int) -> int:
         """Sequences of `length` tokens that the pool holds at once: each takes whole blocks."""
-        return (self.num_blocks - 1) // self.blocks_for(length)
+        first, *further = self.blocks_of_groups(self.num_blocks)
+        users = [(first - 1) // self.blocks_for(length)]
+        for window, num_blocks in zip(self.windows, further, strict=True):
+            users.append((num_blocks - 1) // min(self.blocks_for(length), window.sequence_blocks))
+        return min(users)
 
     def blocks_for(self, length: int) -> int:
-        """Blocks that a sequence of `length` tokens holds, at most at a time."""
+        """Blocks of the first group that a sequence of `length` tokens holds, at most at a time."""
         return min(-(-length // self.block_size), self.most_sequence_blocks or length)
 
     def rows(self) -> list[tuple[str, str]]:
         sequences = (self.num_blocks - 1) / self.blocks_for(self.max_model_len)
         host = f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}"
+        first_bytes = self.block_bytes - sum(window.block_bytes for window in self.windows)
+        counts = self.blocks_of_groups(self.num_blocks)[1:]
         return [
             ("device", self.device),
             ("available memory", gib(self.available_bytes)),
             ("weights", gib(self.weights_bytes)),
             ("workspace", gib(self.workspace_bytes)),
             ("KV pool", gib(self.pool_bytes)),
-            ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(self.block_bytes)} each"),
+            ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(first_bytes)} each"),
+            *(
+                (f"KV blocks, window {window.sliding_window:,}", f"{count - 1:,}, {gib(window.block_bytes)} each")
+                for window, count in zip(self.windows, counts, strict=True)
+            ),
             ("KV tokens", f"{self.num_slots:,}"),
             *([("host blocks for swapping", host)] if self.num_host_blocks else []),
             (f"sequences of {self.max_model_len:,} tokens", f"{sequences:,.1f}"),
@@ -126,14 +164,14 @@ def choose_num_blocks(
     setting = "num_blocks" if wanted is not None else "kv_cache_memory_bytes"
     if wanted is None:
         if pool_bytes is not None:
-            wanted = pool_bytes // plan.block_bytes
+            wanted = plan.most_blocks(pool_bytes)
         elif plan.device.startswith("cpu"):
-            wanted = 1 + _halved(_useful_on_host(plan, max_num_seqs), (free * HOST_SHARE) // plan.block_bytes - 1)
+            wanted = 1 + _halved(_useful_on_host(plan, max_num_seqs), plan.most_blocks(int(free * HOST_SHARE)) - 1)
         else:
-            wanted = 1 + _rounded(free // plan.block_bytes - 1)
+            wanted = 1 + _rounded(plan.most_blocks(free) - 1)
     plan = replace(plan, num_blocks=wanted)
     if plan.pool_bytes > free:
-        most = free // plan.block_bytes if setting == "num_blocks" else free
+        most = plan.most_blocks(free) if setting == "num_blocks" else free
         advice = f"Lower {setting} to {most} or less, or leave it out to take what fits."
         raise CapacityError(_does_not_fit(plan, f"{wanted} KV blocks take {gib(plan.pool_bytes)}", advice))
     if wanted < least:
@@ -147,10 +185,10 @@ def choose_num_blocks(
 def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
     """Blocks for `max_num_seqs` sequences of usual length, and at least for one of `max_model_len`, if 4 GiB hold them."""
     usual = max_num_seqs * plan.blocks_for(min(plan.max_model_len, TOKENS_ON_HOST))
-    return max(1, min(max(usual, plan.blocks_for(plan.max_model_len)), MOST_BYTES_ON_HOST // plan.block_bytes - 1))
+    return max(1, min(max(usual, plan.blocks_for(plan.max_model_len)), plan.most_blocks(MOST_BYTES_ON_HOST) - 1))
 
 
-def _halved(number: int, most: float) -> int:
+def _halved(number: int, most: int) -> int:
     """The number, or half of it as often as needed to come to `most`."""
     while number > most:
         number //= 2
@@ -173,14 +211,14 @@ def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: i
     taken = plan.weights_bytes + plan.workspace_bytes + plan.pool_bytes if plan.device.startswith("cpu") else 0
     free = max(0, available - taken)
     if wanted is None:
-        fitting = max(0.0, (free * HOST_SHARE) // plan.block_bytes - 1)
+        fitting = max(0, plan.most_blocks(int(free * HOST_SHARE)) - 1)
         return replace(plan, num_host_blocks=_halved(plan.num_blocks - 1, fitting))
     plan = replace(plan, num_host_blocks=wanted)
     if plan.host_pool_bytes > free:
         raise CapacityError(
             f"{wanted} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
             f"{gib(free)} are free; a block of {plan.block_size} slots takes {gib(plan.block_bytes)}. Lower swap_space_blocks to "
-            f"{max(0, free // plan.block_bytes - 1)} or less, leave it out to take what fits, or free memory."
+            f"{max(0, plan.most_blocks(free) - 1)} or less, leave it out to take what fits, or free memory."
         )
     return plan
 

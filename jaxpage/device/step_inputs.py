@@ -15,7 +15,14 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.step.token_masks import num_mask_words
 
 MAX_BIASES = 1024  # E: entries of logit_bias of one draw
-NUM_FLAGS = 8
+NUM_FLAGS = 7
+
+
+class TableShape(NamedTuple):
+    """Of the block tables of a step."""
+
+    num_groups: int  # Z: cache groups
+    width: int  # M: blocks of the longest sequence
 
 
 class StepInputs(NamedTuple):
@@ -23,8 +30,10 @@ class StepInputs(NamedTuple):
 
     token_ids_T: jax.Array
     positions_T: jax.Array
-    slots_T: jax.Array  # where each token's key and value go: block * S + offset; padding goes to block 0
-    block_table_BM: jax.Array
+    slots_ZT: (
+        jax.Array
+    )  # of each cache group where each token's key and value go: block * S + offset; padding goes to block 0
+    block_table_ZBM: jax.Array
     context_len_B: jax.Array
     query_start: jax.Array  # [B + 1]
     next_token_B: jax.Array  # what is known behind each row; -1: it is drawn
@@ -53,12 +62,11 @@ class StepInputs(NamedTuple):
 class Flags:
     """Places in `StepInputs.flags`: what any row of the step asks for. The rest of the step's work is not done.
 
-    SCORED is a number: of the tokens of the stream, up to the last whose `scored_T` is wanted. EXTENDS: whether a drafter computes the
-    step's tokens too; LEVELS: how many tokens ahead it then drafts, or heads guess, which guess all or none; above 0 also: what is
-    likely behind the draws is to be told, where tokens are recycled.
+    SCORED is a number: of the tokens of the stream, up to the last whose `scored_T` is wanted. So is DRAFT_DEPTH: `StepPlan.draft_depth`,
+    and -1 for None.
     """
 
-    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, EXTENDS, LEVELS = range(NUM_FLAGS)
+    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, DRAFT_DEPTH = range(NUM_FLAGS)
 
 
 class Adjustments(NamedTuple):
@@ -76,13 +84,13 @@ _FLOATS = frozenset(
 _WORDS = frozenset({"seed_R2", "tree_mask_TU"})
 
 
-def _shapes(bucket: Bucket, table_width: int) -> dict[str, tuple[int, ...]]:
+def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
     tokens, rows, draws = bucket.num_tokens, bucket.num_rows, bucket.num_draws
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepInputs._fields, (draws,))
-    shapes |= dict.fromkeys(("token_ids_T", "positions_T", "slots_T", "scored_T"), (tokens,))
-    shapes |= {"block_table_BM": (rows, table_width), "query_start": (rows + 1,)}
+    shapes |= dict.fromkeys(("token_ids_T", "positions_T", "scored_T"), (tokens,))
+    shapes |= {"slots_ZT": (tables.num_groups, tokens), "block_table_ZBM": (tables.num_groups, rows, tables.width)}
     shapes |= dict.fromkeys(("context_len_B", "next_token_B"), (rows,))
-    shapes |= {"seed_R2": (draws, 2), "parents_T": (tokens if bucket.verifies else 0,)}
+    shapes |= {"query_start": (rows + 1,), "seed_R2": (draws, 2), "parents_T": (tokens if bucket.verifies else 0,)}
     shapes["tree_mask_TU"] = (tokens, bucket.num_mask_words)
     shapes |= dict.fromkeys(("q_ids_TW", "q_TW"), (tokens, bucket.q_width))
     shapes["flags"] = (NUM_FLAGS,)
@@ -99,33 +107,33 @@ def adjustment_shapes(num_draws: int, *, vocab_size: int, context: int) -> Adjus
     )
 
 
-def packed_size(bucket: Bucket, table_width: int) -> int:
-    return max(place.stop for place, _ in _slices(bucket, table_width).values())
+def packed_size(bucket: Bucket, tables: TableShape) -> int:
+    return max(place.stop for place, _ in _slices(bucket, tables).values())
 
 
 @functools.cache  # asked for at every step, for a handful of buckets
-def _slices(bucket: Bucket, table_width: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
+def _slices(bucket: Bucket, tables: TableShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
     start, slices = 0, {}
-    for name, shape in _shapes(bucket, table_width).items():
+    for name, shape in _shapes(bucket, tables).items():
         stop = start + math.prod(shape)
         slices[name] = (slice(start, stop), shape)
         start = stop
     return slices
 
 
-def views(packed: npt.NDArray[np.int32], bucket: Bucket, table_width: int) -> dict[str, npt.NDArray[np.generic]]:
+def views(packed: npt.NDArray[np.int32], bucket: Bucket, tables: TableShape) -> dict[str, npt.NDArray[np.generic]]:
     """The fields of a host vector, to be written in place."""
     fields: dict[str, npt.NDArray[np.generic]] = {}
-    for name, (place, shape) in _slices(bucket, table_width).items():
+    for name, (place, shape) in _slices(bucket, tables).items():
         dtype = np.float32 if name in _FLOATS else np.uint32 if name in _WORDS else np.int32
         fields[name] = packed[place].view(dtype).reshape(shape)
     return fields
 
 
-def unpack(packed: jax.Array, bucket: Bucket, table_width: int) -> StepInputs:
+def unpack(packed: jax.Array, bucket: Bucket, tables: TableShape) -> StepInputs:
     """The fields on the device."""
     fields = {}
-    for name, (place, shape) in _slices(bucket, table_width).items():
+    for name, (place, shape) in _slices(bucket, tables).items():
         dtype = jnp.float32 if name in _FLOATS else jnp.uint32 if name in _WORDS else jnp.int32
         fields[name] = jax.lax.bitcast_convert_type(packed[place], dtype).reshape(shape)
     return StepInputs(**fields)

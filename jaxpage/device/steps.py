@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +14,14 @@ from jaxpage.device.acceptance import decide
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.drafting import DrafterOptions, StepDrafter, draft_ahead, extend
+from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
-from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, unpack
+from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, TableShape, unpack
 from jaxpage.device.verify import last_of, moves
-from jaxpage.models import medusa
-from jaxpage.models.drafter import join
-from jaxpage.settings.speculative_config import AcceptanceRule
+from jaxpage.layers.context import ForwardContext
+from jaxpage.settings.draft_settings import AcceptanceRule
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
 SCORED_AT_ONCE = 64
@@ -35,22 +33,12 @@ class StepOptions(NamedTuple):
     graph: Any  # the model's nnx graph definition
     vocab_size: int  # V
     context: int  # C: positions of the longest sequence
-    table_width: int  # M
+    tables: TableShape
+    layer_groups: tuple[int, ...]  # the cache group of each layer, a drafter's behind the model's
     attention_backend: Backend
     sample_by_row: bool
-    num_guesses: int = 0  # W: of each of the heads that the parameters come with; 0: they come with none
-    drafter: DrafterOptions | None = None  # that the parameters come with
-    num_recycled: int = 0  # W: likeliest tokens behind each draw that leave the device for token recycling
+    drafter: DeviceDrafter | None = None  # beside the model, its target
     acceptance: AcceptanceRule = AcceptanceRule()
-
-    @property
-    def alone(self) -> StepOptions:
-        """Of the same model without heads and without a drafter."""
-        return self._replace(num_guesses=0, drafter=None)
-
-    def num_model_layers(self, pages: KVPages) -> int:
-        """Of the pages: those of a drafter stand behind them."""
-        return self.drafter.first_layer if self.drafter else len(pages)
 
 
 class StepOutput(NamedTuple):
@@ -59,10 +47,7 @@ class StepOutput(NamedTuple):
     drawn: jax.Array  # [R, 3 + 2 W], of the draws
     scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
     paths: jax.Array  # [B, Q] of a step that verifies, from `decide`; empty otherwise
-    guesses: jax.Array | None = (
-        None  # [B, J, W] of heads; of a drafter see `draft_ahead`; in a step that verifies nothing R for B
-    )
-    likeliest: jax.Array | None = None  # [R, W] behind each draw, best first, where they are recycled
+    guesses: jax.Array | None = None  # see `DeviceDrafter.step`
 
 
 class Drawn(NamedTuple):
@@ -84,58 +69,47 @@ def model_step(
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[StepOutput, KVPages]:
-    """Computes the step's tokens, writes their keys and values, and draws up to R tokens. Donate `pages`.
+    """Computes the step's tokens, writes their keys and values, draws up to R tokens, and drafts behind them. Donate `pages`.
 
-    parameters: the model's; `WithHeads` or `WithDrafter` where the options ask for guesses or for a drafter.
+    Args:
+        parameters: {"target": the model's, "drafter": those of what drafts beside it, or None}.
+        pages: of all layers, a drafter's behind the model's.
     """
-    inputs = unpack(packed, bucket, options.table_width)
-    by_row = options.sample_by_row
+    inputs = unpack(packed, bucket, options.tables)
+    pages, own_pages = split_layers(pages, options.drafter)
+    output, target, pages = _target_step(parameters["target"], pages, inputs, adjustments, bucket, options)
+    if options.drafter is not None:
+        guesses, own_pages = options.drafter.step(parameters, target, own_pages)
+        output = output._replace(guesses=guesses)
+    return output, pages + own_pages
+
+
+def _target_step(
+    parameters: Any,
+    pages: KVPages,
+    inputs: StepInputs,
+    adjustments: Adjustments,
+    bucket: Bucket,
+    options: StepOptions,
+) -> tuple[StepOutput, TargetStep, KVPages]:
+    by_row, backend = options.sample_by_row, options.attention_backend
     model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
     logits_RV = model.logits(hidden_TD[inputs.drawn_token_R])
-    last_R = jnp.arange(bucket.num_rows)  # the draws that count as the last of their rows
     if bucket.verifies:
         token_ids_R, paths = decide(logits_RV, inputs, adjustments, bucket, options.acceptance, by_row=by_row)
-        last_R = last_of(paths)
+        last_B = last_of(paths)
     else:
         token_ids_R = draw(logits_RV, inputs, adjustments, by_row=by_row)
-        paths = jnp.zeros((0, 0), jnp.int32)
+        paths, last_B = jnp.zeros((0, 0), jnp.int32), jnp.arange(bucket.num_rows)
     drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
     if bucket.max_query_len > 1 and not bucket.verifies:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)
-    drafting = _drafting(parameters, inputs, bucket, options)
-    output_TD = guesses = None
-    if drafting is not None:
-        output_TD, pages = extend(drafting, pages, states, token_ids_R)
-    if bucket.trees:  # the right drafts of a chain are in place
-        source, destination = moves(paths, inputs.slots_T, inputs.query_start)
-        pages = copy_slots(pages, source, destination, options.attention_backend)
-    if drafting is not None and output_TD is not None and bucket.num_rows <= drafting.options.shape.most_rows:
-        guesses, pages = draft_ahead(drafting, pages, output_TD, token_ids_R, last_R)
-    elif options.num_guesses:
-        hidden_BD = hidden_TD[inputs.drawn_token_R[last_R]]
-        guess = functools.partial(medusa.guess, parameters.heads, hidden_BD, options.num_guesses)
-        nothing = jax.eval_shape(guess)
-        wanted = inputs.flags[Flags.LEVELS] > 0
-        guesses = jax.lax.cond(wanted, guess, lambda: jnp.zeros(nothing.shape, nothing.dtype))
-    likeliest = _likeliest(logits_RV, inputs, options.num_recycled) if options.num_recycled else None
-    return StepOutput(drawn, scored, paths, guesses, likeliest), pages
-
-
-def _likeliest(logits_RV: jax.Array, inputs: StepInputs, count: int) -> jax.Array:
-    """Zeros where nobody asks."""
-    return jax.lax.cond(
-        inputs.flags[Flags.LEVELS] > 0,
-        lambda: jax.lax.top_k(logits_RV, count)[1].astype(jnp.int32),
-        lambda: jnp.zeros((logits_RV.shape[0], count), jnp.int32),
-    )
-
-
-def _drafting(parameters: Any, inputs: StepInputs, bucket: Bucket, options: StepOptions) -> StepDrafter | None:
-    if options.drafter is None:
-        return None
-    drafter = join(options.drafter.graph, parameters)
-    return StepDrafter(drafter, options.drafter, inputs, bucket, options.attention_backend, options.sample_by_row)
+    if bucket.trees:  # the right drafts of a chain are in place; there are no windows, so there is one cache group
+        source, destination = moves(paths, inputs.slots_ZT[0], inputs.query_start)
+        pages = copy_slots(pages, source, destination, backend)
+    target = TargetStep(inputs, bucket, backend, by_row, hidden_TD, states, logits_RV, token_ids_R, paths, last_B)
+    return StepOutput(drawn, scored, paths), target, pages
 
 
 def _score(
@@ -166,25 +140,25 @@ def logits_step(
     parameters: Any, pages: KVPages, inputs: StepInputs, *, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, KVPages]:
     """The part before the draw: the model's logits [B, V] in float32 of the tokens to draw from, and the pages."""
-    model, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
-    return model.logits(hidden_TD[inputs.drawn_token_R]), pages
+    pages, own_pages = split_layers(pages, options.drafter)
+    model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
+    return model.logits(hidden_TD[inputs.drawn_token_R]), pages + own_pages
 
 
 def _hidden(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
-    """The model, its hidden states, all pages, and what of the model's states a drafter takes."""
-    has_company = options.num_guesses or options.drafter
-    model = nnx.merge(options.graph, parameters.model if has_company else parameters)
-    attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket)
-    num_layers = options.num_model_layers(pages)
-    taps = (options.drafter.taps if options.drafter else None) or ()
-    hidden_TD, own_pages, *states = model(inputs.token_ids_T, inputs.positions_T, pages[:num_layers], attend, taps)
-    return model, hidden_TD, own_pages + pages[num_layers:], states[0] if states else (hidden_TD,)
+    """The model, its hidden states, its pages, and what of the hidden states a drafter takes."""
+    model = nnx.merge(options.graph, parameters)
+    attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket, layer_groups=options.layer_groups)
+    aux_layers = options.drafter.aux_layers if options.drafter else ()
+    context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers)
+    hidden_TD, pages, states = model(inputs.token_ids_T, pages, context)
+    return model, hidden_TD, pages, states or (hidden_TD,)
 
 
 def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:
-    """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer. Donate `pages`."""
+    """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer of a cache group. Donate `pages`."""
     return copy_blocks(pages, pairs[:, 0], pairs[:, 1], backend)
 
 

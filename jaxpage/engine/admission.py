@@ -115,8 +115,8 @@ class Admission:
         num_ends = len(self._eos(beam).union(beam.stop_token_ids))
         if min(beam.beam_width + num_ends, self._vocab_size) > NUM_CANDIDATES:
             raise UnsupportedError(
-                f"beam_width={beam.beam_width} with {num_ends} end-of-sequence and stop ids takes {beam.beam_width + num_ends}"
-                f" candidates of each draw; {NUM_CANDIDATES} leave the device"
+                f"beam_width={beam.beam_width} with {num_ends} end-of-sequence and stop ids needs {beam.beam_width + num_ends}"
+                f" candidates for each token; at most {NUM_CANDIDATES} are available"
             )
 
     def admit(self, request_id: str, prepared: PreparedRequest) -> Request:
@@ -140,13 +140,13 @@ class Admission:
 
     def _check_adjustments(self, params: SamplingParams) -> None:
         if len(params.logit_bias) > MAX_BIASES:
-            raise UnsupportedError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIASES} can be had")
+            raise UnsupportedError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIASES} are allowed")
         self._check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         low, high = REPETITION_PENALTIES
         if not low <= params.repetition_penalty <= high:
             raise UnsupportedError(
-                f"repetition_penalty={params.repetition_penalty} is beyond the float32 of the logits; {low} to {high} can be had"
+                f"repetition_penalty={params.repetition_penalty} is out of range for float32 logits; use {low} to {high}"
             )
 
     def _words(self, params: SamplingParams) -> Words:
@@ -164,7 +164,7 @@ class Admission:
         for word in words:
             self._check_token_ids("bad_words", word)
             if not word:
-                raise ValueError("bad_words has a word of no tokens")
+                raise ValueError("bad_words has a word that has no tokens")
         return words
 
     def _check_choice(self, params: SamplingParams, words: Words) -> None:
@@ -179,7 +179,7 @@ class Admission:
         if params.allowed_token_ids is not None:
             allowed = params.allowed_token_ids
         if forbidden and forbidden.issuperset(allowed):
-            raise ValueError(f"nothing could be drawn: {why[0]} {' or '.join(why[1:])}")
+            raise ValueError(f"all tokens are masked: {why[0]} {' or '.join(why[1:])}")
 
     def _eos(self, params: SamplingParams | BeamSearchParams) -> frozenset[int]:
         return frozenset() if params.ignore_eos else self._eos_token_ids
@@ -201,7 +201,7 @@ def _check_length_penalty(beam: BeamSearchParams, longest: int) -> None:
         math.pow(longest, abs(beam.length_penalty))
     except OverflowError:
         raise ValueError(
-            f"length_penalty={beam.length_penalty}: a length of {longest} to this power is no number"
+            f"length_penalty={beam.length_penalty}: {longest} tokens to this power is too large for a float; use a smaller value"
         ) from None
 
 

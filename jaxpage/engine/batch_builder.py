@@ -6,7 +6,7 @@ JAX clamps or drops an index that is out of range, without a word; so token ids,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device.buckets import Bucket, BucketMenu
-from jaxpage.device.step_inputs import Adjustments, Flags, packed_size, views
+from jaxpage.device.step_inputs import Adjustments, Flags, TableShape, packed_size, views
 from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.step.plan import Row, Sample, StepPlan, depths_of
 from jaxpage.step.token_masks import Mask
 
 Pairs = npt.NDArray[np.int32]
+Move = tuple[int, Pairs]  # of a cache group
 NO_MASKS: Mapping[int, Mask] = MappingProxyType({})
 
 
@@ -31,13 +32,13 @@ class Batch:
     bucket: Bucket
     packed: npt.NDArray[np.int32]
     adjustments: Adjustments  # None for each that no draw asks for
-    swap_out: tuple[Pairs, ...]  # each [num_swapped, 2]: (block, host block), padded with the null blocks of both sides
-    swap_in: tuple[Pairs, ...]  # each [num_swapped, 2]: (host block, block), padded likewise
-    copies: tuple[Pairs, ...]  # each [num_copies, 2], padded with the null block
+    swap_out: tuple[Move, ...]  # each [num_swapped, 2]: (block, host block), padded with the null blocks of both sides
+    swap_in: tuple[Move, ...]  # each [num_swapped, 2]: (host block, block), padded likewise
+    copies: tuple[Move, ...]  # each [num_copies, 2], padded with the null block
     num_draws: int
     num_rows: int
     num_scored: int  # tokens of the stream up to the last that is scored
-    rests: bool  # nothing is asked of what drafts on the device, nor what is likely behind the draws
+    draft_depth: int | None  # see `StepPlan`
 
 
 class BatchBuilder:
@@ -49,39 +50,34 @@ class BatchBuilder:
         *,
         table_width: int,
         block_size: int,
-        num_blocks: int,
+        blocks: Sequence[range],
         vocab_size: int,
-        num_host_blocks: int = 0,
+        host_blocks: Sequence[range] = (),
     ):
-        """num_blocks counts the null block, as the pages do; num_host_blocks does not, so host ids run from 1 to it."""
+        """blocks, host_blocks: the ids of each cache group's pools. In the arrays of a group they count from 1."""
         self.menu = menu
-        self.table_width = table_width
+        self.tables = TableShape(len(blocks), table_width)
         self.block_size = block_size
-        self.num_blocks = num_blocks
+        self.blocks = tuple(blocks)
         self.vocab_size = vocab_size
-        self.num_host_blocks = num_host_blocks
+        self.host_blocks = tuple(host_blocks) or (range(1, 1),) * len(blocks)
 
-    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS, levels: int | None = None) -> Batch:
-        """
-        Args:
-            masks: by place among the plan's samples: the tokens that a grammar admits.
-            levels: how many tokens ahead a drafter drafts behind the draws; None: it does not even compute the step's tokens. Where
-                tokens are recycled 1 or None: see `Speculation.levels`.
-        """
+    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS) -> Batch:
+        """masks: by place among the plan's samples: the tokens that a grammar admits."""
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
         bucket = self.menu.choose(
             lengths, len(plan.samples), scores=num_scored > 0, verifies=plan.verifies, branches=plan.branches
         )
-        packed = np.zeros(packed_size(bucket, self.table_width), np.int32)
-        fields: dict[str, Any] = views(packed, bucket, self.table_width)
+        packed = np.zeros(packed_size(bucket, self.tables), np.int32)
+        fields: dict[str, Any] = views(packed, bucket, self.tables)
         self._fill_rows(fields, plan.rows)
         if bucket.verifies:
             self._fill_drafts(fields, plan.rows)
         if num_scored:
             self._fill_scored(fields, plan.rows)
         self._fill_draws(fields, plan.samples)
-        context = self.table_width * self.block_size
+        context = self.tables.width * self.block_size
         adjustments = adjustments_of(plan.samples, masks, bucket.num_draws, vocab_size=self.vocab_size, context=context)
         if adjustments.history_RC is not None:
             self._fill_penalties(fields, plan.samples)
@@ -89,21 +85,19 @@ class BatchBuilder:
         fields["flags"][Flags.BIASED] = adjustments.bias_RE is not None
         fields["flags"][Flags.PENALISED] = adjustments.history_RC is not None
         fields["flags"][Flags.SCORED] = num_scored
-        fields["flags"][Flags.EXTENDS] = levels is not None
-        fields["flags"][Flags.LEVELS] = levels or 0
+        fields["flags"][Flags.DRAFT_DEPTH] = -1 if plan.draft_depth is None else plan.draft_depth
         self._check(fields)
-        device, host = self.num_blocks, self.num_host_blocks + 1
         return Batch(
             bucket,
             packed,
             adjustments,
-            swap_out=_pad("swap_out", plan.swap_out, (device, host), self.menu.num_swapped),
-            swap_in=_pad("swap_in", plan.swap_in, (host, device), self.menu.num_swapped),
-            copies=_pad("copies", plan.copies, (device, device), self.menu.num_copies),
+            swap_out=_moves("swap_out", plan.swap_out, self.blocks, self.host_blocks, self.menu.num_swapped),
+            swap_in=_moves("swap_in", plan.swap_in, self.host_blocks, self.blocks, self.menu.num_swapped),
+            copies=_moves("copies", plan.copies, self.blocks, self.blocks, self.menu.num_copies),
             num_draws=len(plan.samples),
             num_rows=len(plan.rows),
             num_scored=num_scored,
-            rests=levels is None,
+            draft_depth=plan.draft_depth,
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
@@ -116,15 +110,19 @@ class BatchBuilder:
         fields["query_start"][1 : num_rows + 1] = ends
         fields["context_len_B"][:num_rows] = [row.context_length for row in rows]
         fields["next_token_B"][:num_rows] = [row.next_token_id for row in rows]
-        tables = fields["block_table_BM"]
+        tables = fields["block_table_ZBM"]
         for index, row in enumerate(rows):
-            tables[index, : len(row.block_table)] = row.block_table
+            tables[0, index, : len(row.block_table)] = row.block_table
+            for group, table in enumerate(row.further_tables, start=1):
+                tables[group, index, : len(table)] = table
+        for group, blocks in enumerate(self.blocks):
+            tables[group] = _counted(tables[group], blocks)
         row_T = np.repeat(np.arange(num_rows), lengths)
         position_T = np.arange(total) - np.repeat(np.array(ends) - lengths, lengths)
         position_T += np.repeat([row.start for row in rows], lengths)
         fields["positions_T"][:total] = position_T
-        block_T = tables[row_T, position_T // self.block_size]
-        fields["slots_T"][:total] = block_T * self.block_size + position_T % self.block_size
+        block_ZT = tables[:, row_T, position_T // self.block_size]
+        fields["slots_ZT"][:, :total] = block_ZT * self.block_size + position_T % self.block_size
 
     def _fill_drafts(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
         """Where each token's parent stands. Slots go by the place in the row, positions by the depth in the tree."""
@@ -174,13 +172,12 @@ class BatchBuilder:
         fields["num_prompt_tokens_R"][:count] = [sample.num_prompt_tokens for sample in samples]
 
     def _check(self, fields: dict[str, Any]) -> None:
-        for name, limit in (
-            ("token_ids_T", self.vocab_size),
-            ("slots_T", self.num_blocks * self.block_size),
-            ("block_table_BM", self.num_blocks),
-            ("scored_T", self.vocab_size),
-        ):
-            values = fields[name]
+        limits: list[tuple[str, Any, int]] = [("token_ids_T", ..., self.vocab_size), ("scored_T", ..., self.vocab_size)]
+        for group, blocks in enumerate(self.blocks):
+            limits.append(("slots_ZT", group, (1 + len(blocks)) * self.block_size))
+            limits.append(("block_table_ZBM", group, 1 + len(blocks)))
+        for name, part, limit in limits:
+            values = fields[name][part]
             if values.min() < 0 or values.max() >= limit:
                 raise ValueError(
                     f"{name} has entries from {values.min()} to {values.max()}, allowed are 0 to {limit - 1}"
@@ -217,13 +214,28 @@ def _num_scored(rows: tuple[Row, ...]) -> int:
     return num_scored
 
 
-def _pad(name: str, pairs: tuple[tuple[int, int], ...], limits: tuple[int, int], size: int) -> tuple[Pairs, ...]:
-    """The pairs as arrays [size, 2], the last padded with null blocks. Only padding may name one."""
+def _counted(ids: npt.NDArray[np.int32], blocks: range) -> npt.NDArray[np.int32]:
+    """Ids of a pool as the arrays of its layers count them; the null block is 0, and -1 is another pool's."""
+    if blocks.start == 1:
+        return ids
+    return np.where(ids == 0, 0, np.where(ids < blocks.start, -1, ids - blocks.start + 1))
+
+
+def _moves(
+    name: str, pairs: tuple[tuple[int, int], ...], sources: Sequence[range], destinations: Sequence[range], size: int
+) -> tuple[Move, ...]:
+    """The pairs of each cache group as arrays [size, 2], the last padded with null blocks. Only padding may name one."""
     if not pairs:
         return ()
-    ids = np.array(pairs, np.int32)
-    if ids.min() < 1 or (ids >= limits).any():
-        raise ValueError(f"{name} {pairs} leave the pools: ids are 1 to {limits[0] - 1} and 1 to {limits[1] - 1}")
-    padded = np.zeros((-(-len(ids) // size) * size, 2), np.int32)
-    padded[: len(ids)] = ids
-    return tuple(padded.reshape(-1, size, 2))
+    ids, moves, num_moved = np.array(pairs, np.int32), [], 0
+    for group, pools in enumerate(zip(sources, destinations, strict=True)):
+        first, stop = np.array([(pool.start, pool.stop) for pool in pools], np.int32).T
+        own = ids[((ids >= first) & (ids < stop)).all(axis=1)] - first + 1
+        for start in range(0, len(own), max(1, size)):
+            part = own[start : start + size]
+            moves.append((group, np.pad(part, ((0, size - len(part)), (0, 0)))))
+        num_moved += len(own)
+    if num_moved < len(ids):
+        allowed = [f"{of[0].start} to {of[0].stop - 1}" for of in (sources, destinations)]
+        raise ValueError(f"{name} {pairs} leave the pools: ids are {allowed[0]} and {allowed[1]}")
+    return tuple(moves)

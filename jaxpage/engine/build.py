@@ -6,49 +6,39 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import Backend, choose_backend
-from jaxpage.device.buckets import BucketMenu
+from jaxpage.device.backends import choose_backend
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.host_pages import HostPages
+from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.capacity import (
-    Form,
-    Place,
-    choose_dtype,
-    draft_lengths,
-    mixes,
-    notices,
-    place_of,
-    plan_memory,
-    plan_swapping,
-    sliding_window,
-    step_menu,
-)
-from jaxpage.engine.drafting import open_drafting
-from jaxpage.engine.engine import Engine
+from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, notices
+from jaxpage.engine.drafters import Target
+from jaxpage.engine.drafting import Drafting, open_drafting
+from jaxpage.engine.engine import Engine, EngineParts
+from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
-from jaxpage.engine.shape_costs import measure_shapes
+from jaxpage.engine.step_costs import measure_costs
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
-from jaxpage.models.base import KVSpec, abstract_model
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
+from jaxpage.models.base import abstract_model
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.step.limits import StepLimits
+from jaxpage.step.strategy import Strategy
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
@@ -63,7 +53,11 @@ class Built:
     engine: Engine
     tokenizer: Any | None
     sampling_defaults: dict[str, Any]  # of SamplingParams, from generation_config.json
-    memory: MemoryPlan
+    spec: EngineSpec
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return self.spec.memory
 
 
 def build_engine(
@@ -72,100 +66,122 @@ def build_engine(
     progress: bool,
     verbose: bool | None = None,
     phase: Callable[[str], None] = lambda name: None,
+    parts: EngineParts | None = None,
 ) -> Built:
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
 
     progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: is told
-    what begins, one of PHASES.
+    what begins, one of PHASES. parts: of the engine, in place of its own.
     """
-    verbose = progress if verbose is None else verbose
     phase(PHASES[0])
     files = _opened(config)
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
     phase(PHASES[1])
-    device = jax.devices()[0]
-    place = place_of(device, config.gpu_memory_utilization)
-    dtype = choose_dtype(config, place, files.plan.stored_dtype())
-    drafting = open_drafting(config.speculative_config, draft_lengths(config), files)
-    weights_bytes, form = files.plan.num_bytes(dtype) + drafting.num_bytes(dtype), Form(dtype, config.kv_cache_dtype)
-    memory = plan_swapping(config, plan_memory(config, files.spec, place, form, weights_bytes, drafting))
-    backend = choose_backend(config.attention_backend, device, config.kv_cache_dtype)
-    if backend.interpret:
-        logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", backend.name)
-    for notice in notices(config, place, files.spec, memory):
-        logger.warning(notice)
-    menu = step_menu(config, place, memory)
-    if verbose:
-        _print_table(memory, dtype, config.kv_cache_dtype)
+    mesh = make_mesh()
+    drafting = open_drafting(config.speculative_config, files)
+    spec = _describe(config, files, mesh, drafting)
+    if verbose := progress if verbose is None else verbose:
+        _print(aligned([*spec.rows()], num_words=2))
     phase(PHASES[2])
-    put = functools.partial(jax.device_put, device=device)
-    parameters: Any = load_weights(files.plan, dtype, put, progress=progress)
-    parameters = drafting.load(parameters, dtype, device, progress=progress)
-    table_width = -(-memory.max_model_len // config.block_size)
-    options = _step_options(files, dtype, table_width, config, backend, by_row=place.is_cpu)
-    pool = (memory.num_blocks, config.block_size, kv_pages.page_dtype(config.kv_cache_dtype, dtype))
-    pages = kv_pages.page_shapes(files.spec.kv, *pool)
-    options = drafting.in_steps(options, dtype, menu, pages)
-    pages += drafting.pages(menu, *pool)
+    dtype = spec.layout.dtype
+    weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
+    parameters = {"target": weights, "drafter": drafting.load(dtype, mesh.put, progress=progress)}
     phase(PHASES[3])
-    executables = _compiled(config, menu, parameters, pages, options, may_rest=drafting.may_rest, progress=progress)
-    scheduler = _scheduler(config, place, menu, memory, (files.spec.kv, *drafting.kvs))
-    speculation = drafting.speculation(scheduler.limits, menu, files.spec.vocab_size, config.block_size)
+    pages, options = (
+        _pages(spec, files, drafting),
+        _step_options(spec, config, files, drafting, by_row=mesh.first.platform == "cpu"),
+    )
+    executables = _compiled(
+        config, spec.menu, parameters, pages, options, target_only=drafting.may_be_off, mesh=mesh, progress=progress
+    )
+    strategies: dict[int, Strategy] = {}
+    speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
+    chosen: EngineParts = {"speculator": speculator, **(parts or {})}
     engine = Engine(
-        scheduler=scheduler,
-        builder=_builder(menu, memory, table_width, files.spec.vocab_size),
-        runner=Runner(
-            parameters,
-            functools.partial(kv_pages.allocate, pages),
-            executables,
-            HostPages(memory.num_host_blocks, memory.block_bytes),
-        ),
+        scheduler=_scheduler(config, spec),
+        builder=_builder(spec),
+        runner=Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec)),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(files),
-        max_model_len=memory.max_model_len,
+        max_model_len=spec.memory.max_model_len,
         seed=config.seed,
-        speculation=speculation,
+        strategies=strategies,
+        **chosen,
     )
-    if speculation is not None and speculation.controller is not None:
-        measure_shapes(engine.builder, engine.runner, speculation.controller, memory.num_blocks)
-    scratch_bytes = kv_pages.num_bytes(pages) - memory.pool_bytes
-    memory = replace(memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
+    if (controller := getattr(engine.speculator, "controller", None)) is not None:
+        measure_costs(engine.builder, engine.runner, controller)
+    scratch_bytes = kv_pages.num_bytes(pages) - spec.memory.pool_bytes
+    memory = replace(spec.memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
-        _print_compiled(memory, executables)
-    return Built(engine, tokenizer, sampling_defaults, memory)
+        _print([_of_cache(memory, executables)])
+    return Built(engine, tokenizer, sampling_defaults, replace(spec, memory=memory))
 
 
-def _builder(menu: BucketMenu, memory: MemoryPlan, table_width: int, vocab_size: int) -> BatchBuilder:
-    return BatchBuilder(
-        menu,
-        table_width=table_width,
-        block_size=memory.block_size,
-        num_blocks=memory.num_blocks,
-        vocab_size=vocab_size,
-        num_host_blocks=memory.num_host_blocks,
-    )
+def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, drafting: Drafting) -> EngineSpec:
+    """Warns of what is not as somebody may think."""
+    kernels = choose_backend(config.attention_backend, mesh.first, config.kv_cache_dtype)
+    if kernels.interpret:
+        logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
+    device = device_spec_of(mesh.first, config.gpu_memory_utilization)
+    layout = ModelLayout(choose_dtype(config, device, files.plan.stored_dtype()), config.kv_cache_dtype)
+    weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
+    spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
+    for notice in notices(config, device, files.spec, spec.memory):
+        logger.warning(notice)
+    return spec
+
+
+def _pages(spec: EngineSpec, files: ModelFiles, drafting: Drafting) -> KVPages:
+    """Shapes of all layers."""
+    num_blocks, own = [spec.num_blocks[group] for group in spec.layer_groups], files.spec.kv.num_layers
+    block_size, dtype = spec.memory.block_size, spec.page_dtype
+    of_model = kv_pages.page_shapes(files.spec.kv, num_blocks[:own], block_size, dtype)
+    return of_model + drafting.pages(spec.menu, num_blocks[own:], block_size, dtype)
 
 
 def _step_options(
-    files: ModelFiles,
-    dtype: str,
-    table_width: int,
-    config: EngineConfig,
-    backend: Backend,
-    *,
-    by_row: bool,
+    spec: EngineSpec, config: EngineConfig, files: ModelFiles, drafting: Drafting, *, by_row: bool
 ) -> StepOptions:
-    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
+    assert spec.kernels is not None, "the device is at hand"
+    graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype)
     return StepOptions(
         graph,
-        files.spec.vocab_size,
-        table_width * config.block_size,
-        table_width,
-        backend,
+        spec.vocab_size,
+        spec.tables.width * spec.memory.block_size,
+        spec.tables,
+        spec.layer_groups,
+        spec.kernels,
         sample_by_row=by_row,
+        drafter=drafting.make(
+            Target(
+                spec.layout.dtype,
+                spec.vocab_size,
+                spec.menu,
+                spec.layer_groups,
+                spec.num_blocks,
+                config.acceptance.name,
+            )
+        ),
         acceptance=config.acceptance,
     )
+
+
+def _builder(spec: EngineSpec) -> BatchBuilder:
+    return BatchBuilder(
+        spec.menu,
+        table_width=spec.tables.width,
+        block_size=spec.memory.block_size,
+        blocks=spec.blocks,
+        vocab_size=spec.vocab_size,
+        host_blocks=spec.host_blocks,
+    )
+
+
+def _host_pages(spec: EngineSpec) -> list[HostPages]:
+    return [
+        HostPages(len(blocks), group.block_bytes) for group, blocks in zip(spec.groups, spec.host_blocks, strict=True)
+    ]
 
 
 def compile_cache_directory() -> Path:
@@ -187,9 +203,9 @@ def _opened(config: EngineConfig) -> ModelFiles:
     return files
 
 
-def _compiled(config: EngineConfig, *shapes: Any, may_rest: bool, progress: bool) -> Executables:
+def _compiled(config: EngineConfig, *shapes: Any, **options: Any) -> Executables:
     try:
-        return Executables(*shapes, may_rest=may_rest, progress=progress)
+        return Executables(*shapes, **options)
     except NotImplementedError as refusal:  # every backend's reason
         raise UnsupportedError(f"attention_backend {config.attention_backend!r}: {refusal}") from refusal
 
@@ -222,28 +238,20 @@ def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     return token_ids - beyond
 
 
-def _scheduler(
-    config: EngineConfig, place: Place, menu: BucketMenu, memory: MemoryPlan, kvs: tuple[KVSpec, ...]
-) -> Scheduler:
-    limits = StepLimits(
-        max_rows=config.max_num_seqs,
-        max_tokens=menu.chunk[-1].num_tokens,
-        max_chunk_rows=min(menu.max_chunk_rows, config.max_num_seqs),
-        mixed=mixes(config, place),
-        verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
-        trees=any(bucket.trees for bucket in menu.verify),
-        decoded=tuple(bucket.num_rows for bucket in menu.decode),
-        streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
-    )
-    manager = BlockManager(
-        BlockPool(memory.num_blocks),
-        config.block_size,
-        PrefixIndex(config.block_size) if config.enable_prefix_caching else None,
-        host_pool=BlockPool(memory.num_host_blocks + 1) if memory.num_host_blocks else None,
-        sliding_window=sliding_window(kvs, memory.max_model_len),
-    )
+def _scheduler(config: EngineConfig, spec: EngineSpec) -> Scheduler:
+    tables = [
+        BlockTables(
+            BlockPool(blocks.stop, first=blocks.start),
+            config.block_size,
+            host_pool=BlockPool(host_blocks.stop, first=host_blocks.start) if host_blocks else None,
+            sliding_window=group.sliding_window,
+            max_tokens=spec.limits.longest_row,
+        )
+        for group, blocks, host_blocks in zip(spec.groups, spec.blocks, spec.host_blocks, strict=True)
+    ]
+    manager = BlockManager(tables, PrefixIndex(config.block_size) if config.enable_prefix_caching else None)
     return Scheduler(
-        limits,
+        spec.limits,
         manager,
         max_num_seqs=config.max_num_seqs,
         queue=POLICIES[config.scheduling_policy](),
@@ -251,17 +259,12 @@ def _scheduler(
     )
 
 
-def _print_compiled(memory: MemoryPlan, executables: Executables) -> None:
+def _of_cache(memory: MemoryPlan, executables: Executables) -> str:
     total, found = executables.compile_total, executables.num_found
     found_text = f"all {total}" if found == total else f"{found} of {total}"
-    print(
-        f"  {found_text} executables were in the compile cache; workspace of the steps: {gib(memory.workspace_bytes)}",
-        file=sys.stderr,
-    )
+    return f"{found_text} executables were in the compile cache; workspace of the steps: {gib(memory.workspace_bytes)}"
 
 
-def _print_table(memory: MemoryPlan, dtype: str, kv_cache_dtype: str) -> None:
-    kv_dtype = dtype if kv_cache_dtype == "auto" else f"{kv_cache_dtype}, a float32 scale per token and head"
-    rows = [*memory.rows(), ("dtype", dtype), ("KV dtype", kv_dtype)]
-    for line in aligned(rows, num_words=2):
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
         print(f"  {line}", file=sys.stderr)

@@ -35,7 +35,7 @@ def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
     """Raises UnsupportedError where there is nothing to show before the end."""
     if isinstance(params, BeamSearchParams):
         raise UnsupportedError(
-            f"streaming cannot show beam_width={params.beam_width}: which hypotheses are the best is known at the end"
+            f"streaming cannot show beam_width={params.beam_width}: which hypotheses are the best is known only at the end"
         )
     if params.ranks:
         raise UnsupportedError(

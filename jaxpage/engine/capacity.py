@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import jax
 
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import prefers_mixed_steps
-from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
+from jaxpage.device.buckets import BucketMenu, make_menu
+from jaxpage.device.cache_groups import CacheGroup
 from jaxpage.device.sizing import (
     MemoryPlan,
+    WindowBlocks,
     available_bytes,
     available_host_bytes,
     choose_num_blocks,
@@ -23,19 +25,18 @@ from jaxpage.device.step_inputs import adjustment_shapes
 from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError
-from jaxpage.memory.sliding import most_blocks
-from jaxpage.models.base import KVSpec, ModelSpec
+from jaxpage.memory.block_tables import window_blocks
+from jaxpage.models.base import ModelSpec
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.settings.speculative_config import MOST_CANDIDATES
+from jaxpage.shapes import MOST_CANDIDATES
 
 BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
-AUTO_DRAFTS = (1, 3, 7)  # with the token before them powers of two
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceSpec:
     """The device that an engine runs on, or one that somebody has in mind."""
 
     name: str  # begins with the platform
@@ -47,7 +48,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Form:
+class ModelLayout:
     """How a model is kept: its numbers in which types, on how many devices. The fields are settings."""
 
     dtype: str  # never "auto"
@@ -55,35 +56,35 @@ class Form:
     tensor_parallel_size: int = 1
 
 
-def place_of(device: jax.Device, utilization: float) -> Place:
-    return Place(f"{device.platform} ({device.device_kind})", available_bytes(device, utilization))
+def device_spec_of(device: jax.Device, utilization: float) -> DeviceSpec:
+    return DeviceSpec(f"{device.platform} ({device.device_kind})", available_bytes(device, utilization))
 
 
-def choose_dtype(config: EngineConfig, place: Place, stored: str) -> str:
+def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
     """ "auto" follows the checkpoint, but on CPU everything runs in float32, where XLA's bfloat16 products are many times slower."""
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if place.is_cpu else stored
+    return "float32" if device.is_cpu else stored
 
 
-def mixes(config: EngineConfig, place: Place) -> bool:
+def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
     """By default as the kernel set prefers: a GPU's kernel takes any rows in one launch, but in plain XLA a step that mixes pads every
     single token to a tile of queries."""
     if config.enable_mixed_steps is not None:
         return config.enable_mixed_steps
-    return prefers_mixed_steps(config.attention_backend, "cpu" if place.is_cpu else "gpu")
+    return prefers_mixed_steps(config.attention_backend, "cpu" if device.is_cpu else "gpu")
 
 
-def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = None) -> BucketMenu:
-    """The shapes of an engine's steps; with its memory, also those in which blocks move to the host and back.
+def step_menu(config: EngineConfig, device: DeviceSpec) -> BucketMenu:
+    """The shapes of an engine's steps.
 
     Raises ConfigError if none of them has room for drafts that are asked for.
     """
-    most = max_num_batched_tokens(config, place)
+    most = max_num_batched_tokens(config, device)
     menu = make_menu(
         config.max_num_seqs,
         most,
-        mixed=mixes(config, place),
+        mixed=mixes(config, device),
         num_drafts=draft_lengths(config),
         max_verified_tokens=most,
         trees=config.speculative_config is not None and config.speculative_config.branches,
@@ -94,84 +95,72 @@ def step_menu(config: EngineConfig, place: Place, memory: MemoryPlan | None = No
         raise ConfigError(
             f"speculative_config: the smallest step with drafts has {needed} tokens; max_num_batched_tokens is {most}"
         )
-    if memory is not None and memory.num_host_blocks:
-        menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     return menu
 
 
 def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
-    """How many drafts a sequence may have in a step: the one number that is asked for, or a few to choose from."""
-    if config.speculative_config is None:
-        return ()
-    wanted, choices = config.speculative_config.num_speculative_tokens, config.speculative_config.medusa_choices
-    if config.speculative_config.method == "lookahead":
-        return (config.speculative_config.lookahead.num_drafts,)
-    if wanted == "auto" and choices is not None:  # a given tree, or less of it
-        return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
-    return AUTO_DRAFTS if wanted == "auto" else (wanted,)
+    """How many drafts a sequence may have in a step."""
+    return config.speculative_config.draft_lengths if config.speculative_config else ()
 
 
-def max_num_batched_tokens(config: EngineConfig, place: Place) -> int:
+def max_num_batched_tokens(config: EngineConfig, device: DeviceSpec) -> int:
     if config.max_num_batched_tokens is not None:
         return max(config.max_num_batched_tokens, 2)
-    return BATCHED_TOKENS_ON_CPU if place.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
-
-
-def sliding_window(kvs: Iterable[KVSpec], max_model_len: int) -> int | None:
-    """How far back any layer looks, if that is less than all: blocks farther back are free."""
-    windows = [max_model_len if window is None else window for kv in kvs for window in kv.sliding_windows]
-    return max(windows) if max(windows) < max_model_len else None
+    return BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
 
 
 def plan_memory(
     config: EngineConfig,
     spec: ModelSpec,
-    place: Place,
-    form: Form,
+    device: DeviceSpec,
+    layout: ModelLayout,
     weights_bytes: int,
+    groups: Sequence[CacheGroup],
+    menu: BucketMenu,
+    longest_row: int,
     drafting: Drafting | None = None,
 ) -> MemoryPlan:
-    """What one device holds. Of `form`'s devices each has its part of the weights and its heads of every block.
-
-    Args:
-        weights_bytes: of the whole model, in `form.dtype`, and of what drafts for it.
-        drafting: whose layers take a part of every block, and scratch blocks.
-
-    Raises:
-        ConfigError: `max_model_len` is beyond the model's positions, or the heads cannot be divided among the devices.
-        CapacityError: the weights leave no room, or one sequence of `max_model_len` does not fit; with the numbers.
-    """
-    longest = spec.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
-    kv = replace(spec.kv, num_kv_heads=kv_heads_per_device(spec, form.tensor_parallel_size))
-    kvs, menu = (kv, *(drafting.kvs if drafting else ())), step_menu(config, place)
-    page_dtype = kv_pages.page_dtype(form.kv_cache_dtype, form.dtype)
-    block_bytes = [kv_pages.bytes_per_block(each, config.block_size, page_dtype) for each in kvs]
-    workspace_bytes = _workspace_estimate(spec, config.max_model_len or longest, menu)
+    """What one device holds: see `describe_engine`. longest_row: tokens that a sequence can have in a step."""
+    first, *further = groups
+    longest = config.max_model_len or spec.max_position_embeddings
+    workspace_bytes = _workspace_estimate(spec, longest, menu)
     if drafting is not None:
-        workspace_bytes += sum(block_bytes[1:]) * drafting.num_scratch_blocks(menu, config.block_size)
+        page_dtype = kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype)
+        scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
+        workspace_bytes += kv_pages.num_bytes(scratch)
+
+    def at_a_time(group: CacheGroup) -> int:
+        window = longest if group.sliding_window is None else group.sliding_window
+        return window_blocks(window, longest_row, config.block_size)
+
     plan = MemoryPlan(
-        device=place.name,
-        available_bytes=place.available_bytes,
-        weights_bytes=-(-weights_bytes // form.tensor_parallel_size),
+        device=device.name,
+        available_bytes=device.available_bytes,
+        weights_bytes=-(-weights_bytes // layout.tensor_parallel_size),
         workspace_bytes=workspace_bytes,
-        block_bytes=sum(block_bytes),
+        block_bytes=sum(group.block_bytes for group in groups),
         block_size=config.block_size,
         num_blocks=0,
-        max_model_len=config.max_model_len or longest,
+        max_model_len=longest,
+        most_sequence_blocks=None if first.sliding_window is None else at_a_time(first),
+        windows=tuple(
+            WindowBlocks(
+                group.sliding_window,
+                group.block_bytes,
+                at_a_time(group),
+                config.max_num_seqs * at_a_time(group),
+            )
+            for group in further
+            if group.sliding_window is not None
+        ),
     )
-    window = sliding_window(kvs, plan.max_model_len)
-    if window is not None:
-        most = most_blocks(window, max_num_batched_tokens(config, place), config.block_size)
-        plan = replace(plan, most_sequence_blocks=most)
     plan = choose_num_blocks(
         plan,
         wanted=config.num_blocks,
         pool_bytes=config.kv_cache_memory_bytes,
         max_num_seqs=config.max_num_seqs,
-        narrower_dtype="bfloat16" if form.dtype == "float32" else None,
-        utilization=1.0 if place.is_cpu else config.gpu_memory_utilization,
+        narrower_dtype="bfloat16" if layout.dtype == "float32" else None,
+        utilization=1.0 if device.is_cpu else config.gpu_memory_utilization,
     )
     if plan.blocks_for(plan.max_model_len) < plan.num_blocks:
         return plan
@@ -187,7 +176,7 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
     """What lets a sequence of `max_model_len` tokens into the pool: a shorter one, or a larger pool if there is room for it."""
     shorter = f"Lower max_model_len to {plan.num_slots} or less"
     num_blocks = 1 + plan.blocks_for(plan.max_model_len)
-    num_bytes = num_blocks * plan.block_bytes
+    num_bytes = plan.bytes_of(num_blocks)
     if num_bytes > plan.free_bytes:
         return f"{shorter}: {num_blocks} blocks would take {gib(num_bytes)}, and {gib(plan.free_bytes)} are free for the pool."
     by_bytes = config.kv_cache_memory_bytes is not None
@@ -195,10 +184,10 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
     return f"{shorter}, or raise {setting} or more."
 
 
-def notices(config: EngineConfig, place: Place, spec: ModelSpec, plan: MemoryPlan) -> list[str]:
+def notices(config: EngineConfig, device: DeviceSpec, spec: ModelSpec, plan: MemoryPlan) -> list[str]:
     """What is not as somebody may think who looks at the settings alone."""
     found = []
-    if place.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
+    if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
         found.append(
             f"gpu_memory_utilization = {config.gpu_memory_utilization:g} means nothing on a CPU: num_blocks or kv_cache_memory_bytes "
             "size the pool here"
@@ -234,10 +223,10 @@ def kv_heads_per_device(spec: ModelSpec, num_devices: int) -> int:
     return max(1, num_kv_heads // num_devices)
 
 
-def refused_settings(config: EngineConfig, form: Form) -> tuple[str, ...]:
-    """The settings that keep this version from running a model in that form. Raises ConfigError for what is no form at all."""
+def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:
+    """The settings that keep this version from running a model in that layout. Raises ConfigError for what is no layout at all."""
     try:
-        config.replace(**asdict(form))
+        config.replace(**asdict(layout))
     except UnsupportedSettings as error:
         return tuple(name for name, _ in error.problems)
     return ()

@@ -1,107 +1,177 @@
-"""Drafters with weights of their own, opened beside the model that they draft for."""
+"""Drafters on the device, opened beside the model that they draft for: which files each kind has, and what it needs of an engine."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.eagle_files import EAGLE_FILES, Method, load_eagle, open_eagle
+from jaxpage.checkpoints.medusa_files import MEDUSA_FILES, MedusaFiles, load_medusa, open_medusa
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.drafting import Choice, DrafterOptions, TreeShape
+from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
+from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
 from jaxpage.engine.text import load_tokenizer
-from jaxpage.errors import CheckpointError
+from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.models.base import KVSpec, abstract
 from jaxpage.models.draft_model import DraftModel
-from jaxpage.models.drafter import WithDrafter
+from jaxpage.models.medusa import MedusaHeads
 from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
+from jaxpage.speculation.methods import METHODS, DrafterKind
+from jaxpage.speculation.recycling import NUM_RECYCLED
 
 logger = logging.getLogger(__name__)
 
 # Trees as EAGLE-2 grows them: 60 drafts of 10 branches and depth 6 for the largest models; fewer branches where there are fewer drafts.
 DEEPEST_TREE = 6
 MOST_BRANCHES = 8
-METHODS = ("draft_model", "eagle", "eagle3")
+
+
+class Target(NamedTuple):
+    """The engine into which a drafter is put."""
+
+    dtype: str
+    vocab_size: int
+    menu: BucketMenu
+    layer_groups: tuple[int, ...]  # the cache group of each layer, the drafter's behind the model's
+    num_blocks: tuple[int, ...]  # P of each cache group
+    acceptance: str  # the rule's name
+
+
+class DrafterFiles(Protocol):
+    """A drafter that fits its target. Nothing of it but headers has been read, and nothing is on a device."""
+
+    @property
+    def kvs(self) -> tuple[KVSpec, ...]:
+        """Of its own layers, which stand behind the target's in every block."""
+        ...
+
+    def num_bytes(self, dtype: str) -> int:
+        """Of its own weights."""
+        ...
+
+    def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
+        """Its own parameters, each one `put(array)`."""
+        ...
+
+    def make(self, target: Target) -> DeviceDrafter: ...
 
 
 @dataclass(frozen=True)
-class OpenDrafter:
-    """A drafter that fits its target. Nothing of it but headers has been read, and nothing is on a device."""
+class HeadFiles:
+    """Medusa's heads, and the tree of their guesses that is drafted."""
 
-    kv: KVSpec  # of its own layers
-    taps: tuple[int, ...] | None  # see models.drafter.Drafter
-    make: Callable[[DTypeLike], nnx.Module]  # a models.drafter.Drafter
-    num_bytes: Callable[[str], int]  # of its own weights in a dtype
-    read: Callable[..., dict[str, Any]]  # its own parameters: of dtype, put, progress
+    files: MedusaFiles
+    choices: Choices
+    kvs: ClassVar[tuple[KVSpec, ...]] = ()
+
+    @property
+    def num_guesses(self) -> int:
+        """W: of each head, that any draft uses."""
+        return 1 + max(rank for path in self.choices for rank in path)
+
+    def num_bytes(self, dtype: str) -> int:
+        return self.files.num_bytes(dtype)
+
+    def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
+        return load_medusa(self.files, dtype, put, progress=progress)
+
+    def make(self, target: Target) -> HeadDrafter:
+        return HeadDrafter(abstract(MedusaHeads(self.files.spec, dtype=target.dtype))[0], self.num_guesses)
+
+
+@dataclass(frozen=True)
+class NoFiles:
+    """What drafts is the target itself: its likeliest tokens."""
+
+    kvs: ClassVar[tuple[KVSpec, ...]] = ()
+
+    def num_bytes(self, dtype: str) -> int:
+        return 0
+
+    def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> None:
+        return None
+
+    def make(self, target: Target) -> TopIdsDrafter:
+        return TopIdsDrafter(min(NUM_RECYCLED, target.vocab_size))
+
+
+@dataclass(frozen=True)
+class ModelDrafterFiles:
+    """A draft model or an EAGLE head."""
+
+    kv: KVSpec
+    aux_layers: tuple[int, ...] | None  # see models.drafter.Drafter
+    module: Callable[[DTypeLike], nnx.Module]  # a models.drafter.Drafter
+    num_bytes: Callable[[str], int]
+    load: Callable[..., dict[str, Any]]
+
+    @property
+    def kvs(self) -> tuple[KVSpec, ...]:
+        return (self.kv,)
 
     def graph(self, dtype: str) -> Any:
         """For `models.drafter.join`."""
-        return abstract(lambda: self.make(jnp.dtype(dtype)))[0]
+        return abstract(self.module(dtype))[0]
 
-    @staticmethod
-    def shape(menu: BucketMenu) -> TreeShape:
-        """How far it drafts for steps of these shapes, and how wide if they take trees."""
-        most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
-        most_rows = max(bucket.num_rows for bucket in menu.verify)
-        if not any(bucket.trees for bucket in menu.verify):
-            return TreeShape(most_drafts, 1, most_rows)
-        return TreeShape(min(most_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)), most_rows)
-
-    def options(
-        self, dtype: str, menu: BucketMenu, first_layer: int, num_blocks: int, acceptance: str
-    ) -> DrafterOptions:
-        """How it drafts in steps of these shapes.
-
-        Args:
-            first_layer: layers of its target.
-            num_blocks: of the pool.
-            acceptance: the rule's name.
-        """
-        shape = self.shape(menu)
-        choice: Choice = "coupled" if acceptance == "coupled" else "likeliest"
-        if acceptance == "rejection" and shape.num_branches == 1:
+    def make(self, target: Target) -> ModelDrafter:
+        shape = tree_shape(target.menu)
+        choice: Choice = "coupled" if target.acceptance == "coupled" else "likeliest"
+        if target.acceptance == "rejection" and shape.num_branches == 1:
             choice = "drawn"
-        return DrafterOptions(self.graph(dtype), self.taps, shape, first_layer, num_blocks, choice)
-
-    def load(self, parameters: Any, dtype: str, device: jax.Device, *, progress: bool) -> WithDrafter:
-        """Beside the target's parameters, on their device and in their dtype."""
-        put = functools.partial(jax.device_put, device=device)
-        return WithDrafter(parameters, self.read(dtype, put, progress=progress))
+        own_groups = target.layer_groups[-self.kv.num_layers :]
+        return ModelDrafter(self.graph(target.dtype), self.aux_layers, own_groups, shape, target.num_blocks, choice)
 
 
-def open_drafter(config: SpeculativeConfig | None, target: ModelFiles) -> OpenDrafter | None:
-    """None for a configuration without such a drafter. Nothing but headers is read.
-
-    Raises:
-        ModelNotFoundError, CheckpointError, UnsupportedError: there is no drafter, or it does not fit the target.
-    """
-    if config is None or config.method not in METHODS:
-        return None
-    assert config.model is not None, "checked with the settings"
-    if config.method == "draft_model":
-        return _draft_model(config.model, target)
-    files = open_eagle(resolve_model(config.model, hub_files=EAGLE_FILES), cast(Method, config.method), target)
-    return OpenDrafter(
-        files.spec.decoder.kv,
-        files.spec.taps,
-        files.spec.make,
-        files.num_bytes,
-        functools.partial(load_eagle, files),
-    )
+def tree_shape(menu: BucketMenu) -> TreeShape:
+    """How far a drafter drafts for steps of these shapes, and how wide if they take trees."""
+    most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
+    most_rows = max(bucket.num_rows for bucket in menu.verify)
+    if not any(bucket.trees for bucket in menu.verify):
+        return TreeShape(most_drafts, 1, most_rows)
+    return TreeShape(min(most_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)), most_rows)
 
 
-def _draft_model(model: str, target: ModelFiles) -> OpenDrafter:
-    files = open_model(resolve_model(model))
+def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
+    """Raises also ConfigError: more is asked of the heads than they guess."""
+    directory, spec = resolve_model(_model(config), hub_files=MEDUSA_FILES), target.spec
+    files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
+    num_heads, wanted = files.spec.num_heads, config.num_speculative_tokens
+    accuracies = [row[: files.num_tokens] for row in files.accuracies or assumed_accuracies(num_heads)]
+    choices = choices_of(config.medusa_choices, accuracies, max(config.draft_lengths), tree=config.tree)
+    deepest = max(map(len, choices))
+    if deepest > num_heads or (wanted != "auto" and len(choices) < wanted):
+        asked = f"medusa_choices goes {deepest} deep" if deepest > num_heads else f"num_speculative_tokens is {wanted}"
+        raise ConfigError(
+            f"speculative_config: {asked}, but of the {num_heads} heads in {directory} each guesses one place, which gives "
+            f"{len(choices)} drafts at most"
+        )
+    heads = HeadFiles(files, choices)
+    if heads.num_guesses > files.num_tokens:
+        raise ConfigError(
+            f"speculative_config: medusa_choices asks for guess {heads.num_guesses}, of {files.num_tokens} tokens in all"
+        )
+    return heads
+
+
+def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
+    directory = resolve_model(_model(config), hub_files=EAGLE_FILES)
+    files = open_eagle(directory, cast(Method, config.method), target)
+    load = functools.partial(load_eagle, files)
+    return ModelDrafterFiles(files.spec.decoder.kv, files.spec.aux_layers, files.spec.make, files.num_bytes, load)
+
+
+def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
+    files = open_model(resolve_model(_model(config)))
     positions, needed = files.spec.max_position_embeddings, target.spec.max_position_embeddings
     if positions < needed:
         logger.warning(
@@ -113,7 +183,7 @@ def _draft_model(model: str, target: ModelFiles) -> OpenDrafter:
     def read(dtype: str, put: Callable[[Any], Any], *, progress: bool) -> dict[str, Any]:
         return {"model": load_weights(files.plan, dtype, put, progress=progress)}
 
-    return OpenDrafter(
+    return ModelDrafterFiles(
         files.spec.kv,
         None,
         lambda dtype: DraftModel(files.family, files.spec, vocab_size=target.spec.vocab_size, dtype=dtype),
@@ -137,3 +207,26 @@ def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
     if first != second:
         token, token_id = min(first ^ second, key=lambda pair: pair[1])
         raise CheckpointError(f"{differ}, and only one of their tokenizers knows {token!r} as {token_id}")
+
+
+def _model(config: SpeculativeConfig) -> str:
+    assert config.model is not None, "checked with the settings"
+    return config.model
+
+
+_OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], DrafterFiles]] = {
+    "heads": open_heads,
+    "eagle_head": _open_eagle,
+    "model": open_draft_model,
+    "top_ids": lambda config, target: NoFiles(),
+}
+
+
+def open_drafter(config: SpeculativeConfig, target: ModelFiles) -> DrafterFiles | None:
+    """None for a method that drafts on the host. Nothing but headers is read.
+
+    Raises:
+        ModelNotFoundError, CheckpointError, UnsupportedError: there is no drafter, or it does not fit the target.
+    """
+    kind = METHODS[config.method].drafter
+    return None if kind is None else _OPENERS[kind](config, target)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy, advance, masks_of
 from jaxpage.engine.admission import Admission, CheckedParams, PreparedRequest
@@ -21,18 +20,27 @@ from jaxpage.engine.runner import Runner
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.scheduling import Scheduler
-from jaxpage.scheduling.scheduler import NO_DRAFTS
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.shapes import NOT_FINITE
-from jaxpage.speculation.admitting import possible
-from jaxpage.speculation.speculation import Speculation
-from jaxpage.step.draft import Draft
+from jaxpage.speculation import NoSpeculation, Speculator
+from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Edit, Finish, Fork
-from jaxpage.step.plan import StepPlan
+from jaxpage.step.plan import StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 from jaxpage.step.strategy import Strategy
 
 logger = logging.getLogger(__name__)
+
+NewStrategy = Callable[[SequenceGroup, Grammar | None], Strategy]
+
+
+class EngineParts(TypedDict, total=False):
+    """Arguments of an engine that somebody may have other ones for: a replay takes from its log what they would decide."""
+
+    speculator: Speculator
+    new_strategy: NewStrategy
+    events: Events
 
 
 class Engine:
@@ -48,13 +56,23 @@ class Engine:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         seed: int,
-        speculation: Speculation | None = None,
+        strategies: dict[int, Strategy] | None = None,
+        speculator: Speculator | None = None,
+        new_strategy: NewStrategy | None = None,
+        events: Events | None = None,
     ):
+        """
+        Args:
+            strategies: where those of the requests are kept, by sequence id, for a speculator that looks at them.
+            speculator: whom to ask for drafts; None: nobody.
+            new_strategy: of a request that arrives; None: as its parameters say.
+            events: who listens.
+        """
         self.scheduler = scheduler
         self.builder = builder
         self.runner = runner
         self.metrics = EngineMetrics()
-        self.events = Events()  # who listens
+        self.events = events or Events()
         self.tokenizer = tokenizer
         self.admission = Admission(
             vocab_size=builder.vocab_size,
@@ -65,10 +83,9 @@ class Engine:
             seed=seed,
         )
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
-        self.new_strategy = self._new_strategy  # a replay has its own
-        self.speculation = speculation
-        self.propose = speculation.propose if speculation else _nothing  # a replay has its own
-        self._strategies: dict[int, Strategy] = {}  # by sequence id
+        self.speculator: Speculator = speculator or NoSpeculation()
+        self._new_strategy = new_strategy or self._strategy_of
+        self._strategies: dict[int, Strategy] = {} if strategies is None else strategies
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
         self._num_pins = 0
@@ -121,7 +138,7 @@ class Engine:
             group.reserved_ids = (first_id, *other_ids)
         else:
             group.child_ids = tuple(other_ids)
-        strategy = self.new_strategy(group, grammar)
+        strategy = self._new_strategy(group, grammar)
         self.scheduler.add(group)
         self._num_sequences += request.num_sequence_ids
         for sequence_id in group.sequence_ids:
@@ -138,41 +155,45 @@ class Engine:
 
     def step(self) -> list[SequenceGroup]:
         """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
-        self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
-        began = time.monotonic()
-        drafts = all_drafts = self.propose(self.scheduler.running)
-        speculation = self.speculation if self.speculation is not None and self.speculation.has_part else None
-        if drafts:
-            drafts = possible(all_drafts, self._strategies, self.builder.vocab_size)
-            if speculation is not None:
-                speculation.admitted(all_drafts, drafts)
-        proposed = time.monotonic()
-        plan = self.scheduler.plan(drafts)
-        self._blocks_may_be_missing = plan is not None and bool(plan.swap_out or plan.swap_in or plan.copies)
-        if plan is None:
+        drafts = self.speculator.propose(self.scheduler.running)
+        if (plan := self._plan(drafts)) is None:
             return []
+        if (result := self._run(plan)) is None:
+            return self._fail(plan)
+        edits = advance(plan, result, self._strategies)
+        groups = self.scheduler.commit(plan, edits)
+        self._report(StepReport(drafts, plan, result, edits, groups))
+        return groups
+
+    def _plan(self, drafts: Drafts) -> StepPlan | None:
+        self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
+        plan = self.scheduler.plan(drafts)
+        self._blocks_may_be_missing = plan is not None and plan.moves_blocks
+        if plan is None:
+            return None
+        return replace(plan, draft_depth=self.speculator.draft_depth(plan, self.scheduler.has_sequence_slots))
+
+    def _run(self, plan: StepPlan) -> StepResult | None:
+        """None: the step failed."""
         self.metrics.scheduled(plan, self._groups, self.scheduler)
         try:
             self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
-            levels = speculation.levels(plan, self.scheduler.has_seats) if speculation is not None else None
-            result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies), levels))
+            result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies)))
         except Exception as error:
-            return self._fail(plan, error)
+            logger.exception("step %d failed; running requests end with an error", plan.step_id)
+            self.events.failed(plan, error)
+            return None
         self._blocks_may_be_missing = False
-        if speculation is not None:
-            speculation.observe(plan, result)
-        edits = advance(plan, result, self._strategies)
-        self.events.drawn(plan, result, edits)
-        groups = self.scheduler.commit(plan, edits)
-        self.metrics.committed(plan, edits, groups, self._groups)
-        if speculation is not None:
-            drafting, rest = proposed - began, time.monotonic() - proposed
-            speculation.verified(plan, edits, rest, drafting)
-            self.metrics.speculation.took(plan, drafting, rest)
-        self._forget_finished(groups)
-        if (result.token_ids == NOT_FINITE).any():
+        return result
+
+    def _report(self, report: StepReport) -> None:
+        """A step was committed: whoever wants to know is told."""
+        self.events.stepped(report)
+        self.metrics.stepped(report, self._groups)
+        self.speculator.observe(report)
+        self._forget_finished(report.groups)
+        if (report.result.token_ids == NOT_FINITE).any():
             self.reset_prefix_cache()  # numbers that are none may be in the pages too, and must not outlive their request
-        return groups
 
     def abort_all(self) -> None:
         """Ends every request."""
@@ -217,13 +238,11 @@ class Engine:
             self.metrics.memory = MemoryHistory()
         return report
 
-    def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceGroup]:
+    def _fail(self, plan: StepPlan) -> list[SequenceGroup]:
         """A failed step took the donated pages with it: what was running ends with an error, and the pool is made anew."""
-        logger.exception("step %d failed; running requests end with an error", plan.step_id)
-        self.events.failed(plan, error)
         edits: list[Edit] = []
         for group in self.scheduler.running:
-            ended, due = [sequence.sequence_id for sequence in group.unfinished], group.children_due
+            ended, due = [sequence.sequence_id for sequence in group.unfinished], group.pending_forks
             edits += [Fork(ended[0], child_id, index) for index, child_id in enumerate(due, start=1)]
             edits += [Finish(sequence_id, "error") for sequence_id in (*ended, *due)]
         groups = self.scheduler.commit(replace(plan, rows=()), edits)  # nothing of it was computed
@@ -247,13 +266,12 @@ class Engine:
 
     def _forget(self, group: SequenceGroup) -> None:
         self.metrics.ended(group)
-        if self.speculation is not None:
-            self.speculation.forget(group)
+        self.speculator.forget(group)
         for sequence_id in group.sequence_ids:
             self._strategies.pop(sequence_id, None)
             self._groups.pop(sequence_id, None)
 
-    def _new_strategy(self, group: SequenceGroup, grammar: Grammar | None) -> Strategy:
+    def _strategy_of(self, group: SequenceGroup, grammar: Grammar | None) -> Strategy:
         request = group.request
         if request.beam:
             return BeamStrategy(request, group.reserved_ids, lambda: self._new_detokenizer(request))
@@ -264,8 +282,3 @@ class Engine:
             return NoText()
         skip = request.params.skip_special_tokens
         return StreamDetokenizer(self.tokenizer, request.prompt_token_ids, skip_special_tokens=skip)
-
-
-def _nothing(groups: Iterable[SequenceGroup]) -> Mapping[int, Draft]:
-    """The drafts of an engine that does not speculate."""
-    return NO_DRAFTS

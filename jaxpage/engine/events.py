@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxpage.step.edits import Edit
-from jaxpage.step.plan import StepPlan, StepResult
+from jaxpage.step.plan import StepPlan
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 
 
@@ -25,8 +25,8 @@ class Events:
     def planned(self, plan: StepPlan) -> None:
         """A step is about to run."""
 
-    def drawn(self, plan: StepPlan, result: StepResult, edits: list[Edit]) -> None:
-        """A step ran; nothing of it is committed yet."""
+    def stepped(self, report: StepReport) -> None:
+        """A step ran and was committed."""
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
         """A step raised; the running requests are about to end."""

@@ -28,7 +28,7 @@ from jaxpage.settings.argument_checks import shown
 
 COMPILE_SECONDS = 2.0  # for one grammar
 COMPILE_BYTES = 256 << 20
-WAIT_SECONDS = 10.0  # for the grammars of others before it
+WAIT_SECONDS = 10.0  # for the grammars of other requests before it
 CACHED_BYTES = 128 << 20  # of the grammars that are kept for the next who asks, by what their compilation took
 CACHED_GRAMMARS = 64
 REFUSED_SECONDS = 60.0  # for so long the same grammar is refused without another try
@@ -63,7 +63,9 @@ class GrammarCompiler:
         if (found := self.found(asked)) is not None:
             return found
         if not self._compiling.acquire(timeout=WAIT_SECONDS):
-            raise TimeoutError(f"structured_outputs: the grammars of others were compiled for {WAIT_SECONDS:g} s")
+            raise TimeoutError(
+                f"structured_outputs: timed out after {WAIT_SECONDS:g} s waiting for the grammar compiler; try again"
+            )
         try:
             self._check_open()
             return self.found(asked) or self._kept(asked, *self._compile(*asked))

@@ -12,8 +12,9 @@ from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.scheduling import Scheduler
 from jaxpage.speculation.counts import SpeculationCounts
-from jaxpage.step.edits import Append, Edit
+from jaxpage.step.edits import Append
 from jaxpage.step.plan import StepPlan
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 
 
@@ -39,8 +40,8 @@ class EngineMetrics:
     def scheduled(self, plan: StepPlan, group_of: dict[int, SequenceGroup], scheduler: Scheduler) -> None:
         """Books a step that is about to run."""
         now = self._step_began = time.monotonic()
-        pool = scheduler.block_manager.pool
-        used_blocks = pool.num_usable - pool.num_free
+        manager = scheduler.block_manager
+        used_blocks = manager.num_usable - manager.num_free
         self.memory.begin(scheduler.usage, used_blocks=used_blocks, num_preempted=len(plan.preempted))
         for row in plan.rows:
             metrics = self.requests[group_of[row.sequence_id].request.request_id]
@@ -48,10 +49,9 @@ class EngineMetrics:
                 metrics.first_scheduled_time = now
                 metrics.num_cached_tokens = group_of[row.sequence_id].num_cached_tokens or 0
 
-    def committed(
-        self, plan: StepPlan, edits: list[Edit], groups: list[SequenceGroup], group_of: dict[int, SequenceGroup]
-    ) -> None:
+    def stepped(self, report: StepReport, group_of: dict[int, SequenceGroup]) -> None:
         """Books a step that happened; one that failed has computed nothing."""
+        plan, edits = report.plan, report.edits
         now = time.monotonic()
         self.engine_steps_total += 1
         self.memory.end(now - self._step_began)
@@ -71,8 +71,9 @@ class EngineMetrics:
             metrics.num_drafts += 1
             metrics.num_draft_tokens += num_tokens
             metrics.num_accepted_tokens += num_accepted
+        self.speculation.took(plan, report.drafts.seconds, now - self._step_began)
         advanced = {id(group_of[sequence_id]) for sequence_id in appended if sequence_id in group_of}
-        for group in groups:
+        for group in report.groups:
             metrics = self.requests[group.request.request_id]
             metrics.num_preemptions = group.num_preemptions
             if id(group) in advanced:
@@ -88,21 +89,20 @@ class EngineMetrics:
 
     def memory_report(self, scheduler: Scheduler) -> MemoryReport:
         manager = scheduler.block_manager
-        return self.memory.report(num_blocks=manager.pool.num_usable, block_size=manager.block_size)
+        return self.memory.report(num_blocks=manager.num_usable, block_size=manager.block_size)
 
     def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
         manager, split = scheduler.block_manager, scheduler.usage()
-        pool = manager.pool
-        total, free, prefixes = pool.num_usable, pool.num_free, scheduler.prefix_counts
+        total, free, prefixes = manager.num_usable, manager.num_free, scheduler.prefix_counts
         return {
             "num_requests_running": scheduler.num_running,
             "num_requests_waiting": scheduler.num_waiting,
             "num_requests_swapped": scheduler.num_swapped,  # of those that wait
-            "kv_cache_usage_perc": (total - free) / total,
+            "kv_cache_usage_perc": manager.used_share,
             "num_blocks_total": total,
             "num_blocks_free": free,
-            "num_blocks_cached": pool.num_cached,  # of the free ones
-            "num_blocks_pinned": manager.num_pinned_blocks,
+            "num_blocks_cached": manager.num_cached,  # of the free ones
+            "num_blocks_pinned": sum(manager.num_pinned_blocks),
             "num_preemptions_total": dict(scheduler.num_preemptions),
             "prefix_cache_queries_total": prefixes.num_queried,  # in tokens, as vLLM counts; each request once
             "prefix_cache_hits_total": prefixes.num_hits,

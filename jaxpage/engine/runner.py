@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxpage.device.executables import Executables
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.steps import unpack_drawn
-from jaxpage.engine.batch_builder import Batch, Pairs
+from jaxpage.engine.batch_builder import Batch, Move
 from jaxpage.step.plan import StepResult
 
 
@@ -21,8 +21,13 @@ class Runner:
     """Steps from the table of executables. The pages are donated to each step and replaced by what it returns."""
 
     def __init__(
-        self, parameters: Any, new_pages: Callable[[], KVPages], executables: Executables, host_pages: HostPages
+        self,
+        parameters: Any,
+        new_pages: Callable[[], KVPages],
+        executables: Executables,
+        host_pages: Sequence[HostPages],
     ):
+        """host_pages: of each cache group."""
         self.executables = executables
         self._parameters = parameters
         self._new_pages = new_pages
@@ -34,9 +39,9 @@ class Runner:
         self._under_way = True
         self.swap_out(batch.swap_out)
         self.swap_in(batch.swap_in)
-        for pairs in batch.copies:
-            self._pages = self.executables.copy(self._pages, pairs)
-        step = self.executables.step(batch.bucket, rests=batch.rests)
+        for group, pairs in batch.copies:
+            self._pages = self.executables.copy(self._pages, group, pairs)
+        step = self.executables.step(batch.bucket, batch.draft_depth)
         output, self._pages = step(self._parameters, self._pages, batch.packed, batch.adjustments)
         result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
         if batch.num_scored:
@@ -44,23 +49,21 @@ class Runner:
         if batch.bucket.verifies:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
         if output.guesses is not None:
-            count = batch.num_rows if batch.bucket.verifies else batch.num_draws
-            result = replace(result, guesses=np.asarray(output.guesses)[:count])
-        if output.likeliest is not None and not batch.rests:
-            result = replace(result, likeliest=np.asarray(output.likeliest)[: batch.num_draws])
+            result = replace(result, guesses=np.asarray(output.guesses))
         self._under_way = False
         return result
 
-    def swap_out(self, batches: tuple[Pairs, ...]) -> None:
-        """Copies each (block, host block) of the batches. On return the host has them, so that the blocks may be overwritten."""
-        for pairs in batches:
-            self._host_pages.store(pairs[:, 1], np.asarray(self.executables.gather(self._pages, pairs[:, 0])))
+    def swap_out(self, moves: tuple[Move, ...]) -> None:
+        """Copies each (block, host block) pair. On return the host has them, so that the blocks may be overwritten."""
+        for group, pairs in moves:
+            contents = self.executables.gather(self._pages, group, pairs[:, 0])
+            self._host_pages[group].store(pairs[:, 1], np.asarray(contents))
 
-    def swap_in(self, batches: tuple[Pairs, ...]) -> None:
-        """Copies each (host block, block) of the batches. What reads the pages next waits for it on the device."""
-        for pairs in batches:
-            contents = self._host_pages.load(pairs[:, 0])
-            self._pages = self.executables.scatter(self._pages, pairs[:, 1], contents)
+    def swap_in(self, moves: tuple[Move, ...]) -> None:
+        """Copies each (host block, block) pair. What reads the pages next waits for it on the device."""
+        for group, pairs in moves:
+            contents = self._host_pages[group].load(pairs[:, 0])
+            self._pages = self.executables.scatter(self._pages, group, pairs[:, 1], contents)
 
     def wait(self) -> None:
         """Returns when all that was dispatched has happened: for measurements, since steps need no waiting."""
@@ -91,5 +94,6 @@ class Runner:
         for array in jax.tree.leaves((self._parameters, self._pages)):
             array.delete()
         self._parameters, self._pages = {}, ()
-        self._host_pages.close()
+        for host_pages in self._host_pages:
+            host_pages.close()
         self.executables.close()

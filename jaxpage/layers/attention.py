@@ -2,86 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import itertools
 
-import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.linear import Linear
+from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.rope import Angles
-
-LayerPages = Any  # keys and values of one layer: opaque here, given to `attend` and handed on as it returns them
-
-
-@runtime_checkable
-class Attend(Protocol):
-    """Write new keys and values, attend with the queries, return the output and the pages."""
-
-    def __call__(
-        self,
-        q_TNH: jax.Array,
-        k_TKH: jax.Array,
-        v_TKH: jax.Array,
-        layer_pages: LayerPages,
-        /,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> tuple[jax.Array, LayerPages]:
-        """Attend causally to the own sequence: `softmax(scale * q . k) v`, with the softmax in float32.
-
-        Keys come after the rotary embedding. Query head n uses key/value head n // (N / K).
-        sliding_window: W positions, the query's own included: a query at p sees keys at p - W < position <= p.
-        None: all positions up to p.
-        """
+from jaxpage.layers.rope import Rope
 
 
 class Attention(nnx.Module):
-    """Products for queries, keys, values and output; optional norms of queries and keys; optional rotation."""
+    """Products for queries, keys and values in one, and for the output; optional norms of queries and keys; optional rotation.
+
+    layer_index: of the layer in its model. query_key_value: three parts, in this order. scale: None is `head_width ** -0.5`.
+    """
 
     def __init__(
         self,
-        width: int,
+        layer_index: int,
+        query_key_value: Linear,
+        output: Linear,
         *,
-        num_query_heads: int,
-        num_kv_heads: int,
         head_width: int,
-        input_bias: bool,
-        output_bias: bool,
-        head_norm_epsilon: float | None = None,
-        input_width: int | None = None,  # where it is not that of the output
-        dtype: DTypeLike,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        rope: Rope | None = None,
+        query_norm: RMSNorm | None = None,
+        key_norm: RMSNorm | None = None,
     ):
-        num_in = input_width or width
-        self.query = Linear(num_in, num_query_heads * head_width, bias=input_bias, dtype=dtype)
-        self.key = Linear(num_in, num_kv_heads * head_width, bias=input_bias, dtype=dtype)
-        self.value = Linear(num_in, num_kv_heads * head_width, bias=input_bias, dtype=dtype)
-        self.output = Linear(num_query_heads * head_width, width, bias=output_bias, dtype=dtype)
-        epsilon = head_norm_epsilon
-        self.query_norm = None if epsilon is None else RMSNorm(head_width, epsilon=epsilon, dtype=dtype)
-        self.key_norm = None if epsilon is None else RMSNorm(head_width, epsilon=epsilon, dtype=dtype)
-        self.head_width = head_width
+        self.layer_index = layer_index
+        self.query_key_value, self.output = query_key_value, output
+        self.query_norm, self.key_norm = query_norm, key_norm
+        self.head_width, self.sliding_window, self.rope = head_width, sliding_window, rope
+        self.scale = head_width**-0.5 if scale is None else scale
 
     def __call__(
-        self,
-        x_TI: Float[Array, "T I"],
-        layer_pages: LayerPages,
-        attend: Attend,
-        *,
-        angles: Angles | None = None,
-        sliding_window: int | None = None,
+        self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        q_TNH, k_TKH, v_TKH = (self._heads(product(x_TI)) for product in (self.query, self.key, self.value))
+        ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
+        parts = jnp.split(self.query_key_value(x_TI), ends[:-1], axis=-1)
+        q_TNH, k_TKH, v_TKH = (part.reshape(part.shape[0], -1, self.head_width) for part in parts)
         if self.query_norm is not None and self.key_norm is not None:
             q_TNH, k_TKH = self.query_norm(q_TNH), self.key_norm(k_TKH)
-        if angles is not None:
+        if self.rope is not None:
+            angles = context.angles(self.rope)
             q_TNH, k_TKH = angles.rotate(q_TNH), angles.rotate(k_TKH)
-        scale = self.head_width**-0.5
-        out_TNH, layer_pages = attend(q_TNH, k_TKH, v_TKH, layer_pages, scale=scale, sliding_window=sliding_window)
+        out_TNH, layer_pages = context.attend(
+            self.layer_index,
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            layer_pages,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+        )
         return self.output(out_TNH.reshape(x_TI.shape[0], -1)), layer_pages
 
-    def _heads(self, x: Float[Array, "T X"]) -> Float[Array, "T heads H"]:
-        return x.reshape(x.shape[0], -1, self.head_width)
+
+def query_key_value(num_in: int, num_queries: int, num_keys: int, *, name: str, bias: bool, dtype: DTypeLike) -> Linear:
+    """One product out of Llama's `q_proj`, `k_proj` and `v_proj`, or out of Phi-3's `qkv_proj`.
+
+    num_queries, num_keys: rows, head widths included. name: of the module that has these.
+    """
+    return linear(
+        num_in,
+        Part(num_queries, "heads", f"{name}.q_proj"),
+        Part(num_keys, "kv_heads", f"{name}.k_proj"),
+        Part(num_keys, "kv_heads", f"{name}.v_proj"),
+        fused=f"{name}.qkv_proj",
+        input_axis="embed",
+        bias=bias,
+        dtype=dtype,
+    )

@@ -7,25 +7,42 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.linear import precision
+from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.product import product
 
 
 class Embedding(nnx.Module):
-    """A table `[rows, width]`. Ids are not checked here: JAX clamps them, so the host validates them first."""
+    """A table `[rows, width]`. Ids are not checked here: JAX clamps them, so the host validates them first.
 
-    def __init__(self, num_rows: int, width: int, *, dtype: DTypeLike):
-        self.table = nnx.Param(jnp.zeros((num_rows, width), dtype))
+    name: of the checkpoint's module; None for a table that is no checkpoint's. aliases: other names for the same module.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        width: int,
+        *,
+        name: str | None,
+        axis: str | None = "vocab",
+        aliases: tuple[str, ...] = (),
+        dtype: DTypeLike,
+    ):
+        others = tuple(f"{alias}.weight" for alias in aliases)
+        sources = [] if name is None else [tensor(f"{name}.weight", num_rows, width, aliases=others)]
+        self.table = parameter((num_rows, width), axes=(axis, "embed"), dtype=dtype, sources=sources)
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         return self.table[...][ids_T]
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """`hidden @ table.T` in float32. An untied head is such a table too: checkpoints need no transpose for it."""
-        table_VD = self.table[...]
-        return jnp.einsum(
-            "BD,VD->BV",
-            hidden_BD,
-            table_VD,
-            precision=precision(table_VD.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return product(hidden_BD, self.table[...], result=jnp.float32)
+
+
+def token_tables(
+    vocab_size: int, width: int, *, name: str, tied: bool, dtype: DTypeLike
+) -> tuple[Embedding, Embedding | None]:
+    """The token table and the head. Where they are tied there is no head, and a checkpoint may hold either name, or both."""
+    head = "lm_head"
+    tokens = Embedding(vocab_size, width, name=name, aliases=(head,) if tied else (), dtype=dtype)
+    return tokens, None if tied else Embedding(vocab_size, width, name=head, dtype=dtype)

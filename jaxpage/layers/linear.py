@@ -1,6 +1,8 @@
-"""Matrix products: one place that decides their precision, and the linear layer."""
+"""The linear layer, which may be several products of a checkpoint in one."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -8,24 +10,96 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
+from jaxpage.layers.product import Scaled, product
 
-def precision(dtype: DTypeLike) -> jax.lax.Precision:
-    """Float32 means float32: by default XLA would use TF32 for it on GPU and one bfloat16 pass on TPU."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a weight, hence columns of a result: those of one module of the checkpoint.
+
+    name: of that module. None: the checkpoint has them only together with the other parts.
+    """
+
+    rows: int
+    axis: str | None
+    name: str | None
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """What a linear layer is, whatever kind of weight it has.
+
+    parts: one below the other. fused: the name of a module that has all of them in this order, in a checkpoint that has them so.
+    transposed: the checkpoint holds `[in, out]` (GPT-2's Conv1D).
+    """
+
+    num_in: int
+    parts: tuple[Part, ...]
+    input_axis: str | None
+    bias: bool
+    dtype: DTypeLike
+    fused: str | None = None
+    transposed: bool = False
+
+    def declare(self, name: str, *columns: int, dtype: DTypeLike | None = None) -> nnx.Param[jax.Array]:
+        """A parameter `[out]` or `[out, in]` that is called so in the modules of the checkpoint; of this type, or of the layer's."""
+        rows: Axis = tuple((part.axis, part.rows) for part in self.parts)
+        return parameter(
+            (sum(part.rows for part in self.parts), *columns),
+            axes=(rows if len(self.parts) > 1 else self.parts[0].axis, *(self.input_axis for _ in columns)),
+            dtype=self.dtype if dtype is None else dtype,
+            sources=self._sources(name, columns),
+        )
+
+    def _sources(self, name: str, columns: tuple[int, ...]) -> list[Source]:
+        def one(module: str, rows: int) -> Source:
+            transpose, shape = self.transposed and bool(columns), (rows, *columns)
+            return tensor(f"{module}.{name}", *(shape[::-1] if transpose else shape), transpose=transpose)
+
+        apart = [one(part.name, part.rows) for part in self.parts if part.name is not None]
+        together = [one(self.fused, sum(part.rows for part in self.parts))] if self.fused else []
+        return [concatenate(apart), *together] if apart else together
 
 
 class Linear(nnx.Module):
-    """`y = x @ kernel.T + bias`. The kernel is stored `[out, in]`, as a torch `Linear` is.
+    """`y = x @ kernel.T + bias`. The kernel is stored `[out, in]`, see `product`."""
 
-    Not only to spare a transposition: in this order XLA on CPU computes a row in the same way whether it stands among 2 or among
-    512 (docs/lab-log.md), which is what makes a token's result independent of the batch and of how its prompt was cut.
-    """
+    def __init__(self, spec: LinearSpec):
+        self.spec = spec
+        self.kernel = spec.declare("weight", spec.num_in)
+        self.bias = spec.declare("bias") if spec.bias else None
 
-    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: DTypeLike):
-        self.kernel = nnx.Param(jnp.zeros((num_out, num_in), dtype))
-        self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if bias else None
+    @property
+    def weight(self) -> jax.Array | Scaled:
+        return self.kernel[...]
 
     def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        kernel_OI = self.kernel[...]
-        y_TO = jnp.einsum("TI,OI->TO", x_TI, kernel_OI, precision=precision(kernel_OI.dtype))
+        y_TO = product(x_TI, self.weight)
         return y_TO if self.bias is None else y_TO + self.bias[...][None, :]
+
+
+def linear(
+    num_in: int,
+    *parts: Part,
+    input_axis: str | None,
+    bias: bool,
+    dtype: DTypeLike,
+    fused: str | None = None,
+    transposed: bool = False,
+) -> Linear:
+    """See `LinearSpec`."""
+    return Linear(LinearSpec(num_in, parts, input_axis, bias, dtype, fused, transposed))
+
+
+class Int8Linear(Linear):
+    """In place of a `Linear`: its modules of the checkpoint have a `weight` of int8 and a `weight_scale` for each row."""
+
+    def __init__(self, spec: LinearSpec):
+        super().__init__(spec)
+        self.kernel = spec.declare("weight", spec.num_in, dtype=jnp.int8)
+        self.scale = spec.declare("weight_scale")
+
+    @property
+    def weight(self) -> Scaled:
+        return Scaled(self.kernel[...], self.scale[...])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.activations import ACTIVATIONS
@@ -13,9 +13,8 @@ from jaxpage.layers.linear import Linear
 class MLP(nnx.Module):
     """`down(activation(up(x)))`."""
 
-    def __init__(self, width: int, feed_forward_width: int, *, activation: str, bias: bool, dtype: DTypeLike):
-        self.up = Linear(width, feed_forward_width, bias=bias, dtype=dtype)
-        self.down = Linear(feed_forward_width, width, bias=bias, dtype=dtype)
+    def __init__(self, up: Linear, down: Linear, *, activation: str):
+        self.up, self.down = up, down
         self.activation = activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -23,13 +22,12 @@ class MLP(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020)."""
+    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020). gate_up: one product, the gate's columns first."""
 
-    def __init__(self, width: int, feed_forward_width: int, *, activation: str, bias: bool, dtype: DTypeLike):
-        self.gate = Linear(width, feed_forward_width, bias=bias, dtype=dtype)
-        self.up = Linear(width, feed_forward_width, bias=bias, dtype=dtype)
-        self.down = Linear(feed_forward_width, width, bias=bias, dtype=dtype)
+    def __init__(self, gate_up: Linear, down: Linear, *, activation: str):
+        self.gate_up, self.down = gate_up, down
         self.activation = activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x_TD)) * self.up(x_TD))
+        gate_TF, up_TF = jnp.split(self.gate_up(x_TD), 2, axis=-1)
+        return self.down(ACTIVATIONS[self.activation](gate_TF) * up_TF)

@@ -8,6 +8,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxpage.layers.parameter import parameter, tensor
+
 
 def _mean(x: jax.Array) -> jax.Array:
     """The mean over the last axis, as a product with ones: XLA adds up a plain reduction in an order that depends on the other axes."""
@@ -16,15 +18,19 @@ def _mean(x: jax.Array) -> jax.Array:
     return jnp.einsum("...D,ZD->...Z", x, ones_2D, precision=jax.lax.Precision.HIGHEST)[..., :1] / width
 
 
+def _declare(name: str, width: int, axis: str | None, dtype: DTypeLike) -> nnx.Param[jax.Array]:
+    return parameter((width,), axes=(axis,), dtype=dtype, sources=[tensor(name, width)])
+
+
 def _along_last_axis(parameter: nnx.Param[jax.Array], rank: int) -> jax.Array:
     return parameter[...].astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
 
 
 class RMSNorm(nnx.Module):
-    """`scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019)."""
+    """`scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019). name: of the checkpoint's module."""
 
-    def __init__(self, width: int, *, epsilon: float, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((width,), dtype))
+    def __init__(self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike):
+        self.scale = _declare(f"{name}.weight", width, axis, dtype)
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
@@ -36,9 +42,9 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """`scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016); scale and bias only if `affine`."""
 
-    def __init__(self, width: int, *, epsilon: float = 1e-5, affine: bool = True, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((width,), dtype)) if affine else None
-        self.bias = nnx.Param(jnp.zeros((width,), dtype)) if affine else None
+    def __init__(self, width: int, *, name: str, epsilon: float = 1e-5, affine: bool = True, dtype: DTypeLike):
+        self.scale = _declare(f"{name}.weight", width, "embed", dtype) if affine else None
+        self.bias = _declare(f"{name}.bias", width, "embed", dtype) if affine else None
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:

@@ -1,325 +1,264 @@
-"""The block tables: which physical blocks hold a sequence's positions, shared between sequences until one of them writes."""
+"""Block tables of all cache groups together: what a sequence holds it holds in each of them; prefixes that others find; pins."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from jaxpage.errors import CapacityError
-from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
-from jaxpage.memory.invariants import check_cached, check_references, check_table
+from jaxpage.memory.block_pool import NULL_BLOCK
+from jaxpage.memory.block_tables import BlockTables, Span
+from jaxpage.memory.cached_blocks import CachedBlocks
 from jaxpage.memory.memory_split import MemorySplit, split_memory
 from jaxpage.memory.prefix_index import Digest, PrefixIndex
-from jaxpage.memory.sliding import num_passed
-from jaxpage.memory.swapping import HostTables, Moves, moved, num_distinct
+from jaxpage.memory.swapping import Moves, num_distinct
 
-
-class _Table:
-    """A sequence's blocks in order of position, and the same as a tuple until it changes: plans take it every step."""
-
-    __slots__ = ("blocks", "frozen", "num_cached")
-
-    def __init__(self, blocks: list[int], num_cached: int = 0) -> None:
-        self.blocks = blocks
-        self.frozen: tuple[int, ...] | None = None
-        self.num_cached = num_cached  # of its first blocks: what they hold is in the prefix index
+Counts = tuple[int, ...]  # blocks, of each cache group
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A prefix that stays in place: what its block table holds."""
+    """A prefix that stays in place: what its block tables hold."""
 
     token_ids: tuple[int, ...]
     salt: str | None
 
 
-class BlockManager:
-    """Reserves, forks, trims, releases and swaps block tables over one pool.
+class Prefix(NamedTuple):
+    """Blocks of others that hold the first tokens of a sequence. The null block stands for what is out of a window."""
 
-    Position p of a sequence lives in slot p % block_size of block p // block_size of its table. A block that several tables
-    refer to is read by all of them and written by none: `reserve` replaces it first (copy-on-write). So is a block whose
-    content is in the prefix index, be it one sequence's alone: what is cached never changes. Where every layer of a model sees a
-    window only, the null block stands in a table for what no later token sees.
+    blocks: tuple[list[int], ...]  # of each cache group, as many
+    num_tokens: int
+
+
+class BlockManager:
+    """One `BlockTables` for each cache group, kept in step.
+
+    The first group is that of the layers that see most, the whole sequence if any do: its blocks are what the prefix index knows, and the
+    others' blocks of the same tokens go with them. No two pools have an id in common but that of the null block.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        block_size: int,
-        prefix_index: PrefixIndex | None = None,
-        *,
-        host_pool: BlockPool | None = None,
-        sliding_window: int | None = None,
-    ) -> None:
-        """
-        Args:
-            block_size: S.
-            prefix_index: None: nothing is cached.
-            host_pool: of blocks to swap to; None: nothing is swapped.
-            sliding_window: positions that a token sees in any layer, its own included; None: all.
-
-        Raises:
-            ValueError: `block_size` or the window is not positive.
-        """
-        if block_size < 1:
-            raise ValueError(f"{block_size=} must be at least 1")
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"{sliding_window=} must be at least 1")
-        assert prefix_index is None or prefix_index.block_size == block_size
-        self.pool = pool
-        self.block_size = block_size
-        self.prefix_index = prefix_index
-        self.swapped = HostTables(host_pool)
+    def __init__(self, groups: Sequence[BlockTables], prefix_index: PrefixIndex | None = None) -> None:
+        """prefix_index: None: nothing is cached."""
+        self.groups = tuple(groups)
+        self.block_size = self.groups[0].block_size
         self.pins: dict[int, Pin] = {}  # by the id of their block tables
-        self.sliding_window = sliding_window
-        self._tables: dict[int, _Table] = {}
+        self.slides = any(group.sliding_window is not None for group in self.groups)
+        self.cached = None if prefix_index is None else CachedBlocks(self.groups, prefix_index)
 
     @property
     def sequence_ids(self) -> KeysView[int]:
         """Who owns blocks, or may: every sequence that was reserved for or forked, and not released; and the pins."""
-        return self._tables.keys()
+        return self.groups[0].sequence_ids
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can be handed out at all."""
+        return sum(group.pool.num_usable for group in self.groups)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, the cached ones included."""
+        return sum(group.pool.num_free for group in self.groups)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content is kept until they are handed out."""
+        return sum(group.pool.num_cached for group in self.groups)
+
+    @property
+    def used_share(self) -> float:
+        """Of the pool that is used most, 0 to 1."""
+        return max(1 - group.pool.num_free / group.pool.num_usable for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return self.groups[0].blocks_for(num_tokens)
+
+    def most_blocks(self, num_tokens: int) -> Counts:
+        """The blocks that a sequence of so many tokens holds at most at a time."""
+        return tuple(group.most_blocks(num_tokens) for group in self.groups)
 
     def block_table(self, sequence_id: int) -> tuple[int, ...]:
-        table = self._tables[sequence_id]
-        if table.frozen is None:
-            table.frozen = tuple(table.blocks)
-        return table.frozen
+        """Of the first group."""
+        return self.groups[0].block_table(sequence_id)
+
+    def further_tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
+        """Of the other groups."""
+        return tuple(group.block_table(sequence_id) for group in self.groups[1:])
+
+    def is_used(self, block: int) -> bool:
+        """Whether any table refers to it."""
+        return any(
+            group.pool.first <= block < group.pool.num_blocks and group.pool.ref_count(block) > 0
+            for group in self.groups
+        )
+
+    # Room, which is there in every group or not at all
 
     def can_write(self, sequence_id: int, position: int) -> bool:
-        """Whether the sequence has a block for this position that it may write into: mostly so when it decodes."""
-        blocks, place = self._tables[sequence_id].blocks, position // self.block_size
-        return place < len(blocks) and self.pool.is_writable(blocks[place])
+        """Whether the sequence has blocks for this position that it may write into: mostly so when it decodes."""
+        return all([group.can_write(sequence_id, position) for group in self.groups])
 
-    def num_new_blocks(self, sequence_id: int, start: int, stop: int) -> int:
-        """Free blocks that `reserve` would take: for growth, and to replace shared blocks in the written range."""
-        table = self._tables.get(sequence_id)
-        if table is None:
-            return self.blocks_for(stop)
-        blocks, is_writable = table.blocks, self.pool.is_writable
-        first, last = start // self.block_size, (stop - 1) // self.block_size
-        if last >= len(blocks):
-            return last + 1 - len(blocks) + sum(not is_writable(block) for block in blocks[first:])
-        if first == last:  # mostly a decoding sequence, which asks only where it shares the block
-            return int(not is_writable(blocks[first]))
-        return sum(not is_writable(block) for block in blocks[first : last + 1])
+    def has_room(self, spans: Sequence[Span]) -> bool:
+        """Whether `reserve` can be called for each span in turn."""
+        return all(group.num_new_blocks_together(_cut(group, spans)) <= group.pool.num_free for group in self.groups)
 
-    def num_new_blocks_together(self, spans: Sequence[tuple[int, int, int]]) -> int:
-        """Free blocks that `reserve` takes when it is called for each (sequence id, start, stop) in turn.
-
-        Of the sequences that write to a block which nobody else has, the last finds it its own.
-        """
-        if len(spans) == 1:
-            return self.num_new_blocks(*spans[0])
-        growth, written = 0, Counter[int]()
-        for sequence_id, start, stop in spans:
-            blocks = self._tables[sequence_id].blocks
-            growth += max(0, self.blocks_for(stop) - len(blocks))
-            written.update(blocks[start // self.block_size : self.blocks_for(stop)])
-        unshared = sum(
-            count == self.pool.ref_count(block) for block, count in written.items() if not self.pool.is_kept(block)
+    def fits(self, needed: Counts, spare: Callable[[int], int] = lambda num_usable: 0) -> bool:
+        """Whether so many blocks are free. spare: blocks that must then be left, of a pool with so many usable ones."""
+        return all(
+            count <= group.pool.num_free - spare(group.pool.num_usable)
+            for count, group in zip(needed, self.groups, strict=True)
         )
-        return growth + written.total() - unshared
 
-    def reserve(self, sequence_id: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Makes positions start .. stop - 1 writable by this sequence alone; `start` tokens are already in place.
+    def reserve(self, sequence_id: int, start: int, stop: int) -> Moves:
+        """Makes positions start .. stop - 1 writable by this sequence alone; where a window slides, as many of them as it has blocks for.
 
-        Returns:
-            Copies (source block, destination block) that must happen before the step writes: a shared block that is partly
-            kept. What lies at `start` and after is not kept, so there is at most one.
+        Returns (source block, destination block) copies that must happen before the step writes. Ask `has_room` first.
 
-        Raises:
-            CapacityError: not enough free blocks; ask `num_new_blocks` first. Nothing has changed.
-            ValueError: the range is empty, leaves a gap behind the blocks that the sequence has, or leaves cached blocks behind
-                it: `trim` first.
+        Raises CapacityError, ValueError: see `BlockTables.reserve`.
         """
-        num_new = self.num_new_blocks(sequence_id, start, stop)
-        if num_new > self.pool.num_free:
-            raise CapacityError(
-                f"{num_new} KV blocks are needed, {self.pool.num_free} of {self.pool.num_usable} are free"
-            )
-        table = self._tables.get(sequence_id) or _Table([])
-        if not 0 <= start < stop or start > len(table.blocks) * self.block_size:
-            raise ValueError(f"cannot reserve positions {start} to {stop} behind {len(table.blocks)} blocks")
-        if any(self.pool.is_kept(block) for block in table.blocks[start // self.block_size + 1 :]):
-            raise ValueError(f"cannot reserve positions {start} to {stop} before cached ones: trim first")
-        self._tables[sequence_id] = table
-        if num_new == 0:
-            return ()
-        table.frozen = None
-        copies = self._unshare(table.blocks, start, stop)
-        while len(table.blocks) < self.blocks_for(stop):
-            table.blocks.append(self._allocate())
-        table.num_cached = min(table.num_cached, start // self.block_size)
-        return copies
-
-    def _allocate(self) -> int:
-        block = self.pool.allocate()
-        if self.prefix_index is not None:
-            for behind in self.prefix_index.forget(block):
-                self.pool.unkeep(behind)
-        return block
-
-    def num_passed(self, num_tokens: int) -> int:
-        """How many of a sequence's first blocks nobody needs who goes on behind its first `num_tokens` tokens."""
-        return 0 if self.sliding_window is None else num_passed(num_tokens, self.sliding_window, self.block_size)
+        span = (sequence_id, start, stop)
+        return tuple(copy for group in self.groups for copy in group.reserve(*_cut(group, [span])[0]))
 
     def slide(self, sequence_id: int, num_tokens: int) -> None:
-        """Gives up the blocks that fell out of the window of a sequence that goes on behind `num_tokens` tokens."""
-        if self.sliding_window is None or (table := self._tables.get(sequence_id)) is None:
-            return
-        for place in range(min(self.num_passed(num_tokens), len(table.blocks)) - 1, -1, -1):
-            if table.blocks[place] == NULL_BLOCK:
-                return
-            self.pool.release(table.blocks[place])
-            table.blocks[place], table.frozen = NULL_BLOCK, None
-
-    def _unshare(self, blocks: list[int], start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Replaces the shared and the cached blocks among those that positions start .. stop - 1 touch."""
-        copies: tuple[tuple[int, int], ...] = ()
-        for index in range(start // self.block_size, min(self.blocks_for(stop), len(blocks))):
-            shared = blocks[index]
-            if not self.pool.is_writable(shared):
-                blocks[index] = self._allocate()
-                self.pool.release(shared)
-                if index * self.block_size < start:
-                    copies = ((shared, blocks[index]),)
-        return copies
+        """Gives up the blocks that fell out of the windows of a sequence that goes on behind `num_tokens` tokens."""
+        for group in self.groups:
+            group.slide(sequence_id, num_tokens)
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """A new sequence that shares every block of its parent. Takes no free block."""
-        if child_id in self._tables:
-            raise ValueError(f"sequence {child_id} has a block table already")
-        parent = self._tables[parent_id]
-        self._share(parent.blocks)
-        child = self._tables[child_id] = _Table(parent.blocks.copy(), parent.num_cached)
-        child.frozen = parent.frozen
+        for group in self.groups:
+            group.fork(parent_id, child_id)
 
     def trim(self, sequence_id: int, num_tokens: int) -> None:
         """Gives up the blocks behind the first `num_tokens` positions."""
-        table = self._tables[sequence_id]
-        if len(table.blocks) > self.blocks_for(num_tokens):
-            table.frozen = None
-            self._give_up(table.blocks, self.blocks_for(num_tokens))
-        table.num_cached = min(table.num_cached, num_tokens // self.block_size)
+        for group in self.groups:
+            group.trim(sequence_id, num_tokens)
 
     def release(self, sequence_id: int) -> None:
         """Gives up all blocks and forgets the sequence."""
-        self._give_up(self._tables.pop(sequence_id).blocks, 0)
+        for group in self.groups:
+            group.release(sequence_id)
 
-    def _give_up(self, blocks: list[int], num_kept: int) -> None:
-        # From the tail: what comes back first is handed out first, and the head of a sequence is what others may want again.
-        # The prefix index needs it so, since a block is of no use to it without those before.
-        while len(blocks) > num_kept:
-            if (block := blocks.pop()) != NULL_BLOCK:
-                self.pool.release(block)
+    # Prefixes that are in place
 
-    def _share(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            if block != NULL_BLOCK:
-                self.pool.share(block)
+    @property
+    def nothing(self) -> Prefix:
+        return Prefix(tuple([] for _ in self.groups), 0)
 
-    def find(self, token_ids: Sequence[int], digests: list[Digest], salt: str | None) -> list[int]:
+    def find(self, token_ids: Sequence[int], digests: list[Digest], salt: str | None) -> Prefix:
         """The cached blocks that hold the longest prefix of these tokens, at least one token left out: its logits are wanted.
 
-        They may be in use or free; `adopt` them before anything else is allocated.
+        They may be in use or free; `begin` with them before anything else is allocated.
 
         Args:
             digests: of the first blocks of the sequence, as far as they are known; grows, so that no block is hashed twice.
         """
-        index = self.prefix_index
-        if index is None:
-            return []
-        num_blocks = (len(token_ids) - 1) // self.block_size
-        return index.match(index.extend(digests, token_ids, salt, num_blocks)[:num_blocks], token_ids, salt)
+        if self.cached is None:
+            return self.nothing
+        blocks = self.cached.find(token_ids, digests, salt)
+        return Prefix(blocks, len(blocks[0]) * self.block_size)
 
-    def num_revived(self, blocks: Iterable[int]) -> int:
-        """How many free blocks `adopt` would take: those that nobody uses, each once however often it is named."""
-        return sum(self.pool.ref_count(block) == 0 for block in set(blocks) - {NULL_BLOCK})
+    def find_pinned(self, token_ids: Sequence[int], salt: str | None) -> Prefix:
+        """The blocks of the pin that these tokens share most with.
 
-    def adopt(self, sequence_id: int, blocks: Sequence[int], num_tokens: int | None = None) -> None:
-        """A new sequence that begins with blocks that hold its first `num_tokens` tokens (None: as many as there are slots).
-
-        They are shared with whoever else uses them. Those that are out of its window are left to the others.
+        The last token is left out, as in `find`. The last block may be partly filled where the whole pin is found, or the tokens end
+        within it: who writes to it copies it first.
         """
-        if sequence_id in self._tables:
-            raise ValueError(f"sequence {sequence_id} has a block table already")
-        num_tokens = len(blocks) * self.block_size if num_tokens is None else num_tokens
-        num_cached = next((n for n, block in enumerate(blocks) if not self.pool.is_kept(block)), len(blocks))
-        self._share(blocks)
-        self._tables[sequence_id] = _Table(list(blocks), num_cached)
-        self.slide(sequence_id, num_tokens)  # after they were shared: they count as used now, the first ones last
+        found = self.nothing
+        for pin_id, pin in self.pins.items():
+            if pin.salt != salt:
+                continue
+            most = min(len(pin.token_ids), len(token_ids) - 1)
+            num_common = _num_common(token_ids, pin.token_ids, most)
+            num_tokens = num_common if num_common == most else num_common // self.block_size * self.block_size
+            if num_tokens <= found.num_tokens:
+                continue
+            num_blocks = self.blocks_for(num_tokens)
+            blocks = tuple(group.tables[pin_id].blocks[:num_blocks] for group in self.groups)
+            if all(
+                NULL_BLOCK not in held[g.num_passed(num_tokens) :] for held, g in zip(blocks, self.groups, strict=True)
+            ):
+                found = Prefix(blocks, num_tokens)
+        return found
+
+    def num_to_begin(self, beginnings: Sequence[tuple[int, Prefix]]) -> Counts:
+        """Free blocks that `begin` takes for sequences of so many known tokens: cached ones count unless somebody uses them, each once."""
+        counts = []
+        for index, group in enumerate(self.groups):
+            num_new, revived = 0, set[int]()
+            for num_known, prefix in beginnings:
+                blocks = prefix.blocks[index]
+                num_new += self.blocks_for(group.until(len(blocks), num_known)) - len(blocks)
+                # The last block, if it is partly filled, is written, and is somebody else's: a copy.
+                num_new += prefix.num_tokens % self.block_size > 0
+                revived.update(blocks[group.num_passed(prefix.num_tokens) :])
+            counts.append(num_new + group.num_revived(revived))
+        return tuple(counts)
+
+    def begin(self, beginnings: Sequence[tuple[int, int, Prefix]]) -> Moves:
+        """New sequences (id, known tokens, what they begin with), with blocks for all that they know. Returns copies as `reserve`."""
+        for sequence_id, _, prefix in beginnings:  # all of them before any reserves, which may evict cached blocks
+            for group, blocks in zip(self.groups, prefix.blocks, strict=True):
+                group.adopt(sequence_id, blocks, prefix.num_tokens)
+        copies: list[tuple[int, int]] = []
+        for sequence_id, num_known, (prefix_blocks, num_tokens) in beginnings:
+            for group, blocks in zip(self.groups, prefix_blocks, strict=True):
+                copies += group.reserve(sequence_id, num_tokens, group.until(len(blocks), num_known))
+        return tuple(copies)
 
     def cache(
         self, sequence_id: int, num_computed: int, token_ids: Sequence[int], digests: list[Digest], salt: str | None
     ) -> None:
-        """Notes the full blocks among the first `num_computed` tokens of a sequence in the index, for others to find.
-
-        A block whose content is known from another block already is given up for that one, so that the blocks before a cached
-        block are always the cached ones.
-        """
-        index, table, size = self.prefix_index, self._tables[sequence_id], self.block_size
-        if index is None:
-            return
-        index.extend(digests, token_ids, salt, num_computed // size)
-        for place in range(table.num_cached, num_computed // size):
-            block, parent = table.blocks[place], table.blocks[place - 1] if place else salt
-            if block == NULL_BLOCK:
-                return  # it fell out of the window before it could be cached
-            tokens = tuple(token_ids[place * size : (place + 1) * size])
-            known = index.register(block, digests[place], parent, tokens)
-            if known is None or (known != block and self.pool.ref_count(block) > 1):
-                return  # the chain is broken, or a fork has the block too and would keep it behind another's
-            if known == block:
-                self.pool.keep(block)
-            else:
-                self.pool.share(known)
-                self.pool.release(block)
-                table.blocks[place], table.frozen = known, None
-            table.num_cached = place + 1
+        """Notes the full blocks among the first `num_computed` tokens of a sequence, for others to find."""
+        if self.cached is not None:
+            self.cached.add(sequence_id, num_computed, token_ids, digests, salt)
 
     def forget_cached(self) -> None:
         """Nothing is cached any more. Block tables stay as they are."""
-        if self.prefix_index is not None:
-            self.prefix_index.clear()
-        self.pool.forget()
-        for table in self._tables.values():
-            table.num_cached = 0
+        if self.cached is not None:
+            self.cached.clear()
+
+    # Swapping
+
+    @property
+    def can_swap(self) -> bool:
+        """Whether there is a host pool."""
+        return self.groups[0].swapped.pool is not None
+
+    def is_swapped(self, sequence_id: int) -> bool:
+        return sequence_id in self.groups[0].swapped
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences."""
+        return len(self.groups[0].swapped)
+
+    def host_tables(self, sequence_id: int) -> list[list[int]]:
+        """Host blocks of a swapped sequence, of each group."""
+        return [group.swapped.table(sequence_id) for group in self.groups]
+
+    def drop_swapped(self, sequence_id: int) -> None:
+        for group in self.groups:
+            group.swapped.drop(sequence_id)
 
     def can_swap_out(self, sequence_ids: Sequence[int]) -> bool:
         """Whether there are host blocks for all that these sequences hold."""
-        return self.swapped.has_room([self._tables[sequence_id].blocks for sequence_id in sequence_ids])
+        return all(group.can_swap_out(sequence_ids) for group in self.groups)
 
     def swap_out(self, sequence_ids: Sequence[int]) -> Moves:
-        """Moves the block tables of sequences to host blocks; what they share they share there. `trim` what is not computed first.
+        """Moves the block tables of sequences to host blocks: see `BlockTables.swap_out`. Returns (block, host block) pairs."""
+        return tuple(move for group in self.groups for move in group.swap_out(sequence_ids))
 
-        Returns (block, host block) pairs: what has to be moved before anything else is written. Ask `can_swap_out` first.
-        """
-        moves = self.swapped.store(sequence_ids, [self._tables[sequence_id].blocks for sequence_id in sequence_ids])
-        for sequence_id in reversed(sequence_ids):
-            self.release(sequence_id)
-        return moves
-
-    def num_swap_in_blocks(self, spans: Sequence[tuple[int, int, int]]) -> int:
-        """Free blocks that `swap_in` and then `reserve` would take, for (sequence id, start, stop) of each sequence."""
-        tables = [self.swapped.table(sequence_id) for sequence_id, _, _ in spans]
-        growth = sum(self.blocks_for(stop) - len(table) for table, (_, _, stop) in zip(tables, spans, strict=True))
-        written = Counter(
-            table[-1] for table, (_, start, _) in zip(tables, spans, strict=True) if start % self.block_size
-        )
-        return num_distinct(tables) + growth + sum(count - 1 for count in written.values())
+    def num_swap_in_blocks(self, spans: Sequence[Span]) -> Counts:
+        """Free blocks that `swap_in` and then `reserve` would take, for the span of each sequence."""
+        return tuple(group.num_swap_in_blocks(_cut(group, spans)) for group in self.groups)
 
     def swap_in(self, sequence_ids: Sequence[int]) -> Moves:
-        """Moves them back to blocks of the pool. Returns (host block, block) pairs. Ask `num_swap_in_blocks` first."""
-        tables = [self.swapped.table(sequence_id) for sequence_id in sequence_ids]
-        copies, moves = moved(tables, self._allocate, self.pool.share)
-        for sequence_id, blocks in zip(sequence_ids, copies, strict=True):
-            self._tables[sequence_id] = _Table(blocks)
-            self.swapped.drop(sequence_id)
-        return moves
+        """Moves them back. Returns (host block, block) pairs. Ask `num_swap_in_blocks` first."""
+        return tuple(move for group in self.groups for move in group.swap_in(sequence_ids))
+
+    # Pins
 
     def pin(self, pin_id: int, sequence_id: int, pin: Pin) -> None:
         """Keeps in place what a sequence has computed of its first tokens, under an id of its own, until `unpin`."""
@@ -332,53 +271,47 @@ class BlockManager:
         self.release(pin_id)
 
     @property
-    def num_pinned_blocks(self) -> int:
+    def num_pinned_blocks(self) -> Counts:
         """Blocks that are in the table of a pin, each once."""
-        return num_distinct(self._tables[pin_id].blocks for pin_id in self.pins)
+        return tuple(num_distinct(group.tables[pin_id].blocks for pin_id in self.pins) for group in self.groups)
 
-    def find_pinned(self, token_ids: Sequence[int], salt: str | None) -> tuple[list[int], int]:
-        """The blocks of the pin that these tokens share most with, and how many tokens they hold.
-
-        The last token is left out, as in `find`. The last block may be partly filled where the whole pin is found, or the tokens end
-        within it: who writes to it copies it first.
-        """
-        found: list[int] = []
-        num_found = 0
-        for pin_id, pin in self.pins.items():
-            if pin.salt != salt:
-                continue
-            most = min(len(pin.token_ids), len(token_ids) - 1)
-            num_common = _num_common(token_ids, pin.token_ids, most)
-            num_tokens = num_common if num_common == most else num_common // self.block_size * self.block_size
-            blocks = self._tables[pin_id].blocks[: self.blocks_for(num_tokens)]
-            if num_tokens > num_found and NULL_BLOCK not in blocks[self.num_passed(num_tokens) :]:
-                found, num_found = blocks, num_tokens
-        return found, num_found
+    # For reports and tests
 
     def usage(self, computed: Mapping[int, int], known: Mapping[int, int] | None = None) -> MemorySplit:
-        """What the pool holds, given how many tokens of each sequence are computed and, if more, known. Walks all tables."""
+        """What the pools hold, given how many tokens of each sequence are computed and, if more, known. Walks all tables."""
         known = computed if known is None else known
         tables = [
-            (table.blocks, computed.get(sequence_id, 0), known.get(sequence_id, 0))
-            for sequence_id, table in self._tables.items()
+            (blocks, computed.get(sequence_id, 0), known.get(sequence_id, 0))
+            for sequence_id, blocks in self._all_tables()
             if sequence_id not in self.pins
         ]
-        pinned = [(self._tables[pin_id].blocks, len(pin.token_ids)) for pin_id, pin in self.pins.items()]
-        return split_memory(tables, self.block_size, self.pool.num_free, pinned)
+        pinned = [
+            (blocks, len(self.pins[sequence_id].token_ids))
+            for sequence_id, blocks in self._all_tables()
+            if sequence_id in self.pins
+        ]
+        return split_memory(tables, self.block_size, self.num_free, pinned)
+
+    def _all_tables(self) -> Iterator[tuple[int, list[int]]]:
+        return ((sequence_id, table.blocks) for group in self.groups for sequence_id, table in group.tables.items())
 
     def check(self) -> None:
         """Asserts that pools, tables, pins and index are whole and agree."""
-        tables = {sequence_id: table.blocks for sequence_id, table in self._tables.items()}
-        cached = {sequence_id: table.blocks[: table.num_cached] for sequence_id, table in self._tables.items()}
-        slides = self.sliding_window is not None
-        check_references(self.pool, tables)
-        check_cached(self.pool, self.prefix_index, cached, slides=slides)
-        self.swapped.check()
-        assert self.pins.keys() <= tables.keys(), "a pin has no block table"
-        for sequence_id, table in self._tables.items():
-            check_table(table.blocks, slides=slides)
-            assert sequence_id not in self.swapped, f"sequence {sequence_id} is in two pools"
-            assert table.frozen is None or table.frozen == tuple(table.blocks), f"sequence {sequence_id}: stale tuple"
+        for group in self.groups:
+            group.check()
+            assert group.sequence_ids == self.sequence_ids, "groups have other sequences"
+            assert self.pins.keys() <= group.sequence_ids, "a pin has no block table"
+        if self.cached is not None:
+            self.cached.check()
+        else:
+            assert not any(group.pool.kept_blocks() for group in self.groups), "blocks are kept without an index"
+
+
+def _cut(group: BlockTables, spans: Iterable[Span]) -> list[Span]:
+    """What a group reserves of spans: where a window slides no more than a sequence ever needs at a time."""
+    if group.sliding_window is None:
+        return list(spans)
+    return [(one, start, max(start + 1, group.until(group.num_passed(start), stop))) for one, start, stop in spans]
 
 
 def _num_common(first: Sequence[int], second: Sequence[int], most: int) -> int:

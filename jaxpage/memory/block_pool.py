@@ -9,33 +9,44 @@ from collections.abc import Iterable
 NULL_BLOCK = 0  # takes the writes of padding; never handed out
 
 
+def pool_ids(counts: Iterable[int]) -> list[range]:
+    """Of pools with so many blocks each, the null block included, which all of them share: no other id is in two of them."""
+    ids, start = [], NULL_BLOCK + 1
+    for count in counts:
+        ids.append(range(start, start + count - 1))
+        start = ids[-1].stop
+    return ids
+
+
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1, each free or used with a reference count. Every operation but `forget` takes constant time.
+    """Blocks from `first` to num_blocks - 1, each free or used with a reference count. Every operation but `forget` takes constant time.
 
     A block that is kept has content that others may want: once free it can come back into use as it is, and it is handed
     out anew only when no other block is free. Both kinds are handed out in the order in which they came back, so that content
     stays in place as long as it can: of the kept ones, the least recently used first.
     """
 
-    def __init__(self, num_blocks: int, *, free_order: Iterable[int] = ()) -> None:
+    def __init__(self, num_blocks: int, *, first: int = NULL_BLOCK + 1, free_order: Iterable[int] = ()) -> None:
         """
         Args:
-            num_blocks: P, the null block included.
+            num_blocks: behind the last block. Of the only pool P, the null block included.
+            first: of the blocks: those before are another pool's.
             free_order: blocks to hand out first, in this order; the others follow ascending.
 
         Raises:
             ValueError: there is no block beside the null block, or `free_order` repeats one or names one that does not exist.
         """
-        if num_blocks < 2:
+        if num_blocks <= first:
             raise ValueError(
-                f"{num_blocks=} must be at least 2: block {NULL_BLOCK} is the null block and is never handed out"
+                f"{num_blocks=} must be above {first}: block {NULL_BLOCK} is the null block and is never handed out"
             )
-        first = list(free_order)
-        rest = set(range(NULL_BLOCK + 1, num_blocks)) - set(first)
-        if len(first) + len(rest) != num_blocks - 1:
-            raise ValueError(f"free_order={first} must name distinct blocks between 1 and {num_blocks - 1}")
+        ordered = list(free_order)
+        rest = set(range(first, num_blocks)) - set(ordered)
+        if len(ordered) + len(rest) != num_blocks - first:
+            raise ValueError(f"free_order={ordered} must name distinct blocks between {first} and {num_blocks - 1}")
+        self.first = first
         self.num_blocks = num_blocks
-        self._free = deque([*first, *sorted(rest)])
+        self._free = deque([*ordered, *sorted(rest)])
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and kept, the least recently used first
         self._kept = [False] * num_blocks
         self._ref_counts = [0] * num_blocks
@@ -43,7 +54,7 @@ class BlockPool:
     @property
     def num_usable(self) -> int:
         """Blocks that can be handed out at all: every block but the null block."""
-        return self.num_blocks - 1
+        return self.num_blocks - self.first
 
     @property
     def num_free(self) -> int:
@@ -138,6 +149,6 @@ class BlockPool:
         )
         free |= cached
         assert not free & used, f"blocks {free & used} are free and in use"
-        assert free | used == set(range(NULL_BLOCK + 1, self.num_blocks)), (
+        assert free | used == set(range(self.first, self.num_blocks)), (
             "a block is lost, or the null block is handed out"
         )

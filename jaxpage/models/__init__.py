@@ -1,1 +1,1 @@
-"""Model families, one file each: a spec read from config.json, Flax NNX modules, and a table of weight names."""
+"""Model families, one file each: a spec read from config.json, and Flax NNX modules that declare their weights."""

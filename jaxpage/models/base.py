@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxpage.layers.attention import Attend, LayerPages
-from jaxpage.models.weights import Weight
+from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.models.replacing import Rule, replace_modules
+from jaxpage.models.weights import Weight, weights_of
 
 Pages = tuple[LayerPages, ...]  # one entry per layer
-Hidden = Any  # (hidden states [T, D], pages); and a tuple of more hidden states where taps are named
+Hidden = tuple[jax.Array, Pages, tuple[jax.Array, ...]]
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,11 @@ class ModelSpec(Protocol):
 class Model(Protocol):
     """A family's module: a flat stream of tokens in, hidden states out; logits only for the rows that are sampled."""
 
-    def __call__(
-        self, token_ids_T: jax.Array, positions_T: jax.Array, pages: Pages, attend: Attend, taps: Sequence[int] = ()
-    ) -> Hidden:
-        """Hidden states [T, D] after the final norm, and the pages as `attend` left them.
+    def __call__(self, token_ids_T: jax.Array, pages: Pages, context: ForwardContext) -> Hidden:
+        """Hidden states [T, D] after the final norm, the pages as `attend` left them, and auxiliary hidden states.
 
-        taps: with any, a third value follows: the hidden states [T, D] that enter the layers of these numbers, in their order.
-        0 names what the first layer sees, the number of layers what leaves the last one, before the final norm.
+        These are, for each layer number in `context.aux_layers`, what enters that layer [T, D]: 0 names what the first layer
+        sees, the number of layers what leaves the last one, before the final norm.
         """
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
@@ -90,44 +88,50 @@ class Family(Protocol):
 
     Spec: SpecFactory
     Model: ModelFactory
-    ignored: tuple[str, ...]  # globs over names of checkpoint tensors that carry nothing; `weights` takes precedence
-
-    def weights(self, spec: Any) -> list[Weight]:
-        """One entry per parameter of the model."""
+    prefix: str  # of names in the checkpoint; see `weights_of`
+    ignored: tuple[str, ...]  # globs over names of checkpoint tensors that carry nothing
 
 
 def run_layers(
-    layers: Iterable[Callable[[jax.Array, LayerPages], tuple[jax.Array, LayerPages]]],
+    layers: Iterable[Callable[[jax.Array, LayerPages, ForwardContext], tuple[jax.Array, LayerPages]]],
     norm: Callable[[jax.Array], jax.Array] | None,
     hidden_TD: jax.Array,
     pages: Pages,
-    taps: Sequence[int],
+    context: ForwardContext,
 ) -> Hidden:
     """What a model returns (see `Model`), of layers one behind the other and a final norm."""
     entering, new_pages = [hidden_TD], []
     for layer, layer_pages in zip(layers, pages, strict=True):
-        hidden_TD, layer_pages = layer(hidden_TD, layer_pages)
+        hidden_TD, layer_pages = layer(hidden_TD, layer_pages, context)
         entering.append(hidden_TD)
         new_pages.append(layer_pages)
-    output = (hidden_TD if norm is None else norm(hidden_TD), tuple(new_pages))
-    return (*output, tuple(entering[tap] for tap in taps)) if taps else output
+    output_TD = hidden_TD if norm is None else norm(hidden_TD)
+    return output_TD, tuple(new_pages), tuple(entering[index] for index in context.aux_layers)
 
 
-def num_parameters(family: Family, spec: ModelSpec) -> int:
-    """Numbers that the model's weights have in all."""
-    _, parameters = abstract_model(family, spec, "float32")
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parameters))
+def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> list[Weight]:
+    """Every parameter of the model, with where it stands in a checkpoint. rule: of modules that replace the family's."""
+    return weights_of(_made(family, spec, "float32", rule), family.prefix)
 
 
-def abstract_model(family: Family, spec: ModelSpec, dtype: DTypeLike) -> tuple[Any, dict[str, Any]]:
+def abstract_model(
+    family: Family, spec: ModelSpec, dtype: DTypeLike, rule: Rule | None = None
+) -> tuple[Any, dict[str, Any]]:
     """The model's graph and its parameters as a nested dict of `jax.ShapeDtypeStruct`: nothing is allocated or drawn.
 
     Inside a jitted function, `nnx.merge(graph, parameters)` makes the model of such a dict filled with arrays.
     """
-    return abstract(lambda: family.Model(spec, dtype=dtype))
+    return abstract(_made(family, spec, dtype, rule))
 
 
-def abstract(make: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+def abstract(module: nnx.Module) -> tuple[Any, dict[str, Any]]:
     """As `abstract_model`, of any module."""
-    graph, state = nnx.split(nnx.eval_shape(make))
+    graph, state = nnx.split(module)
     return graph, nnx.to_pure_dict(state)
+
+
+def _made(family: Family, spec: ModelSpec, dtype: DTypeLike, rule: Rule | None) -> nnx.Module:
+    model = cast(nnx.Module, family.Model(spec, dtype=dtype))
+    if rule is not None:
+        replace_modules(model, rule)
+    return model

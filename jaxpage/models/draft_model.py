@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attend
+from jaxpage.layers.context import ForwardContext
 from jaxpage.models.base import Family, KVSpec, ModelSpec, Pages
 
 
@@ -21,7 +21,7 @@ class DraftModel(nnx.Module):
     those that it lacks are never drafted.
     """
 
-    taps = None
+    aux_layers = None
 
     def __init__(self, family: Family, spec: ModelSpec, *, vocab_size: int, dtype: DTypeLike):
         self.model = family.Model(spec, dtype=dtype)
@@ -39,11 +39,10 @@ class DraftModel(nnx.Module):
         self,
         token_ids_T: Int[Array, "T"],
         feature_TD: Float[Array, "T D"] | None,
-        positions_T: Int[Array, "T"],
         pages: Pages,
-        attend: Attend,
+        context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], Pages]:
-        hidden_TD, pages = self.model(token_ids_T, positions_T, pages, attend)
+        hidden_TD, pages, _ = self.model(token_ids_T, pages, context)
         return hidden_TD, pages
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:

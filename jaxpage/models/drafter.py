@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import Attend
+from jaxpage.layers.context import ForwardContext
 from jaxpage.models.base import KVSpec, Pages
 
 
@@ -21,45 +21,39 @@ class Drafter(Protocol):
         """Of its own layers, whose pages stand behind the target's."""
 
     @property
-    def taps(self) -> tuple[int, ...] | None:
+    def aux_layers(self) -> tuple[int, ...] | None:
         """Which hidden states of the target it takes (see `models.base.Model`). (): the output behind the final norm. None: none."""
 
     def fuse(self, states: Sequence[jax.Array]) -> jax.Array | None:
-        """The features [T, D] of hidden states [T, D of the target]: those of `taps`, or the output alone. None without taps."""
+        """The features [T, D] of hidden states [T, D of the target]: of `aux_layers`, or the output alone. None if it takes none."""
 
     def __call__(
         self,
         token_ids_T: jax.Array,
         feature_TD: jax.Array | None,
-        positions_T: jax.Array,
         pages: Pages,
-        attend: Attend,
+        context: ForwardContext,
     ) -> tuple[jax.Array, Pages]:
         """One pass over a stream: what `logits` takes and what is the feature of the place behind [T, D], and the pages.
 
         Args:
             token_ids_T: of a drafter that takes features, the token behind each place; of any other, the token there.
             feature_TD: from `fuse`, or where the target has not been, what this returned for the place before. Nothing to a drafter
-                without taps.
+                that takes no hidden states.
         """
 
     def logits(self, output_BD: jax.Array) -> jax.Array:
         """Of the token behind the last one that it was given: [B, V of the target], float32, -inf for tokens that it lacks."""
 
 
-class WithDrafter(NamedTuple):
-    """The parameters of a model and of a drafter beside it."""
+def join(graph: Any, parameters: Mapping[str, Any]) -> Drafter:
+    """The drafter, for use inside a jitted function: a table that it lacks is the target's, which is not copied.
 
-    model: Any
-    drafter: dict[str, Any]  # None in place of a table that is the model's
-
-
-def join(graph: Any, parameters: WithDrafter) -> Drafter:
-    """The drafter, for use inside a jitted function: a table that it lacks is the model's, which is not copied.
-
-    graph: of the drafter, with all of its tables.
+    Args:
+        graph: of the drafter, with all of its tables.
+        parameters: {"target": the target's, "drafter": its own, with None in place of a table that is the target's}.
     """
-    tables = {"tokens": parameters.model["tokens"]}
-    tables["head"] = parameters.model.get("head", tables["tokens"])
-    own = {name: tables[name] if part is None else part for name, part in parameters.drafter.items()}
+    tables = {"tokens": parameters["target"]["tokens"]}
+    tables["head"] = parameters["target"].get("head", tables["tokens"])
+    own = {name: tables[name] if part is None else part for name, part in parameters["drafter"].items()}
     return cast(Drafter, nnx.merge(graph, own))

@@ -16,14 +16,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attend, LayerPages
+from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear
+from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.rope import Angles
+from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
-from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec, add_layer, make_attention, make_mlp
-from jaxpage.models.weights import Weight, WeightTable
+from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec, make_attention, make_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,26 +39,10 @@ class EagleSpec:
     fc_bias: bool = False
     own_tokens: bool = False  # it has a token table, and need not take the target's
     own_head: bool = False
-    taps: tuple[int, ...] = ()  # see models.drafter.Drafter: none but EAGLE-3 has any
+    aux_layers: tuple[int, ...] = ()  # see models.drafter.Drafter: none but EAGLE-3 has any
 
     def make(self, dtype: DTypeLike) -> _Eagle:
         return Eagle(self, dtype=dtype)
-
-    def weights(self) -> list[Weight]:
-        """One entry per parameter that is its own; `token_map` is no weight."""
-        table = self._outer_weights(2 * self.decoder.model_width)
-        for index in range(self.decoder.kv.num_layers):
-            add_layer(table, self.decoder, ("layers", index), f"layers.{index}", norm_first=index > 0)
-        return table
-
-    def _outer_weights(self, fc_width: int) -> WeightTable:
-        table, width = WeightTable(prefix="model."), self.decoder.model_width
-        table.add_linear(("fc",), "fc", fc_width, width, bias=self.fc_bias)
-        if self.own_tokens:
-            table.add(("tokens", "table"), "embed_tokens.weight", self.decoder.vocab_size, width)
-        if self.own_head:
-            table.add(("head", "table"), "lm_head.weight", self.table_rows, width)
-        return table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,40 +58,29 @@ class Eagle3Spec(EagleSpec):
     def make(self, dtype: DTypeLike) -> _Eagle:
         return Eagle3(self, dtype=dtype)
 
-    def weights(self) -> list[Weight]:
-        decoder, width, fused = self.decoder, self.decoder.model_width, len(self.taps) * self.target_width
-        table = self._outer_weights(fused)
-        if self.norm_before_fc:
-            table.add(("states_norm", "scale"), "input_norm.weight", fused)
-        if self.norm_each:
-            for index in range(len(self.taps)):
-                table.add(("state_norms", index, "scale"), f"fc_norm.{index}.weight", self.target_width)
-        table.add(("fusion", "embedding_norm", "scale"), "layers.0.input_layernorm.weight", width)
-        table.add(("fusion", "feature_norm", "scale"), "layers.0.hidden_norm.weight", width)
-        add_layer(table, decoder, ("fusion",), "layers.0", norm_first=False, input_width=2 * width)
-        for index in range(1, decoder.kv.num_layers):
-            add_layer(table, decoder, ("layers", index - 1), f"layers.{index}")
-        table.add(("norm", "scale"), "norm.weight", width)
-        return table
-
 
 class _Eagle(nnx.Module):
-    """The tables of both kinds. The checkpoint may lack them: they are the target's then (`models.drafter.join`)."""
+    """What both kinds have.
 
-    def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
-        width = spec.decoder.model_width
+    The checkpoint may lack a table: it is the target's then (`models.drafter.join`). The token map is none of its weights.
+    """
+
+    def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: DTypeLike):
+        width, rows = spec.decoder.model_width, spec.table_rows
+        tokens_name, head_name = "embed_tokens" if spec.own_tokens else None, "lm_head" if spec.own_head else None
         self.spec = spec
-        self.tokens = Embedding(spec.decoder.vocab_size, width, dtype=dtype)
-        self.head = Embedding(spec.table_rows, width, dtype=dtype)
-        self.token_map = nnx.Param(jnp.zeros((spec.table_rows,), jnp.int32)) if spec.token_map else None
+        self.tokens = Embedding(spec.decoder.vocab_size, width, name=tokens_name, dtype=dtype)
+        self.head = Embedding(rows, width, name=head_name, dtype=dtype)
+        self.fc = linear(fused_width, Part(width, "embed", "fc"), input_axis=None, bias=spec.fc_bias, dtype=dtype)
+        self.token_map = parameter((rows,), axes=("vocab",), dtype=jnp.int32) if spec.token_map else None
 
     @property
     def kv(self) -> KVSpec:
         return self.spec.decoder.kv
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.spec.taps
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.spec.aux_layers
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         logits_BV = self.head.logits(output_BD)
@@ -122,11 +94,10 @@ class Eagle(_Eagle):
     """EAGLE-1: `layers(fc([embedding; feature]))`; the first layer has no norm before attention, and there is no final norm."""
 
     def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
-        super().__init__(spec, dtype=dtype)
-        decoder, width = spec.decoder, spec.decoder.model_width
-        self.fc = Linear(2 * width, width, bias=spec.fc_bias, dtype=dtype)
+        super().__init__(spec, 2 * spec.decoder.model_width, dtype=dtype)
         self.layers = nnx.List(
-            [DecoderLayer(decoder, norm_first=index > 0, dtype=dtype) for index in range(decoder.kv.num_layers)]
+            DecoderLayer(spec.decoder, index, name=f"layers.{index}", norm_first=index > 0, dtype=dtype)
+            for index in range(spec.decoder.kv.num_layers)
         )
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
@@ -137,25 +108,29 @@ class Eagle(_Eagle):
         self,
         token_ids_T: Int[Array, "T"],
         feature_TD: Float[Array, "T D"],
-        positions_T: Int[Array, "T"],
         pages: Pages,
-        attend: Attend,
+        context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], Pages]:
         both = jnp.concatenate([self.tokens(token_ids_T), feature_TD], axis=-1)
-        angles = self.spec.decoder.rope.angles(positions_T)
-        return _run(self.layers, self.kv.sliding_windows, self.fc(both), pages, attend, angles)
+        output_TD, pages, _ = run_layers(self.layers, None, self.fc(both), pages, context)
+        return output_TD, pages
 
 
 class FusionLayer(nnx.Module):
     """EAGLE-3's first layer: attention over `[norm(embedding); norm(feature)]`, added to the feature; then as in any decoder."""
 
-    def __init__(self, spec: Eagle3Spec, *, dtype: DTypeLike):
-        width, epsilon = spec.decoder.model_width, spec.decoder.norm_epsilon
-        self.embedding_norm = RMSNorm(width, epsilon=epsilon, dtype=dtype)
-        self.feature_norm = RMSNorm(width, epsilon=epsilon, dtype=dtype)
-        self.attention = make_attention(spec.decoder, input_width=2 * width, dtype=dtype)
-        self.mlp_norm = RMSNorm(width, epsilon=epsilon, dtype=dtype)
-        self.mlp = make_mlp(spec.decoder, dtype=dtype)
+    def __init__(self, spec: Eagle3Spec, *, name: str, dtype: DTypeLike):
+        decoder = spec.decoder
+
+        def norm(part: str) -> RMSNorm:
+            return RMSNorm(decoder.model_width, name=f"{name}.{part}", epsilon=decoder.norm_epsilon, dtype=dtype)
+
+        self.embedding_norm, self.feature_norm = norm("input_layernorm"), norm("hidden_norm")
+        self.attention = make_attention(
+            decoder, 0, name=f"{name}.self_attn", input_width=2 * decoder.model_width, dtype=dtype
+        )
+        self.mlp_norm = norm("post_attention_layernorm")
+        self.mlp = make_mlp(decoder, name=f"{name}.mlp", dtype=dtype)
         self.norm_before_residual = spec.norm_before_residual
 
     def __call__(
@@ -163,15 +138,11 @@ class FusionLayer(nnx.Module):
         embedded_TD: Float[Array, "T D"],
         feature_TD: Float[Array, "T D"],
         layer_pages: LayerPages,
-        attend: Attend,
-        angles: Angles,
-        sliding_window: int | None,
+        context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         normed_TD = self.feature_norm(feature_TD)
         both = jnp.concatenate([self.embedding_norm(embedded_TD), normed_TD], axis=-1)
-        attended_TD, layer_pages = self.attention(
-            both, layer_pages, attend, angles=angles, sliding_window=sliding_window
-        )
+        attended_TD, layer_pages = self.attention(both, layer_pages, context)
         x_TD = (normed_TD if self.norm_before_residual else feature_TD) + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
 
@@ -183,16 +154,19 @@ class Eagle3(_Eagle):
     """
 
     def __init__(self, spec: Eagle3Spec, *, dtype: DTypeLike):
-        super().__init__(spec, dtype=dtype)
-        decoder, fused = spec.decoder, len(spec.taps) * spec.target_width
+        decoder, fused = spec.decoder, len(spec.aux_layers) * spec.target_width
+        super().__init__(spec, fused, dtype=dtype)
         norm = partial(RMSNorm, epsilon=decoder.norm_epsilon, dtype=dtype)
         self.spec: Eagle3Spec = spec
-        self.states_norm = norm(fused) if spec.norm_before_fc else None
-        self.state_norms = nnx.List([norm(spec.target_width) for _ in spec.taps]) if spec.norm_each else None
-        self.fc = Linear(fused, decoder.model_width, bias=spec.fc_bias, dtype=dtype)
-        self.fusion = FusionLayer(spec, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(decoder, dtype=dtype) for _ in range(decoder.kv.num_layers - 1)])
-        self.norm = norm(decoder.model_width)
+        self.states_norm = norm(fused, name="input_norm", axis=None) if spec.norm_before_fc else None
+        each = [norm(spec.target_width, name=f"fc_norm.{index}") for index in range(len(spec.aux_layers))]
+        self.state_norms = nnx.List(each) if spec.norm_each else None
+        self.fusion = FusionLayer(spec, name="layers.0", dtype=dtype)
+        self.layers = nnx.List(
+            DecoderLayer(decoder, index, name=f"layers.{index}", dtype=dtype)
+            for index in range(1, decoder.kv.num_layers)
+        )
+        self.norm = norm(decoder.model_width, name="norm")
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
         fused = jnp.concatenate(states, axis=-1)
@@ -207,31 +181,12 @@ class Eagle3(_Eagle):
         self,
         token_ids_T: Int[Array, "T"],
         feature_TD: Float[Array, "T D"],
-        positions_T: Int[Array, "T"],
         pages: Pages,
-        attend: Attend,
+        context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], Pages]:
-        angles, windows = self.spec.decoder.rope.angles(positions_T), self.kv.sliding_windows
-        embedded_TD = self.tokens(token_ids_T)
-        output_TD, first = self.fusion(embedded_TD, feature_TD, pages[0], attend, angles, windows[0])
-        output_TD, rest = _run(self.layers, windows[1:], output_TD, pages[1:], attend, angles)
+        output_TD, first = self.fusion(self.tokens(token_ids_T), feature_TD, pages[0], context)
+        output_TD, rest, _ = run_layers(self.layers, None, output_TD, pages[1:], context)
         return self.norm(output_TD) if self.spec.norm_output else output_TD, (first, *rest)
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         return super().logits(output_BD if self.spec.norm_output else self.norm(output_BD))
-
-
-def _run(
-    layers: Sequence[DecoderLayer],
-    windows: Sequence[int | None],
-    x_TD: jax.Array,
-    pages: Pages,
-    attend: Attend,
-    angles: Angles,
-) -> tuple[jax.Array, Pages]:
-    bound = [
-        partial(layer, attend=attend, angles=angles, sliding_window=window)
-        for layer, window in zip(layers, windows, strict=True)
-    ]
-    output_TD, pages = run_layers(bound, None, x_TD, pages, ())
-    return output_TD, pages

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attend, LayerPages
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear
+from jaxpage.layers.attention import Attention
+from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.embedding import Embedding, token_tables
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.fields import Fields
-from jaxpage.models.weights import Path, Weight, WeightTable
 
+prefix = "transformer."
 ignored = ("*.attn.bias", "*.attn.masked_bias")  # causal masks that old checkpoints carry
 
 _ALIASES = {
@@ -68,39 +67,36 @@ class Spec:
         )
 
 
-class FusedAttention(nnx.Module):
-    """Attention whose queries, keys and values come out of one product, side by side."""
-
-    def __init__(self, spec: Spec, *, scale: float, dtype: DTypeLike):
-        width = spec.model_width
-        self.query_key_value = Linear(width, 3 * width, bias=True, dtype=dtype)
-        self.output = Linear(width, width, bias=True, dtype=dtype)
-        self.head_width = spec.kv.head_width
-        self.scale = scale
-
-    def __call__(
-        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, attend: Attend
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
-        parts = jnp.split(self.query_key_value(x_TD), 3, axis=-1)
-        q_TNH, k_TNH, v_TNH = (part.reshape(x_TD.shape[0], -1, self.head_width) for part in parts)
-        out_TNH, layer_pages = attend(q_TNH, k_TNH, v_TNH, layer_pages, scale=self.scale)
-        return self.output(out_TNH.reshape(x_TD.shape)), layer_pages
-
-
 class DecoderLayer(nnx.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, spec: Spec, *, scale: float, dtype: DTypeLike):
-        width, epsilon = spec.model_width, spec.norm_epsilon
-        self.attention_norm = LayerNorm(width, epsilon=epsilon, dtype=dtype)
-        self.attention = FusedAttention(spec, scale=scale, dtype=dtype)
-        self.mlp_norm = LayerNorm(width, epsilon=epsilon, dtype=dtype)
-        self.mlp = MLP(width, spec.feed_forward_width, activation=spec.activation, bias=True, dtype=dtype)
+    def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
+        width, inner, epsilon = spec.model_width, spec.feed_forward_width, spec.norm_epsilon
+
+        def conv1d(num_in: int, *axes: str, input_axis: str, module: str) -> Linear:
+            parts = [Part(inner if axis == "ffn" else width, axis, None) for axis in axes]
+            fused = f"{name}.{module}"
+            return linear(num_in, *parts, input_axis=input_axis, bias=True, dtype=dtype, fused=fused, transposed=True)
+
+        self.attention_norm = LayerNorm(width, name=f"{name}.ln_1", epsilon=epsilon, dtype=dtype)
+        self.attention = Attention(
+            layer_index,
+            conv1d(width, "heads", "kv_heads", "kv_heads", input_axis="embed", module="attn.c_attn"),
+            conv1d(width, "embed", input_axis="heads", module="attn.c_proj"),
+            head_width=spec.kv.head_width,
+            scale=spec.attention_scales[layer_index],
+        )
+        self.mlp_norm = LayerNorm(width, name=f"{name}.ln_2", epsilon=epsilon, dtype=dtype)
+        self.mlp = MLP(
+            conv1d(width, "ffn", input_axis="embed", module="mlp.c_fc"),
+            conv1d(inner, "embed", input_axis="ffn", module="mlp.c_proj"),
+            activation=spec.activation,
+        )
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, attend: Attend
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, attend)
+        attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, context)
         x_TD = x_TD + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
 
@@ -110,44 +106,18 @@ class Model(nnx.Module):
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
         width = spec.model_width
-        self.tokens = Embedding(spec.vocab_size, width, dtype=dtype)
-        self.positions = Embedding(spec.max_position_embeddings, width, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(spec, scale=scale, dtype=dtype) for scale in spec.attention_scales])
-        self.norm = LayerNorm(width, epsilon=spec.norm_epsilon, dtype=dtype)
-        self.head = None if spec.tie_word_embeddings else Embedding(spec.vocab_size, width, dtype=dtype)
+        self.tokens, self.head = token_tables(
+            spec.vocab_size, width, name="transformer.wte", tied=spec.tie_word_embeddings, dtype=dtype
+        )
+        self.positions = Embedding(spec.max_position_embeddings, width, name="transformer.wpe", axis=None, dtype=dtype)
+        self.layers = nnx.List(
+            DecoderLayer(spec, index, name=f"transformer.h.{index}", dtype=dtype) for index in range(spec.kv.num_layers)
+        )
+        self.norm = LayerNorm(width, name="transformer.ln_f", epsilon=spec.norm_epsilon, dtype=dtype)
 
-    def __call__(
-        self,
-        token_ids_T: Int[Array, "T"],
-        positions_T: Int[Array, "T"],
-        pages: Pages,
-        attend: Attend,
-        taps: Sequence[int] = (),
-    ) -> Hidden:
-        hidden_TD = self.tokens(token_ids_T) + self.positions(positions_T)
-        layers = [partial(layer, attend=attend) for layer in self.layers]
-        return run_layers(layers, self.norm, hidden_TD, pages, taps)
+    def __call__(self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext) -> Hidden:
+        hidden_TD = self.tokens(token_ids_T) + self.positions(context.positions_T)
+        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         return (self.head or self.tokens).logits(hidden_BD)
-
-
-def weights(spec: Spec) -> list[Weight]:
-    table = WeightTable(prefix="transformer.")
-    width = spec.model_width
-    table.add_embeddings("transformer.wte.weight", spec.vocab_size, width, tied=spec.tie_word_embeddings)
-    table.add(("positions", "table"), "transformer.wpe.weight", spec.max_position_embeddings, width)
-    for index in range(spec.kv.num_layers):
-        _add_layer(table, spec, ("layers", index), f"transformer.h.{index}")
-    table.add_layer_norm(("norm",), "transformer.ln_f", width)
-    return table
-
-
-def _add_layer(table: WeightTable, spec: Spec, path: Path, name: str) -> None:
-    width, feed_forward = spec.model_width, spec.feed_forward_width
-    table.add_layer_norm((*path, "attention_norm"), f"{name}.ln_1", width)
-    table.add_conv1d((*path, "attention", "query_key_value"), f"{name}.attn.c_attn", width, 3 * width)
-    table.add_conv1d((*path, "attention", "output"), f"{name}.attn.c_proj", width, width)
-    table.add_layer_norm((*path, "mlp_norm"), f"{name}.ln_2", width)
-    table.add_conv1d((*path, "mlp", "up"), f"{name}.mlp.c_fc", width, feed_forward)
-    table.add_conv1d((*path, "mlp", "down"), f"{name}.mlp.c_proj", feed_forward, width)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attend, Attention, LayerPages
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear
+from jaxpage.layers.attention import Attention, query_key_value
+from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.embedding import Embedding, token_tables
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.fields import Fields
-from jaxpage.models.weights import Path, Weight, WeightTable
 
+prefix = "model."
 ignored: tuple[str, ...] = ()
 POSITION_OFFSET = 2  # the first rows of the position table belong to padding in the code OPT was trained with
 
@@ -72,30 +72,36 @@ class Spec:
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward, each with a residual and with its norm before it or after the sum."""
 
-    def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width = spec.model_width
-        self.attention_norm = LayerNorm(width, affine=spec.affine_norms, dtype=dtype)
+    def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
+        width, inner, bias = spec.model_width, spec.feed_forward_width, spec.bias
+
+        def projection(num_in: int, num_out: int, module: str, output_axis: str, input_axis: str) -> Linear:
+            part = Part(num_out, output_axis, f"{name}.{module}")
+            return linear(num_in, part, input_axis=input_axis, bias=bias, dtype=dtype)
+
+        def norm(module: str) -> LayerNorm:
+            return LayerNorm(width, name=f"{name}.{module}", affine=spec.affine_norms, dtype=dtype)
+
+        self.attention_norm = norm("self_attn_layer_norm")
         self.attention = Attention(
-            width,
-            num_query_heads=spec.num_query_heads,
-            num_kv_heads=spec.kv.num_kv_heads,
+            layer_index,
+            query_key_value(width, width, width, name=f"{name}.self_attn", bias=bias, dtype=dtype),
+            projection(width, width, "self_attn.out_proj", "embed", "heads"),
             head_width=spec.kv.head_width,
-            input_bias=spec.bias,
-            output_bias=spec.bias,
-            dtype=dtype,
         )
-        self.mlp_norm = LayerNorm(width, affine=spec.affine_norms, dtype=dtype)
-        self.mlp = MLP(width, spec.feed_forward_width, activation=spec.activation, bias=spec.bias, dtype=dtype)
+        self.mlp_norm = norm("final_layer_norm")
+        up, down = projection(width, inner, "fc1", "ffn", "embed"), projection(inner, width, "fc2", "embed", "ffn")
+        self.mlp = MLP(up, down, activation=spec.activation)
         self.norm_first = spec.norm_first
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, attend: Attend
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         if self.norm_first:
-            attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, attend)
+            attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, context)
             x_TD = x_TD + attended_TD
             return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
-        attended_TD, layer_pages = self.attention(x_TD, layer_pages, attend)
+        attended_TD, layer_pages = self.attention(x_TD, layer_pages, context)
         x_TD = self.attention_norm(x_TD + attended_TD)
         return self.mlp_norm(x_TD + self.mlp(x_TD)), layer_pages
 
@@ -104,55 +110,34 @@ class Model(nnx.Module):
     """See `models.base.Model`. The projection out of the 350m is part of the logits: only sampled rows pay it."""
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width, narrow = spec.model_width, spec.embedding_width
-        self.tokens = Embedding(spec.vocab_size, narrow, dtype=dtype)
-        self.positions = Embedding(spec.max_position_embeddings + POSITION_OFFSET, width, dtype=dtype)
-        self.project_in = Linear(narrow, width, bias=False, dtype=dtype) if spec.projects else None
-        self.project_out = Linear(width, narrow, bias=False, dtype=dtype) if spec.projects else None
-        self.layers = nnx.List([DecoderLayer(spec, dtype=dtype) for _ in range(spec.kv.num_layers)])
-        self.norm = LayerNorm(width, affine=spec.affine_norms, dtype=dtype) if spec.final_norm else None
-        self.head = None if spec.tie_word_embeddings else Embedding(spec.vocab_size, narrow, dtype=dtype)
+        width, narrow, decoder = spec.model_width, spec.embedding_width, "model.decoder"
 
-    def __call__(
-        self,
-        token_ids_T: Int[Array, "T"],
-        positions_T: Int[Array, "T"],
-        pages: Pages,
-        attend: Attend,
-        taps: Sequence[int] = (),
-    ) -> Hidden:
+        def projection(num_in: int, num_out: int, module: str) -> Linear | None:
+            if not spec.projects:
+                return None
+            part = Part(num_out, None, f"{decoder}.{module}")
+            return linear(num_in, part, input_axis="embed", bias=False, dtype=dtype)
+
+        self.tokens, self.head = token_tables(
+            spec.vocab_size, narrow, name=f"{decoder}.embed_tokens", tied=spec.tie_word_embeddings, dtype=dtype
+        )
+        num_positions = spec.max_position_embeddings + POSITION_OFFSET
+        self.positions = Embedding(num_positions, width, name=f"{decoder}.embed_positions", axis=None, dtype=dtype)
+        self.project_in = projection(narrow, width, "project_in")
+        self.project_out = projection(width, narrow, "project_out")
+        self.layers = nnx.List(
+            DecoderLayer(spec, index, name=f"{decoder}.layers.{index}", dtype=dtype)
+            for index in range(spec.kv.num_layers)
+        )
+        norm_name = f"{decoder}.final_layer_norm"
+        self.norm = LayerNorm(width, name=norm_name, affine=spec.affine_norms, dtype=dtype) if spec.final_norm else None
+
+    def __call__(self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext) -> Hidden:
         embedded = self.tokens(token_ids_T)
         hidden_TD = embedded if self.project_in is None else self.project_in(embedded)
-        hidden_TD = hidden_TD + self.positions(positions_T + POSITION_OFFSET)
-        layers = [partial(layer, attend=attend) for layer in self.layers]
-        return run_layers(layers, self.norm, hidden_TD, pages, taps)
+        hidden_TD = hidden_TD + self.positions(context.positions_T + POSITION_OFFSET)
+        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         projected = hidden_BD if self.project_out is None else self.project_out(hidden_BD)
         return (self.head or self.tokens).logits(projected)
-
-
-def weights(spec: Spec) -> list[Weight]:
-    table = WeightTable(prefix="model.")
-    width, narrow, decoder = spec.model_width, spec.embedding_width, "model.decoder"
-    table.add_embeddings(f"{decoder}.embed_tokens.weight", spec.vocab_size, narrow, tied=spec.tie_word_embeddings)
-    num_positions = spec.max_position_embeddings + POSITION_OFFSET
-    table.add(("positions", "table"), f"{decoder}.embed_positions.weight", num_positions, width)
-    if spec.projects:
-        table.add_linear(("project_in",), f"{decoder}.project_in", narrow, width, bias=False)
-        table.add_linear(("project_out",), f"{decoder}.project_out", width, narrow, bias=False)
-    for index in range(spec.kv.num_layers):
-        _add_layer(table, spec, ("layers", index), f"{decoder}.layers.{index}")
-    if spec.final_norm:
-        table.add_layer_norm(("norm",), f"{decoder}.final_layer_norm", width, affine=spec.affine_norms)
-    return table
-
-
-def _add_layer(table: WeightTable, spec: Spec, path: Path, name: str) -> None:
-    width, feed_forward = spec.model_width, spec.feed_forward_width
-    for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("output", "out_proj")):
-        table.add_linear((*path, "attention", ours), f"{name}.self_attn.{theirs}", width, width, bias=spec.bias)
-    table.add_layer_norm((*path, "attention_norm"), f"{name}.self_attn_layer_norm", width, affine=spec.affine_norms)
-    table.add_linear((*path, "mlp", "up"), f"{name}.fc1", width, feed_forward, bias=spec.bias)
-    table.add_linear((*path, "mlp", "down"), f"{name}.fc2", feed_forward, width, bias=spec.bias)
-    table.add_layer_norm((*path, "mlp_norm"), f"{name}.final_layer_norm", width, affine=spec.affine_norms)

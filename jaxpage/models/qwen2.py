@@ -12,11 +12,11 @@ from jaxpage.models.rotary_decoder import (
     head_width_or_quotient,
     ignored,
     key_value_heads,
-    weights,
+    prefix,
     windows_by_layer,
 )
 
-__all__ = ["Model", "Spec", "ignored", "weights"]
+__all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 

@@ -5,24 +5,24 @@ The families differ in which biases and norms exist and in what their configs me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.layers.attention import Attend, Attention, LayerPages
-from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.attention import Attention, query_key_value
+from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.embedding import token_tables
+from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.rope import Angles, Rope
+from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.fields import Fields
-from jaxpage.models.weights import Path, Weight, WeightTable
 
+prefix = "model."
 ignored = ("*rotary_emb.inv_freq",)
 
 
@@ -113,48 +113,70 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def make_attention(spec: RotaryDecoderSpec, *, input_width: int | None = None, dtype: DTypeLike) -> Attention:
+def make_attention(
+    spec: RotaryDecoderSpec, layer_index: int, *, name: str, input_width: int | None = None, dtype: DTypeLike
+) -> Attention:
+    """name: of the checkpoint's module, as for whatever follows. The names are Llama's, which the others kept."""
+    width, head = spec.model_width, spec.kv.head_width
+    queries, keys = spec.num_query_heads * head, spec.kv.num_kv_heads * head
+
+    def norm(part: str) -> RMSNorm | None:
+        if not spec.norm_heads:
+            return None
+        return RMSNorm(head, name=f"{name}.{part}", epsilon=spec.norm_epsilon, axis=None, dtype=dtype)
+
     return Attention(
-        spec.model_width,
-        num_query_heads=spec.num_query_heads,
-        num_kv_heads=spec.kv.num_kv_heads,
-        head_width=spec.kv.head_width,
-        input_bias=spec.attention_input_bias,
-        output_bias=spec.attention_output_bias,
-        head_norm_epsilon=spec.norm_epsilon if spec.norm_heads else None,
-        input_width=input_width,
+        layer_index,
+        query_key_value(input_width or width, queries, keys, name=name, bias=spec.attention_input_bias, dtype=dtype),
+        linear(
+            queries,
+            Part(width, "embed", f"{name}.o_proj"),
+            input_axis="heads",
+            bias=spec.attention_output_bias,
+            dtype=dtype,
+        ),
+        head_width=head,
+        sliding_window=spec.kv.sliding_windows[layer_index],
+        rope=spec.rope,
+        query_norm=norm("q_norm"),
+        key_norm=norm("k_norm"),
+    )
+
+
+def make_mlp(spec: RotaryDecoderSpec, *, name: str, dtype: DTypeLike) -> GatedMLP:
+    width, inner, bias = spec.model_width, spec.feed_forward_width, spec.mlp_bias
+    gate_up = linear(
+        width,
+        Part(inner, "ffn", f"{name}.gate_proj"),
+        Part(inner, "ffn", f"{name}.up_proj"),
+        fused=f"{name}.gate_up_proj",
+        input_axis="embed",
+        bias=bias,
         dtype=dtype,
     )
-
-
-def make_mlp(spec: RotaryDecoderSpec, *, dtype: DTypeLike) -> GatedMLP:
-    return GatedMLP(
-        spec.model_width, spec.feed_forward_width, activation=spec.activation, bias=spec.mlp_bias, dtype=dtype
-    )
+    down = linear(inner, Part(width, "embed", f"{name}.down_proj"), input_axis="ffn", bias=bias, dtype=dtype)
+    return GatedMLP(gate_up, down, activation=spec.activation)
 
 
 class DecoderLayer(nnx.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`. norm_first: without it attention takes x as it is (EAGLE)."""
 
-    def __init__(self, spec: RotaryDecoderSpec, *, norm_first: bool = True, dtype: DTypeLike):
-        width, epsilon = spec.model_width, spec.norm_epsilon
-        self.attention_norm = RMSNorm(width, epsilon=epsilon, dtype=dtype) if norm_first else None
-        self.attention = make_attention(spec, dtype=dtype)
-        self.mlp_norm = RMSNorm(width, epsilon=epsilon, dtype=dtype)
-        self.mlp = make_mlp(spec, dtype=dtype)
+    def __init__(
+        self, spec: RotaryDecoderSpec, layer_index: int, *, name: str, norm_first: bool = True, dtype: DTypeLike
+    ):
+        def norm(part: str) -> RMSNorm:
+            return RMSNorm(spec.model_width, name=f"{name}.{part}", epsilon=spec.norm_epsilon, dtype=dtype)
+
+        self.attention_norm = norm("input_layernorm") if norm_first else None
+        self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
+        self.mlp_norm = norm("post_attention_layernorm")
+        self.mlp = make_mlp(spec, name=f"{name}.mlp", dtype=dtype)
 
     def __call__(
-        self,
-        x_TD: Float[Array, "T D"],
-        layer_pages: LayerPages,
-        attend: Attend,
-        angles: Angles,
-        sliding_window: int | None,
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
-        attended_TD, layer_pages = self.attention(
-            normed_TD, layer_pages, attend, angles=angles, sliding_window=sliding_window
-        )
+        attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         x_TD = x_TD + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
 
@@ -163,66 +185,17 @@ class RotaryDecoder(nnx.Module):
     """See `models.base.Model`."""
 
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
-        self.spec = spec
-        self.tokens = Embedding(spec.vocab_size, spec.model_width, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(spec, dtype=dtype) for _ in range(spec.kv.num_layers)])
-        self.norm = RMSNorm(spec.model_width, epsilon=spec.norm_epsilon, dtype=dtype)
-        self.head = None if spec.tie_word_embeddings else Embedding(spec.vocab_size, spec.model_width, dtype=dtype)
+        width = spec.model_width
+        self.tokens, self.head = token_tables(
+            spec.vocab_size, width, name="model.embed_tokens", tied=spec.tie_word_embeddings, dtype=dtype
+        )
+        self.layers = nnx.List(
+            DecoderLayer(spec, index, name=f"model.layers.{index}", dtype=dtype) for index in range(spec.kv.num_layers)
+        )
+        self.norm = RMSNorm(width, name="model.norm", epsilon=spec.norm_epsilon, dtype=dtype)
 
-    def __call__(
-        self,
-        token_ids_T: Int[Array, "T"],
-        positions_T: Int[Array, "T"],
-        pages: Pages,
-        attend: Attend,
-        taps: Sequence[int] = (),
-    ) -> Hidden:
-        angles, windows = self.spec.rope.angles(positions_T), self.spec.kv.sliding_windows
-        layers = [
-            partial(layer, attend=attend, angles=angles, sliding_window=window)
-            for layer, window in zip(self.layers, windows, strict=True)
-        ]
-        return run_layers(layers, self.norm, self.tokens(token_ids_T), pages, taps)
+    def __call__(self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext) -> Hidden:
+        return run_layers(self.layers, self.norm, self.tokens(token_ids_T), pages, context)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         return (self.head or self.tokens).logits(hidden_BD)
-
-
-def weights(spec: RotaryDecoderSpec) -> list[Weight]:
-    """The names that Llama introduced and the others kept."""
-    table = WeightTable(prefix="model.")
-    width = spec.model_width
-    table.add_embeddings("model.embed_tokens.weight", spec.vocab_size, width, tied=spec.tie_word_embeddings)
-    for index in range(spec.kv.num_layers):
-        add_layer(table, spec, ("layers", index), f"model.layers.{index}")
-    table.add(("norm", "scale"), "model.norm.weight", width)
-    return table
-
-
-def add_layer(
-    table: WeightTable,
-    spec: RotaryDecoderSpec,
-    path: Path,
-    name: str,
-    *,
-    norm_first: bool = True,
-    input_width: int | None = None,
-) -> None:
-    width, feed_forward, head = spec.model_width, spec.feed_forward_width, spec.kv.head_width
-    queries, keys = spec.num_query_heads * head, spec.kv.num_kv_heads * head
-    attention, mlp = (*path, "attention"), (*path, "mlp")
-    if norm_first:
-        table.add((*path, "attention_norm", "scale"), f"{name}.input_layernorm.weight", width)
-    table.add((*path, "mlp_norm", "scale"), f"{name}.post_attention_layernorm.weight", width)
-    bias, output_bias = spec.attention_input_bias, spec.attention_output_bias
-    for ours, theirs, num_out in (("query", "q", queries), ("key", "k", keys), ("value", "v", keys)):
-        table.add_linear(
-            (*attention, ours), f"{name}.self_attn.{theirs}_proj", input_width or width, num_out, bias=bias
-        )
-    table.add_linear((*attention, "output"), f"{name}.self_attn.o_proj", queries, width, bias=output_bias)
-    if spec.norm_heads:
-        table.add((*attention, "query_norm", "scale"), f"{name}.self_attn.q_norm.weight", head)
-        table.add((*attention, "key_norm", "scale"), f"{name}.self_attn.k_norm.weight", head)
-    for part in ("gate", "up"):
-        table.add_linear((*mlp, part), f"{name}.mlp.{part}_proj", width, feed_forward, bias=spec.mlp_bias)
-    table.add_linear((*mlp, "down"), f"{name}.mlp.down_proj", feed_forward, width, bias=spec.mlp_bias)

@@ -1,59 +1,67 @@
-"""The table that says under which name, in which shape, a checkpoint holds each parameter; written by the families."""
+"""The table of a model's weights: what its modules declare, read off them, for whoever counts or loads it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import cast
 
-Path = tuple[str | int, ...]
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.layers.parameter import Axis, Piece, Source
+
+__all__ = ["Piece", "Source", "Weight", "num_bytes", "weights_of"]
+
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter and its tensor in a Hugging Face checkpoint.
+    """One parameter of a model.
 
-    path: keys of the parameter in the nested dict of `models.base.abstract_model`; list indices are integers.
-    shape: in the checkpoint. transpose: the parameter is its transpose (both torch and we keep `[out, in]`; GPT-2 does not).
-    aliases: other names for the same tensor. If a checkpoint has several of them, they must hold the same numbers.
+    path: keys of the parameter in the nested dict of `models.base.abstract`; list indices are integers.
+    axes, sources: see `layers.parameter.parameter`.
+    dtype: of a parameter that has a type of its own, whatever the model's is; None: the model's.
     """
 
-    path: Path
-    name: str
+    path: tuple[str | int, ...]
     shape: tuple[int, ...]
-    transpose: bool = False
-    aliases: tuple[str, ...] = ()
+    axes: tuple[Axis, ...]
+    sources: tuple[Source, ...]
+    dtype: str | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
-class WeightTable(list[Weight]):
-    """Collects the table of a family; each name is also accepted without `prefix` (saved from the headless model)."""
+def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
+    """Every parameter of a module that a checkpoint has.
 
-    def __init__(self, prefix: str):
-        super().__init__()
-        self.prefix = prefix
+    prefix: of names in the checkpoint, each of which is accepted without it too (saved from the headless model).
+    """
+    found = []
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        metadata, struct = variable.get_metadata(), variable.get_value()
+        if metadata["sources"]:
+            own = None if struct.dtype.name in FLOATS else struct.dtype.name
+            sources = tuple(_also_without(prefix, source) for source in metadata["sources"])
+            found.append(Weight(cast("tuple[str | int, ...]", path), struct.shape, metadata["axes"], sources, own))
+    return found
 
-    def add(self, path: Path, name: str, *shape: int, transpose: bool = False, aliases: tuple[str, ...] = ()) -> None:
-        if name.startswith(self.prefix):
-            aliases = (name.removeprefix(self.prefix), *aliases)
-        self.append(Weight(path, name, shape, transpose, aliases))
 
-    def add_linear(self, path: Path, name: str, num_in: int, num_out: int, *, bias: bool) -> None:
-        """A torch `Linear`."""
-        self.add((*path, "kernel"), f"{name}.weight", num_out, num_in)
-        if bias:
-            self.add((*path, "bias"), f"{name}.bias", num_out)
+def num_bytes(weights: Iterable[Weight], dtype: str) -> int:
+    """Of all of them, in a model of this type."""
+    return sum(weight.size * jnp.dtype(weight.dtype or dtype).itemsize for weight in weights)
 
-    def add_conv1d(self, path: Path, name: str, num_in: int, num_out: int) -> None:
-        """A transformers `Conv1D`: a linear layer stored `[in, out]`."""
-        self.add((*path, "kernel"), f"{name}.weight", num_in, num_out, transpose=True)
-        self.add((*path, "bias"), f"{name}.bias", num_out)
 
-    def add_layer_norm(self, path: Path, name: str, width: int, *, affine: bool = True) -> None:
-        if affine:
-            self.add((*path, "scale"), f"{name}.weight", width)
-            self.add((*path, "bias"), f"{name}.bias", width)
-
-    def add_embeddings(self, name: str, vocab_size: int, width: int, *, tied: bool) -> None:
-        """The token table and the head. When they are tied, a checkpoint may hold either name, or both."""
-        head = "lm_head.weight"
-        self.add(("tokens", "table"), name, vocab_size, width, aliases=(head,) if tied else ())
-        if not tied:
-            self.add(("head", "table"), head, vocab_size, width)
+def _also_without(prefix: str, source: Source) -> Source:
+    pieces = (
+        replace(piece, aliases=(piece.name.removeprefix(prefix), *piece.aliases))
+        if prefix and piece.name.startswith(prefix)
+        else piece
+        for piece in source.pieces
+    )
+    return replace(source, pieces=tuple(pieces))

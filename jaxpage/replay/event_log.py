@@ -105,7 +105,7 @@ class LogReader(AbstractContextManager["LogReader"]):
             return
         self.line += 1
         if len(line) > MAX_LINE_BYTES:
-            self.refuse(f"a line of more than {MAX_LINE_BYTES:,} bytes is no record")
+            self.refuse(f"a line has more than {MAX_LINE_BYTES:,} bytes")
         try:
             record = json.loads(line, parse_constant=_no_number)
             if not isinstance(record, dict) or not isinstance(record.get("event"), str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -14,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpage.device.sizing import MemoryPlan
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader
 from jaxpage.replay.recorder import Record
@@ -24,32 +23,25 @@ from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # 2: drafts
+FORMAT = 3  # 3: cache groups; parameters are fused
 _HASHED_AT_ONCE = 4  # arrays, each of which may be copied to the host
 _PACKAGES = ("jaxpage", "jax", "jaxlib", "llguidance")
 _FIELDS = {"versions": dict, "device": str, "config": dict, "config_hash": str, "weights_hash": str, "engine": dict}
 
 
-def header(config: EngineConfig, engine: Engine, memory: MemoryPlan) -> Record:
+def header(config: EngineConfig, engine: Engine, spec: EngineSpec) -> Record:
     """Which engine it is: all that decides its schedule and its tokens, besides the events. Reads all weights once."""
     parameters = engine.runner.parameters
+    target = parameters["target"]
     return {
         "event": "header",
         "format": FORMAT,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        "device": f"{memory.device} of {platform.machine()}",
+        "device": f"{spec.memory.device} of {platform.machine()}",
         "config": config.model_dump(),
         "config_hash": config_hash(config.model_dump()),
-        "weights_hash": weights_hash(parameters),
-        "engine": {
-            "dtype": str(jax.tree.leaves(parameters)[0].dtype),
-            "max_model_len": memory.max_model_len,
-            "num_blocks": memory.num_blocks,
-            "swap_space_blocks": memory.num_host_blocks,
-            "vocab_size": engine.builder.vocab_size,
-            "limits": dataclasses.asdict(engine.scheduler.limits),
-            "buckets": [list(dataclasses.astuple(bucket)) for bucket in engine.builder.menu.buckets],
-        },
+        "weights_hash": weights_hash(target if parameters["drafter"] is None else parameters),
+        "engine": spec.record(),
     }
 
 
@@ -58,7 +50,7 @@ def read_header(log: LogReader) -> Record:
     log.take()
     logged = log.next or {}
     if logged.get("event") != "header":
-        log.refuse("this is no event log: it does not begin with a header")
+        log.refuse("this is not an event log: it does not begin with a header")
     if logged.get("format") != FORMAT:
         log.refuse(f"the log has format {shown(logged.get('format'))}; this version reads format {FORMAT}")
     for name, kind in _FIELDS.items():

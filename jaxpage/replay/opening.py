@@ -16,5 +16,5 @@ def open_engine(config: EngineConfig, **options: Any) -> Built:
         check_new(config.event_log)
     built = build_engine(config, **options)
     if config.event_log is not None:
-        built.engine.events = EventLog(config.event_log, header(config, built.engine, built.memory))
+        built.engine.events = EventLog(config.event_log, header(config, built.engine, built.spec))
     return built

@@ -19,6 +19,7 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 
 Record = dict[str, Any]
@@ -34,6 +35,7 @@ class Recorder(Events):
         self._sink = sink
         self._step = 0  # the last that was planned
         self._tables: dict[int, tuple[int, ...]] = {}  # by sequence id, as last recorded
+        self._further: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, of the other cache groups
 
     def arrived(self, group: SequenceGroup) -> None:
         request = group.request
@@ -68,6 +70,7 @@ class Recorder(Events):
             "rows": [[row.sequence_id, row.start, len(row.token_ids)] for row in plan.rows],
             "drafts": drafts,
             "tables": self._table_changes(plan),
+            "further_tables": self._further_changes(plan),
             **{name: [list(pair) for pair in getattr(plan, name)] for name in ("swap_out", "swap_in", "copies")},
             "preempted": list(plan.preempted),
         }
@@ -76,7 +79,8 @@ class Recorder(Events):
             present["draws"] = draws
         self._record("plan", **present)
 
-    def drawn(self, plan: StepPlan, result: StepResult, edits: list[Edit]) -> None:
+    def stepped(self, report: StepReport) -> None:
+        plan, result, edits = report.plan, report.result, report.edits
         fields = {
             "logprobs": _logprobs(plan, result),
             "scores": [_scores(edit) for edit in edits if isinstance(edit, Score)],
@@ -90,6 +94,7 @@ class Recorder(Events):
     def failed(self, plan: StepPlan, error: Exception) -> None:
         self._record("failure", error=f"{type(error).__name__}: {error}")
         self._tables.clear()
+        self._further.clear()
 
     def pages_rebuilt(self) -> None:
         self._record("rebuild")
@@ -112,9 +117,21 @@ class Recorder(Events):
                 changes.append([row.sequence_id, len(table), *_changed_runs(before, table)])
         return changes
 
+    def _further_changes(self, plan: StepPlan) -> list[list[Any]]:
+        changes = []
+        for row in plan.rows:
+            if row.further_tables:
+                known = self._further.get(row.sequence_id, ((),) * len(row.further_tables))
+                for group, (before, table) in enumerate(zip(known, row.further_tables, strict=True), start=1):
+                    if table is not before:
+                        changes.append([group, row.sequence_id, len(table), *_changed_runs(before, table)])
+                self._further[row.sequence_id] = row.further_tables
+        return changes
+
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
             self._tables.pop(sequence_id, None)
+            self._further.pop(sequence_id, None)
 
 
 def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[int]]:

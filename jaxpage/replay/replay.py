@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy
 from jaxpage.engine.build import build_engine
-from jaxpage.engine.engine import Engine
+from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.event_log import LogReader, encoded
@@ -27,7 +27,8 @@ from jaxpage.replay.log_header import compare_engines, header, logged_config, re
 from jaxpage.replay.recorder import Record, Recorder, usual_draws
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.step.draft import Candidates, Draft, chain
+from jaxpage.speculation import NoSpeculation
+from jaxpage.step.draft import Candidates, Draft, Drafts, chain
 from jaxpage.step.edits import Edit, Finish
 from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Draw, Strategy
@@ -36,6 +37,7 @@ _LEGENDS = {  # what the entries of a list are, for whoever reads a difference
     "rows": "[sequence, first position, tokens]",
     "drafts": "[sequence, token ids, parents where it is no chain, [ids, float32 bits] that each was drawn from]",
     "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
+    "further_tables": "[cache group, sequence, blocks, [first place that changed, block, block, ...], ...]",
     "swap_out": "[block, host block]",
     "swap_in": "[host block, block]",
     "copies": "[source block, destination block]",
@@ -75,36 +77,43 @@ def replay(
     with LogReader(path) as log:
         logged = read_header(log)
         config = logged_config(log, logged, model, keeps_tokenizer=is_constrained)
-        built = build_engine(config, progress=progress)
+        follower = Replay(log)
+        built = build_engine(config, progress=progress, parts=follower.parts)
         try:
-            ours = json.loads(encoded(header(config, built.engine, built.memory)))
+            ours = json.loads(encoded(header(config, built.engine, built.spec)))
             compare_engines(logged, ours, force=force)
             log.take()
             with tqdm(total=num_plans, desc="Replaying", unit="step", disable=None if progress else True) as bar:
-                return Replay(built.engine, log, bar).run()
+                return follower.run(built.engine, bar)
         finally:
             built.engine.runner.close()
             built.engine.grammars.close()
 
 
 class Replay:
-    """One run of a new engine through the records of a log, which stands behind its header."""
+    """One run of a new engine through the records of a log. The engine is made with `parts`."""
 
-    def __init__(self, engine: Engine, log: LogReader, bar: tqdm[Any] | None = None) -> None:
-        engine.events = Recorder(self._compare)
-        engine.new_strategy = self._strategy
-        engine.propose = lambda groups: self._drafts
-        engine.speculation = None  # what is drafted, and how much of it, the log says
-        self._engine = engine
+    _engine: Engine
+    _bar: tqdm[Any] | None
+
+    def __init__(self, log: LogReader) -> None:
         self._log = log
-        self._bar = bar
         self._plan: Record = {}  # the last one
         self._ends: dict[int, _End] = {}  # of this step, by sequence id: those that text decided
-        self._drafts: dict[int, Draft] = {}  # of this step, by sequence id
+        self._drafts = LoggedDrafts()
         self._num_steps = self._num_tokens = 0
 
-    def run(self) -> Report:
-        """To the end of the log or to the first difference. Raises EventLogError at a record that makes no sense."""
+    @property
+    def parts(self) -> EngineParts:
+        return {
+            "speculator": self._drafts,
+            "new_strategy": self._strategy,
+            "events": Recorder(self._compare),
+        }
+
+    def run(self, engine: Engine, bar: tqdm[Any] | None = None) -> Report:
+        """From behind the header to the end of the log or to the first difference. Raises EventLogError at a record that makes no sense."""
+        self._engine, self._bar = engine, bar
         difference: str | None = None
         ending: str | None = "The log ends without a shutdown"
         try:
@@ -136,7 +145,7 @@ class Replay:
                     self._log.refuse(f"pin_id must be a number, got {shown(pin_id)}")
                 self._engine.unpin(pin_id)
             case "plan":
-                self._drafts = self._drafts_of(record)
+                self._drafts.next = self._drafts_of(record)
                 with suppress(_Interrupted):
                     self._engine.step()
             case "rebuild":  # after an interrupted step; a failed one does it itself
@@ -146,7 +155,7 @@ class Replay:
             case "end":
                 self._engine.events.closed()
             case event:
-                self._log.refuse(f"nothing led to this {event} of step {record.get('step')}")
+                self._log.refuse(f"the log has no cause for this {event} of step {record.get('step')}")
 
     def _add(self, record: Record) -> None:
         try:
@@ -226,6 +235,16 @@ class Replay:
         rows = self._plan["rows"]
         draws = self._plan.get("draws", usual_draws(self._plan))
         return rows[draws[draw]][0] if draw < len(draws) else None
+
+
+class LoggedDrafts(NoSpeculation):
+    """Proposes what a log says, whoever drafted it and how much of it was worth while."""
+
+    def __init__(self) -> None:
+        self.next: dict[int, Draft] = {}  # of the next step, by sequence id
+
+    def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
+        return Drafts(self.next)
 
 
 class LoggedFailure(Exception):

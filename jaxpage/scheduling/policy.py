@@ -12,7 +12,7 @@ WATERMARK = 0.01
 
 @dataclass(frozen=True)
 class Preemption:
-    """What becomes of a group that gives way, and what new ones wait for (PagedAttention, section 4.5).
+    """What becomes of a group that is preempted, and what new ones wait for (PagedAttention, section 4.5).
 
     mode: "recompute" computes its tokens again, "swap" moves its blocks to host memory and back, as long as there are host blocks.
         "auto" recomputes one sequence and swaps several: what several share is moved once, but would be computed once for each.
@@ -31,7 +31,7 @@ def spare_blocks(num_usable: int, num_running: int, num_joining: int, *, resumes
     """Blocks that an admission must leave free.
 
     Who comes back after a preemption leaves one for every sequence that runs then, itself included: each takes at most one in S tokens,
-    so that nobody who gave way comes back only to give way at once.
+    so that no preempted request comes back only to be preempted at once.
 
     Args:
         num_usable: blocks of the pool.

@@ -1,4 +1,4 @@
-"""The policies: in which order waiting requests are admitted, and in which order running ones give way."""
+"""The policies: in which order waiting requests are admitted, and in which order running ones are preempted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WaitingQueue(Protocol):
 
 
 class FirstCome:
-    """First come, first served: arrival decides who is admitted, and the latest gives way first."""
+    """First come, first served: arrival decides who is admitted, and the latest is preempted first."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
@@ -78,7 +78,7 @@ class FirstCome:
 
 
 class ByPriority(FirstCome):
-    """The lowest `priority` first, arrival among equals, whether new or preempted; running requests give way in the opposite order.
+    """The lowest `priority` first, arrival among equals, whether new or preempted; running requests are preempted in the opposite order.
 
     A waiting request takes no running one's place: it is next when there is room.
     """
@@ -115,7 +115,7 @@ class FairShare:
     A user's counter grows with the tokens of prompts that are computed and, twice as much, with the tokens that are drawn. Next is the
     first request of the waiting user whose counter is lowest. Who comes after a pause starts no lower than those who wait, so that
     nobody saves up. Preempted requests come before new ones, in the order in which they were first admitted; that order also says who
-    gives way. Requests without a user count as one user's.
+    is preempted. Requests without a user count as one user's.
     """
 
     PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2

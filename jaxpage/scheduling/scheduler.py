@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
-from jaxpage.scheduling.admitting import held_until
 from jaxpage.scheduling.committing import apply_edit
-from jaxpage.scheduling.open_plan import OpenPlan
-from jaxpage.scheduling.roster import Roster
-from jaxpage.step.draft import Draft
+from jaxpage.scheduling.plan_builder import PlanBuilder
+from jaxpage.scheduling.running_set import RunningSet
+from jaxpage.step.draft import NO_DRAFTS, Draft, Drafts
 from jaxpage.step.edits import Append, Edit, Score
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import Sequence, SequenceGroup
 
-NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
 Members = tuple[SequenceGroup, list[Sequence]]  # a group and those of its sequences that are not finished
 
 
@@ -23,7 +20,7 @@ def decodes(sequences: list[Sequence]) -> bool:
     return all([len(s.token_ids) - s.num_computed_tokens == 1 for s in sequences])
 
 
-class Scheduler(Roster):
+class Scheduler(RunningSet):
     """Plans steps for the running groups, and commits what came of them.
 
     There are no phases: a sequence has tokens known and tokens computed, and is given work so that the second catches up. With one token
@@ -35,15 +32,15 @@ class Scheduler(Roster):
     _last_was_chunk = False  # where the two kinds of steps alternate: whose turn it is
     _num_steps = 0  # that were planned
 
-    def plan(self, drafts: Mapping[int, Draft] = NO_DRAFTS) -> StepPlan | None:
+    def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
         """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts.
 
-        drafts: by sequence id, what may follow. They are suggestions: as many are verified as fit in a step in which everybody decodes,
-        and in the blocks that are free.
+        drafts: what may follow. They are suggestions: as many are verified as fit in a step in which everybody decodes, and in the blocks
+        that are free.
         """
-        step = OpenPlan()
+        step = PlanBuilder()
         decoding, computing = self._divide()
-        num_decoding = sum(len(sequences) + len(group.children_due) for group, sequences in decoding)
+        num_decoding = sum(len(sequences) + len(group.pending_forks) for group, sequences in decoding)
         if self.limits.holds_chunks_beside(num_decoding):
             self._plan_decoding(step, decoding)
             self._plan_chunks(step, computing)
@@ -62,8 +59,8 @@ class Scheduler(Roster):
         if not step.work:
             assert not self._groups, "there are unfinished groups, and none can run"
             return None
-        if drafts:
-            self._plan_drafts(step, drafts)
+        if drafts.of:
+            self._plan_drafts(step, drafts.of)
         self._num_steps += 1
         return step.freeze(self._num_steps, self.block_manager)
 
@@ -76,22 +73,22 @@ class Scheduler(Roster):
             (decoding if decodes(sequences) else computing).append((group, sequences))
         return decoding, computing
 
-    def _plan_decoding(self, step: OpenPlan, decoding: list[Members]) -> None:
-        """One token for every sequence that decodes, the lowest rank first; the highest gives way when blocks run out."""
+    def _plan_decoding(self, step: PlanBuilder, decoding: list[Members]) -> None:
+        """One token for every sequence that decodes, the lowest rank first; the highest is preempted when blocks run out."""
         for group, sequences in decoding:
             if step.preempted and group.request.request_id not in self._running:
-                return  # gave way, and with it all of higher rank
+                return  # was preempted, and with it all of higher rank
             if self._make_room(group, sequences, step):
                 for sequence in sequences:
                     step.compute(group, sequence, 1)
 
-    def _plan_drafts(self, step: OpenPlan, drafts: Mapping[int, Draft]) -> None:
-        """Adds drafts to a step of single draws, the lowest rank first. Nobody gives way for them, and nobody waits: they come last.
+    def _plan_drafts(self, step: PlanBuilder, drafts: Mapping[int, Draft]) -> None:
+        """Adds drafts to a step of single draws, the lowest rank first. Nobody is preempted for them, and nobody waits: they come last.
 
         Which beam goes on behind a token is not known before all have drawn, so beams have no drafts. Neither has a prefix that is computed
         to be pinned: right drafts would take it to its end.
         """
-        if any(sequence.num_pending_tokens > 1 or group.children_due for group, sequence, _ in step.work):
+        if any(sequence.num_pending_tokens > 1 or group.pending_forks for group, sequence, _ in step.work):
             return
         num_left, manager = self.limits.draft_budget(len(step.work)), self.block_manager
         for group, sequence, _ in step.work:
@@ -105,34 +102,33 @@ class Scheduler(Roster):
             num_drafts = min(len(draft.token_ids), most)
             while num_drafts > 0:
                 span = (sequence.sequence_id, start, start + num_drafts)
-                if manager.num_new_blocks(*span) <= manager.pool.num_free:
+                if manager.has_room([span]):
                     step.add_copies(manager.reserve(*span), manager)
                     step.drafts[sequence.sequence_id] = draft.cut(num_drafts)
                     num_left -= num_drafts
                     break
                 num_drafts -= 1
 
-    def _make_room(self, group: SequenceGroup, sequences: list[Sequence], step: OpenPlan) -> bool:
-        """Reserves a token for each sequence of the group. False: there is no room in this step, or the group itself gave way.
+    def _make_room(self, group: SequenceGroup, sequences: list[Sequence], step: PlanBuilder) -> bool:
+        """Reserves a token for each sequence of the group. False: there is no room in this step, or the group itself was preempted.
 
         A step admits or preempts, never both: the blocks of who was just admitted are filled in this very step.
         """
         manager = self.block_manager
-        if manager.sliding_window is not None:
+        if manager.slides:
             for sequence in sequences:
                 manager.slide(sequence.sequence_id, sequence.num_computed_tokens)
         if all([manager.can_write(s.sequence_id, s.num_computed_tokens) for s in sequences]):
             return True  # as fifteen times in sixteen
         spans = [(s.sequence_id, s.num_computed_tokens, s.num_computed_tokens + 1) for s in sequences]
-        while (num_new := manager.num_new_blocks_together(spans)) > manager.pool.num_free:
+        while not manager.has_room(spans):
             if step.num_admitted or self._preempt_last(step) is group:
                 return False
-        if num_new:
-            for span in spans:
-                step.add_copies(manager.reserve(*span), manager)
+        for span in spans:
+            step.add_copies(manager.reserve(*span), manager)
         return True
 
-    def _plan_chunks(self, step: OpenPlan, computing: list[Members]) -> None:
+    def _plan_chunks(self, step: PlanBuilder, computing: list[Members]) -> None:
         """Tokens for the running groups that do not decode yet, then for those that can be admitted, up to the step's limits.
 
         Who comes first takes all it can. Only who found all but the last token in place decodes before an older group does.
@@ -146,31 +142,31 @@ class Scheduler(Roster):
             if newcomer is None or not self._admit(newcomer, step):
                 return
             sequences = newcomer.unfinished
-            if decodes(sequences) and (sequences[0].num_computed_tokens or newcomer.children_due):
+            if decodes(sequences) and (sequences[0].num_computed_tokens or newcomer.pending_forks):
                 has_decoding = True  # all but the last token was in place
             elif has_decoding and not step.work:
                 return  # who is older decodes first; the newcomer's turn comes next
             else:
                 self._add_chunks(step, newcomer, sequences)
 
-    def _has_room(self, step: OpenPlan) -> bool:
+    def _has_room(self, step: PlanBuilder) -> bool:
         return step.num_tokens < self.limits.max_tokens and step.num_rows < self.limits.max_chunk_rows
 
-    def _add_chunks(self, step: OpenPlan, group: SequenceGroup, sequences: list[Sequence]) -> None:
+    def _add_chunks(self, step: PlanBuilder, group: SequenceGroup, sequences: list[Sequence]) -> None:
         # Sequences of one group draw in the same step or not at all: the last token waits until each has one left. Where the first
-        # draws are several it waits too: a step of single tokens has as many rows, and draws, as there are seats.
-        num_kept = 1 if len(sequences) > 1 or group.children_due else 0
+        # draws are several it waits too: a step of single tokens has as many rows, and draws, as there are sequence slots.
+        num_kept = 1 if len(sequences) > 1 or group.pending_forks else 0
         for sequence in sequences:
             num_tokens = min(sequence.num_pending_tokens - num_kept, self.limits.max_tokens - step.num_tokens)
             if num_tokens > 0 and self._has_room(step) and self._reserve_chunk(step, sequence, num_tokens):
                 step.compute(group, sequence, num_tokens)
 
-    def _reserve_chunk(self, step: OpenPlan, sequence: Sequence, num_tokens: int) -> bool:
+    def _reserve_chunk(self, step: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for a chunk: they are there since the admission, unless a window slides over what others share by now."""
         manager, sequence_id, start = self.block_manager, sequence.sequence_id, sequence.num_computed_tokens
         manager.slide(sequence_id, start)
-        for stop in (held_until(sequence, start, manager, self.limits.max_tokens), start + num_tokens):
-            if manager.num_new_blocks(sequence_id, start, stop) <= manager.pool.num_free:
+        for stop in (sequence.num_known_tokens, start + num_tokens):
+            if manager.has_room([(sequence_id, start, stop)]):
                 step.add_copies(manager.reserve(sequence_id, start, stop), manager)
                 return True
         return False

@@ -26,13 +26,13 @@ from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
+from jaxpage.serving.http.host_guard import HostGuard
 from jaxpage.serving.http.limits import Limits, check_is_json
-from jaxpage.serving.http.own_machine import OwnMachine
+from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.inspector import routes as inspector
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
-from jaxpage.serving.visitors import Visitors
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
@@ -57,7 +57,7 @@ class Server:
         metrics: ServerMetrics,
         capabilities: Mapping[str, Any],
     ) -> None:
-        self.visitors = Visitors()
+        self.visitors = InFlightRequests()
         self.preparing = Preparing(loop.engine, loop.num_places)
         self._loop = loop
         self._context = context
@@ -136,12 +136,14 @@ class Server:
 
     async def _health(self, request: Request) -> Response:
         if not self._loop.healthy:
-            raise ApiError(503, "The engine does not go on", code="unhealthy")
+            raise ApiError(503, "The engine has stopped, or a step takes too long", code="unhealthy")
         return json_answer({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
         if self.visitors.is_closed or not self._loop.ready:
-            raise ApiError(503, "No requests are taken now", code="not_ready")
+            raise ApiError(
+                503, "The server does not accept requests now: it is starting or shutting down", code="not_ready"
+            )
         return json_answer({"status": "ready"})
 
     async def _exposition(self, request: Request) -> Response:
@@ -182,7 +184,7 @@ def build_app(
     server = Server(loop, context, config, metrics, capabilities or {})
     middleware = [
         Middleware(Envelope, metrics=metrics),
-        *([Middleware(OwnMachine)] if config.is_local and not api_keys else []),
+        *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
         Middleware(ApiKeys, keys=api_keys, open_paths=OPEN_PATHS | inspector.PAGE_PATHS if config.ui else OPEN_PATHS),
         Middleware(Limits, max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_timeout_seconds),
     ]
@@ -220,7 +222,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = {404: "There is nothing at this path", 405: "This path has no such method"}.get(
+    message = {404: "This path does not exist", 405: "This path does not support the method"}.get(
         error.status_code, error.detail
     )
     return error_answer(ApiError(error.status_code, message, code=code, headers=error.headers))

@@ -16,7 +16,7 @@ from jaxpage.support import support_matrix
 
 
 def capabilities(built: Built, engine: EngineConfig, server: ServerConfig, limits: RequestLimits) -> dict[str, Any]:
-    """A JSON object. `parameters` is the table of docs/support-matrix.md, which the tests fill in; the rest is of this server alone."""
+    """A JSON object. `parameters` is the table of docs/reference/support-matrix.md; the rest describes this server."""
     tokenizer = built.tokenizer
     return {
         "version": __version__,

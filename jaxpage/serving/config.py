@@ -64,9 +64,9 @@ class ServerConfig(Settings):
         if self.served_model_name and len(set(self.served_model_name)) < len(self.served_model_name):
             yield "served_model_name", f"a name is given twice: {', '.join(self.served_model_name)}"
         if self.ui_show_prompts and not self.ui:
-            yield "ui_show_prompts", "cannot be true while ui is false: there is no page to show them"
+            yield "ui_show_prompts", "cannot be true while ui is false: prompts are shown only on the page"
         if self.log_requests and self.log_level in ("warning", "error"):
-            yield "log_requests", f"cannot be true while log_level is {self.log_level!r}: requests are told at info"
+            yield "log_requests", f"cannot be true while log_level is {self.log_level!r}: requests are logged at info"
 
     @property
     def is_local(self) -> bool:

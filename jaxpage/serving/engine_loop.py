@@ -19,14 +19,14 @@ from jaxpage.engine.calls import Calls, check_streamable
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import CapacityError, JaxpageError
-from jaxpage.serving.submitted import (
+from jaxpage.serving.request_handle import (
     DeadlineExceeded,
     EngineFailed,
     News,
     QueueFull,
+    RequestHandle,
     ShuttingDown,
-    Submitted,
-    again,
+    copy_error,
     send,
 )
 
@@ -64,7 +64,7 @@ class EngineLoop:
         self._is_over = False  # nobody reads the inbox any more
         self._num_open = 0  # requests that have a place
         self._turn_began: float | None = None  # None while there is nothing to do
-        self._live: dict[str, Submitted] = {}  # from here on: of the thread
+        self._live: dict[str, RequestHandle] = {}  # from here on: of the thread
         self._news: list[News] = []
         self._drained: list[Future[None]] = []
         self._is_stopping = False
@@ -106,11 +106,11 @@ class EngineLoop:
 
     async def submit(
         self, requests: Sequence[PreparedRequest], *, stream: bool, name: str = "request", arrived: float | None = None
-    ) -> list[Submitted]:
+    ) -> list[RequestHandle]:
         """Gives requests to the engine, all or none.
 
         Args:
-            stream: whether what is new will be asked of them, again and again, or `whole`.
+            stream: whether what is new will be asked of them, copy_error and copy_error, or `whole`.
             name: what their ids begin with. They end with a number of the engine's own.
             arrived: when, by `time.monotonic`; None: now.
 
@@ -124,7 +124,7 @@ class EngineLoop:
             for request in requests:
                 check_streamable(request.params)
         deadline = (time.monotonic() if arrived is None else arrived) + self._timeout
-        submitted = [Submitted(self, request, stream=stream, deadline=deadline) for request in requests]
+        submitted = [RequestHandle(self, request, stream=stream, deadline=deadline) for request in requests]
         self._take_places(len(submitted))
         try:
             await self.snapshot(lambda engine: self._add(submitted, name))
@@ -146,11 +146,11 @@ class EngineLoop:
                 raise
             raise self._too_late() from None
 
-    def want(self, submitted: Submitted) -> None:
+    def want(self, submitted: RequestHandle) -> None:
         """The last delta was taken."""
         self._post(lambda engine: self._wanted(submitted))
 
-    def end(self, submitted: Submitted) -> None:
+    def end(self, submitted: RequestHandle) -> None:
         """Its blocks are free before the next step."""
         with contextlib.suppress(JaxpageError):  # everything has ended
             self._post(lambda engine: self._end(submitted))
@@ -185,13 +185,13 @@ class EngineLoop:
     def _post(self, function: Callable[[Engine], Any], future: Future[Any] | None = None) -> None:
         with self._lock:
             if self._is_over and self._refusal is not None:
-                raise again(self._refusal)
+                raise copy_error(self._refusal)
             self._inbox.put((function, future))
 
     def _take_places(self, number: int) -> None:
         with self._lock:
             if self._refusal is not None:
-                raise again(self._refusal)
+                raise copy_error(self._refusal)
             if number > self.num_places:
                 raise CapacityError(
                     f"{number} requests at once; max_num_seqs + max_queued_requests is {self.num_places}"
@@ -219,12 +219,12 @@ class EngineLoop:
         with self._lock:
             self._refusal, self._is_over = error, True
         for one in self._live.values():
-            self._news.append((one, again(error)))
+            self._news.append((one, copy_error(error)))
         self._send_news()
         while not self._inbox.empty():
             _, future = self._inbox.get()
             if future is not None and future.set_running_or_notify_cancel():
-                future.set_exception(again(error))
+                future.set_exception(copy_error(error))
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -264,8 +264,8 @@ class EngineLoop:
 
     def _recover(self, error: Exception) -> None:
         """After a step that could neither be taken nor be failed: all requests end, and the engine is empty and whole, or dies."""
-        logger.error("a step broke off; all requests end with an error", exc_info=error)
-        self._end_all(EngineFailed("The engine failed while it generated"))
+        logger.error("a step failed; all requests end with an error", exc_info=error)
+        self._end_all(EngineFailed("The engine failed during generation"))
         self.engine.abort_all()
         self.engine.recover()
         stats = self.engine.stats()
@@ -273,9 +273,9 @@ class EngineLoop:
             self.engine.has_unfinished
             or stats["num_blocks_free"] + stats["num_blocks_pinned"] != stats["num_blocks_total"]
         ):
-            raise RuntimeError("blocks are lost behind a step that broke off") from error
+            raise RuntimeError("KV blocks were not freed after a failed step") from error
 
-    def _add(self, submitted: list[Submitted], name: str) -> None:
+    def _add(self, submitted: list[RequestHandle], name: str) -> None:
         reporters: dict[str, Reporter] = {}
         try:
             self._calls.add([one.request for one in submitted], reporters, kind=name)
@@ -286,11 +286,11 @@ class EngineLoop:
             one.request_id, one.reporter = request_id, reporter
             self._live[request_id] = one
 
-    def _wanted(self, one: Submitted) -> None:
+    def _wanted(self, one: RequestHandle) -> None:
         one.is_wanted = True
         self._offer(one)
 
-    def _offer(self, one: Submitted) -> None:
+    def _offer(self, one: RequestHandle) -> None:
         """Makes the next delta of what has news, or the whole of what has finished, if somebody waits for it."""
         reporter = one.reporter
         if reporter is None or not one.is_wanted or not (one.has_news if one.stream else reporter.finished):
@@ -299,8 +299,8 @@ class EngineLoop:
         try:
             output = reporter.delta() if one.stream else reporter.whole()
         except Exception as error:
-            logger.error("the output of request %s cannot be told", one.request_id, exc_info=error)
-            self._end(one, EngineFailed("The engine failed while it told what was generated"))
+            logger.error("the output of request %s cannot be reported", one.request_id, exc_info=error)
+            self._end(one, EngineFailed("The engine failed to report the output"))
             return
         self._news.append((one, output))
         if output.finished:
@@ -315,7 +315,7 @@ class EngineLoop:
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"The request did not finish within {self._timeout:g} s")
 
-    def _end(self, one: Submitted, why: JaxpageError | None = None) -> None:
+    def _end(self, one: RequestHandle, why: JaxpageError | None = None) -> None:
         """Its place and its blocks are free. What has ended before, or was never added, has none."""
         if one.is_over:
             return
@@ -343,7 +343,7 @@ class EngineLoop:
 
     def _end_all(self, why: JaxpageError) -> None:
         for one in list(self._live.values()):
-            self._end(one, again(why))
+            self._end(one, copy_error(why))
 
     def _send_news(self) -> None:
         news, self._news = self._news, []

@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.engine.admission import PreparedRequest
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.http.answers import COMMENT, encoded, event, ignored_header, json_answer, refusal_of, told
+from jaxpage.serving.http.answers import COMMENT, encoded, event, ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
-from jaxpage.serving.submitted import DeadlineExceeded, ShuttingDown, Submitted
+from jaxpage.serving.request_handle import DeadlineExceeded, RequestHandle, ShuttingDown
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
@@ -72,17 +72,17 @@ class Generating:
             for one in submitted:
                 one.cancel()
 
-    async def _submitted(self, exchange: Exchange, arrived: float) -> list[Submitted]:
+    async def _submitted(self, exchange: Exchange, arrived: float) -> list[RequestHandle]:
         try:
             requests = await self._preparing.requests(exchange.jobs)
             _check_prompt_logprobs(requests)
             return await self._loop.submit(requests, stream=exchange.stream, name=exchange.id, arrived=arrived)
         except Exception as error:
             refusal = refusal_of(error) or exchange.refusal(error)
-            raise (told(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
+            raise (to_api_error(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
 
     async def _stream(
-        self, exchange: Exchange, submitted: list[Submitted], headers: dict[str, str], scope: Scope, send: Send
+        self, exchange: Exchange, submitted: list[RequestHandle], headers: dict[str, str], scope: Scope, send: Send
     ) -> None:
         """Server-sent events. An error behind the headers is an event, too, and the stream ends as it always ends."""
         raw_headers = [(name.encode(), value.encode()) for name, value in {**_STREAM_HEADERS, **headers}.items()]
@@ -104,7 +104,7 @@ class Generating:
     def _failure_of(self, error: Exception) -> ApiError:
         """What the client is told of a request that ran and did not finish."""
         self._metrics.aborted(_ABORTIONS.get(type(error), "error"))
-        return told(error)
+        return to_api_error(error)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -126,7 +126,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def news_of(submitted: list[Submitted]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+async def news_of(submitted: list[RequestHandle]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
     """What is new of streamed requests, each with its place among them; nothing at all after a long silence."""
     waited = {one.next_delta(): index for index, one in enumerate(submitted)}
     while waited:
@@ -152,8 +152,8 @@ def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:
     )
     if number > MAX_PROMPT_LOGPROBS:
         raise ValueError(
-            f"prompt_logprobs: the answer would have {number} of them, the tokens of all prompts times 1 + prompt_logprobs "
-            f"times n; at most {MAX_PROMPT_LOGPROBS} are told"
+            f"prompt_logprobs: the response would have {number} log probabilities (tokens of all prompts times 1 + prompt_logprobs "
+            f"times n); at most {MAX_PROMPT_LOGPROBS} are allowed"
         )
 
 

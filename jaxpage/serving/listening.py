@@ -21,7 +21,7 @@ def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
     try:
         listener = _bound(config, reuse=False)  # two that start would both have it otherwise, until one of them listens
     except UnicodeError:  # of a name that DNS does not know how to write
-        raise ConfigError(f"cannot listen on {place}: this is no name of a machine") from None
+        raise ConfigError(f"cannot listen on {place}: the host name cannot be resolved") from None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None

@@ -15,13 +15,13 @@ from jaxpage.engine.admission import CheckedParams, PreparedRequest
 from jaxpage.engine.calls import prepared
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.prompts import Prompt
-from jaxpage.serving.submitted import QueueFull
+from jaxpage.serving.request_handle import QueueFull
 from jaxpage.serving.wire.exchange import Job
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 _Result = TypeVar("_Result")
 _READING_THREADS = 2  # tokenizers and parsers let the engine's thread run meanwhile, or are short
-GRAMMAR_QUEUE_SECONDS = 10.0  # for the grammars of others before it
+GRAMMAR_QUEUE_SECONDS = 10.0  # for the grammars of other requests before it
 _GRAMMAR_THREADS = 1  # grammars are compiled one at a time
 _ASIDE_THREADS = 1  # a text that no model could take may be tokenized, which takes seconds
 
@@ -91,7 +91,7 @@ class Preparing:
         """Raises TimeoutError if the turn of who asked then comes too late."""
         if time.monotonic() - asked_at > GRAMMAR_QUEUE_SECONDS:
             raise TimeoutError(
-                f"structured_outputs: the grammars of others were compiled for {GRAMMAR_QUEUE_SECONDS:g} s"
+                f"structured_outputs: timed out after {GRAMMAR_QUEUE_SECONDS:g} s waiting for the grammar compiler; try again"
             )
         return self._engine.compiled(params)
 

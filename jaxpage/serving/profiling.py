@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.answers import json_answer
+from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.limits import check_is_json
-from jaxpage.serving.http.own_machine import check_origin
 from jaxpage.serving.wire.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,11 @@ def profiler_routes(config: ServerConfig) -> list[Route]:
 
     async def start_profile(request: Request) -> Response:
         await _check(request)
-        return _answer(await profiler.start(), "started", "A trace is being taken already")
+        return _answer(await profiler.start(), "started", "A trace is running already")
 
     async def stop_profile(request: Request) -> Response:
         await _check(request)
-        return _answer(await profiler.stop(), "written", "No trace is being taken")
+        return _answer(await profiler.stop(), "written", "No trace is running")
 
     return [Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]) for endpoint in (start_profile, stop_profile)]
 

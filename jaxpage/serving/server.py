@@ -218,11 +218,11 @@ def _handled_signals(handle: Callable[[], None]) -> Iterator[None]:
 
 
 def _hung_up() -> None:
-    logger.warning("SIGHUP reloads nothing: new settings need a new server")
+    logger.warning("SIGHUP is ignored: restart the server to change settings")
 
 
 def _end_process() -> None:
-    logger.critical("something is still being done; the process ends without it")
+    logger.critical("work is still running; the process ends without waiting for it")
     os._exit(1)
 
 

@@ -137,7 +137,11 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
     api_keys = read_api_keys(server)
     with _handled_as(signal.SIGHUP, signal.SIG_IGN):  # a terminal that goes takes no server along
         if not api_keys and not server.is_local:
-            logger.warning("whoever reaches %s may ask: set --api-key-file or %s", server.host, API_KEY_VARIABLE)
+            logger.warning(
+                "no API key: anyone who can reach %s can send requests; set --api-key-file or %s",
+                server.host,
+                API_KEY_VARIABLE,
+            )
         # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
             built = open_engine(engine, progress=not server.log_json, phase=start_up.phase)

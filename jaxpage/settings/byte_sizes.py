@@ -21,7 +21,7 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"not an amount of memory such as 24GiB, 40GB or bytes: {text[:80]!r}")
     num_bytes = int(Decimal(match[1]) * unit)
     if num_bytes < 1:
-        raise ValueError(f"not more than nothing: {text[:80]!r}")
+        raise ValueError(f"must be more than 0, got {text[:80]!r}")
     if num_bytes < LEAST and not match[2]:
         raise ValueError(f"{match[1]} without a unit is {num_bytes} bytes; write {match[1]}GiB or {match[1]}MiB")
     return num_bytes

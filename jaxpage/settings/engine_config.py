@@ -12,7 +12,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.base import ByteSize, Problem, Settings, nearest_name
-from jaxpage.settings.speculative_config import AcceptanceRule, SpeculativeConfig
+from jaxpage.settings.draft_settings import AcceptanceRule
+from jaxpage.settings.speculative_config import SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -30,47 +31,48 @@ def _power_of_two(size: int) -> int:
 
 
 class EngineConfig(Settings):
-    """The settings of an engine."""
+    """The settings of an engine. `LLM(...)`, a YAML file, flags and `JAXPAGE_*` variables use the same names.
+
+    Raises ConfigError with all wrong settings at once, and UnsupportedError for those that this version cannot honour.
+    """
 
     nested: ClassVar[Mapping[str, type[BaseModel]]] = {"speculative_config": SpeculativeConfig}
     plain_text: ClassVar[frozenset[str]] = frozenset({"model", "tokenizer", "revision", "event_log"})
 
-    model: _Name = "demo"  # "demo", a local directory, or a hub id
-    tokenizer: _Name | None = None  # where its files are; None: with the model
-    revision: str | None = None  # of the hub repository
-    load_format: Literal["auto", "safetensors", "orbax"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of KV pages; "auto": that of weights
-    max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None  # prompt and output together; None: the model's
-    block_size: Annotated[_Count, AfterValidator(_power_of_two)] = 16  # slots of a KV block
-    num_blocks: Annotated[int, Field(ge=2, lt=2**31)] | None = (
-        None  # of the KV pool, null block included; None: what fits
-    )
-    kv_cache_memory_bytes: ByteSize | None = None  # of the KV pool, in place of num_blocks
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the device's memory that may be used
-    swap_space_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = (
-        None  # of host memory; None: as many as the KV pool
-    )
-    max_num_seqs: _Count = 64  # sequences in a step
-    max_num_batched_tokens: _Count | None = None  # query tokens in a step
-    enable_mixed_steps: bool | None = (
-        None  # decoding sequences and prompt chunks in one step; None: as the backend wants
-    )
-    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"  # who is admitted next, and who gives way
-    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"  # "auto": one sequence recomputes, several swap
-    new_requests_wait_until: Literal["readmitted", "completed"] = (
-        "readmitted"  # until preempted requests are; the urgent do not wait
-    )
-    enable_prefix_caching: bool = True  # requests share the KV blocks of what was computed before
-    attention_backend: str = "auto"  # a kernel set; "auto": the first that takes the call
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # of the seeds that requests without one are given
-    speculative_config: SpeculativeConfig | None = None  # how what follows is drafted; None: it is not
-    tensor_parallel_size: _Count = 1
-    event_log: _Name | None = None  # new file of everything that a replay needs, prompts included
+    model: _Name = "demo"  # "demo" (packaged), a local directory, or a Hugging Face hub id
+    tokenizer: _Name | None = None  # directory of the tokenizer's files; None: the model's
+    revision: str | None = None  # branch, tag or commit of the hub repository
+    load_format: Literal["auto", "safetensors", "orbax"] = "auto"  # format of the weights; "auto": what is there
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # "auto": the checkpoint's; float32 on CPU
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of the KV cache; "auto": as dtype
+    # Tokens of a sequence, prompt and output together, at least 2; None: the model's context length.
+    max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None
+    block_size: Annotated[_Count, AfterValidator(_power_of_two)] = 16  # tokens of a KV block: a power of two, 1 to 128
+    # KV blocks of the pool, at least 2, with the null block; None: what fits in memory (on CPU: see `device/sizing.py`).
+    num_blocks: Annotated[int, Field(ge=2, lt=2**31)] | None = None
+    kv_cache_memory_bytes: ByteSize | None = None  # size of the KV pool, instead of num_blocks: bytes, or "4GiB"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the GPU's memory to use, above 0, to 1
+    # KV blocks in host memory, to which preempted requests are swapped; None: as many as the pool has, if they fit.
+    swap_space_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_num_seqs: _Count = 64  # most sequences in a step; each sample and beam counts
+    max_num_batched_tokens: _Count | None = None  # most query tokens in a step; None: by device
+    # Decodes and prompt chunks in the same step, or in alternating steps; None: what the kernel set prefers.
+    enable_mixed_steps: bool | None = None
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"  # order of admission and preemption
+    # What preempted requests do. "auto": requests of one sequence are recomputed, others are swapped.
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    # New requests wait until preempted ones run again, or have finished. Higher priorities do not wait.
+    new_requests_wait_until: Literal["readmitted", "completed"] = "readmitted"
+    enable_prefix_caching: bool = True  # requests share the KV blocks of equal prefixes
+    attention_backend: str = "auto"  # a kernel set; "auto": the first that supports the model and the device
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # from which the seeds of requests without a seed are drawn
+    speculative_config: SpeculativeConfig | None = None  # speculative decoding; None: off
+    tensor_parallel_size: _Count = 1  # devices for the model; this version supports 1
+    event_log: _Name | None = None  # file for all events that a replay needs, prompts included; must not exist
 
     @property
     def acceptance(self) -> AcceptanceRule:
-        """Which drafts become tokens."""
+        """The acceptance rule of speculative decoding."""
         return self.speculative_config.rule if self.speculative_config else AcceptanceRule()
 
     def contradictions(self) -> Iterable[Problem]:
@@ -101,7 +103,7 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
     if config.scheduling_policy == "priority" and config.new_requests_wait_until == "completed":
         yield (
             "new_requests_wait_until",
-            "cannot be 'completed' while scheduling_policy is 'priority': the urgent go first",
+            "cannot be 'completed' while scheduling_policy is 'priority': requests of higher priority do not wait",
         )
     if config.speculative_config is not None:
         yield from (("speculative_config", text) for text in config.speculative_config.problems())

@@ -36,10 +36,10 @@ MAX_USER_CHARACTERS = 256
 
 @dataclass(frozen=True, init=False)
 class SamplingParams:
-    """Parameters of one request that samples (or decodes greedily, at temperature 0).
+    """Parameters of a request that samples its output (or decodes greedily, at temperature 0).
 
-    Fields hold what was checked, in one form: lists are tuples (`stop` and `stop_token_ids` are `()` when none were given), token ids
-    stand once, a temperature below 1e-5 is 0.0, `top_k` is 0 when off, `seed` is None or in [0, 2**64), `logit_bias` is sorted pairs.
+    Fields hold the checked values in one form: lists are tuples (`stop` and `stop_token_ids` are `()` by default) without duplicate token
+    ids, a temperature below 1e-5 is 0.0, `top_k` is 0 when off, `seed` is None or in [0, 2**64), `logit_bias` is sorted pairs.
 
     `structured_outputs` is given as a mapping with one of "json" (a schema, or its text), "regex", "choice" (a list of texts),
     "grammar" (Lark or GBNF) and "json_object" (True).
@@ -48,32 +48,37 @@ class SamplingParams:
         ValueError: a parameter has the wrong type or is out of bounds; names the parameter and its value.
     """
 
-    n: int
-    best_of: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float  # over prompt and output; the two above over the output alone
-    logit_bias: tuple[tuple[int, float], ...]  # each -100 to 100; added to the logit
-    allowed_token_ids: TokenIds | None
-    bad_words: tuple[str, ...]  # none of them comes out whole; what the prompt says does not count
-    seed: int | None
-    stop: tuple[str, ...]
-    stop_token_ids: TokenIds
-    ignore_eos: bool
-    max_tokens: int | None  # None: up to the model's length
-    min_tokens: int
-    logprobs: int | None  # 0: of the drawn token alone
-    prompt_logprobs: int | None  # likewise of the prompt's tokens; then none of it is taken from the prefix cache
-    include_stop_str_in_output: bool
-    skip_special_tokens: bool
-    structured_outputs: tuple[str, str] | None  # (kind, its value as JSON)
-    priority: int  # lower is served earlier
-    cache_salt: str | None
-    user: str | None  # whose request this is: the fair policy shares by it, and nothing else looks at it
+    n: int  # samples of the prompt, 1 to 16384
+    best_of: int | None  # samples to generate, n to 16384; the n most likely are returned; None: n
+    temperature: float  # 0 to 2; 0 (and anything below 1e-5): greedy; 1: the distribution of the model
+    top_p: float  # above 0, to 1: keep the most likely tokens whose probabilities sum up to this; 1: off
+    top_k: int  # keep this many of the most likely tokens; 0 or -1: off
+    min_p: float  # 0 to 1: drop tokens below this share of the highest probability; 0: off
+    presence_penalty: float  # -2 to 2; subtracted once from the logits of tokens in the output
+    frequency_penalty: float  # -2 to 2; subtracted for each time that the token is in the output
+    # above 0; divides positive logits of tokens in the prompt or output, multiplies negative ones; 1: off
+    repetition_penalty: float
+    # token id to a bias of -100 to 100, which is added to the logit; at most 1024
+    logit_bias: tuple[tuple[int, float], ...]
+    allowed_token_ids: TokenIds | None  # only these token ids may be sampled; None: all
+    # texts that the output must not contain (the prompt may); at most 1024, of 256 characters each
+    bad_words: tuple[str, ...]
+    seed: int | None  # seed of the sampling noise; None or -1: drawn by the engine
+    stop: tuple[str, ...]  # the output ends before the first of these texts
+    stop_token_ids: TokenIds  # the output ends after the first of these token ids
+    ignore_eos: bool  # continue after end-of-sequence tokens
+    max_tokens: int | None  # longest output in tokens, at least 1; None: up to max_model_len
+    min_tokens: int  # only max_tokens may end the output before this many tokens; 0 to max_tokens
+    # 0 to 20: log probabilities of the sampled token and of this many most likely ones; None: none
+    logprobs: int | None
+    prompt_logprobs: int | None  # the same for the prompt tokens, which are then computed without the prefix cache
+    include_stop_str_in_output: bool  # keep the stop string at the end of the text
+    skip_special_tokens: bool  # leave special tokens out of the text
+    # one of "json", "json_object", "regex", "choice" and "grammar"; kept as (kind, value as JSON)
+    structured_outputs: tuple[str, str] | None
+    priority: int  # with scheduling_policy="priority": lower is admitted first and preempted last
+    cache_salt: str | None  # only requests with the same salt share cached prefixes; at most 256 characters
+    user: str | None  # with scheduling_policy="fair": the user to whom the tokens count; at most 256 characters
 
     def __init__(
         self,
@@ -168,23 +173,23 @@ class SamplingParams:
 
 @dataclass(frozen=True, init=False)
 class BeamSearchParams:
-    """Parameters of one request that searches with beams; the semantics of Hugging Face's `generate(num_beams=...)`.
+    """Parameters of a beam search, with the semantics of Hugging Face's `generate(num_beams=...)`.
 
-    `n` hypotheses come back, the best first; None means `beam_width`. `stop_token_ids` act as further end-of-sequence ids.
-    With `beam_width` hypotheses that have ended, `early_stopping` True ends the search; False does so where the likeliest beam, as long as
-    it is, scores no better than the worst of them; "never" where it would not at its longest either, if `length_penalty` is above 0.
+    When `beam_width` hypotheses have ended, `early_stopping` decides whether to go on. True: end the search. False: end it if the best
+    running beam, at its current length, scores no better than the worst of them. "never": end it only if that beam could not score better
+    at its longest length either (the same as False if `length_penalty` is not above 0).
 
     Raises:
         ValueError: a parameter has the wrong type or is out of bounds; names the parameter and its value.
     """
 
-    beam_width: int
-    max_tokens: int | None
-    length_penalty: float
-    early_stopping: bool | Literal["never"]
-    n: int | None
-    ignore_eos: bool
-    stop_token_ids: TokenIds
+    beam_width: int  # beams, 1 to 16384; with the end-of-sequence and stop ids at most 64
+    max_tokens: int | None  # longest output in tokens, at least 1; None: up to max_model_len
+    length_penalty: float  # score = cumulative log probability / (output tokens ** this)
+    early_stopping: bool | Literal["never"]  # when to end the search, see above
+    n: int | None  # hypotheses to return, 1 to beam_width, best first; None: beam_width
+    ignore_eos: bool  # continue after end-of-sequence tokens
+    stop_token_ids: TokenIds  # additional end-of-sequence ids
 
     def __init__(
         self,

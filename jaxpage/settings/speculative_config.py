@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
-MOST_CANDIDATES = 32  # tokens of a distribution that drafts are drawn from, where its probabilities are looked at
+from jaxpage.settings.draft_settings import AcceptanceRule, Lookahead, SuffixDecoding
+from jaxpage.shapes import MOST_DRAFTS
 
+AUTO_DRAFTS = (1, 3, 7)  # with the token before them powers of two
 FIXED = ("token_recycling",)  # methods for which `auto` was tried and lost at large batches (docs/lab-log.md)
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
 
@@ -31,36 +32,6 @@ BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 TYPICAL = ("typical_acceptance_posterior_threshold", "typical_acceptance_posterior_alpha")
-
-
-class SuffixDecoding(NamedTuple):
-    """Settings of suffix decoding."""
-
-    max_tree_depth: int = 24  # tokens that are the same and tokens that are drafted, together
-    max_cached_requests: int = 10_000  # whose outputs are kept to draft from, each sample counted
-    max_spec_factor: float = 1.0  # drafts for each token that is the same
-    min_token_prob: float = 0.1  # of a draft: by the counts, with all the drafts before it
-
-
-class AcceptanceRule(NamedTuple):
-    """Which drafts become tokens. The rest is of "typical"."""
-
-    name: Literal["coupled", "rejection", "typical"] = "coupled"
-    posterior_threshold: float = 0.09  # a draft this likely is right whatever else is likely
-    posterior_alpha: float = 0.3  # and one that is this part of exp(-entropy), where that is less
-
-
-class Lookahead(NamedTuple):
-    """The sizes of lookahead decoding: W, N and G of its authors."""
-
-    window: int  # columns of guesses that are made better in every step
-    ngram: int  # tokens of what is kept, the first of them known when it is drafted
-    guesses: int  # that are kept behind a token, and drafted
-
-    @property
-    def num_drafts(self) -> int:
-        """At most: of the first column the first is the known token."""
-        return (self.window + self.guesses) * (self.ngram - 1) - 1
 
 
 # A draft of a tree: its rank among what the first head guesses, the rank of the next one's guess behind it, and so on.
@@ -138,6 +109,16 @@ class SpeculativeConfig(BaseModel):
         return Lookahead(max(1, columns - guesses) if window is None else window, ngram, guesses)
 
     @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """How many drafts a sequence may have in a step: the one number that is asked for, or a few to choose from."""
+        wanted, choices = self.num_speculative_tokens, self.medusa_choices
+        if self.method == "lookahead":
+            return (self.lookahead.num_drafts,)
+        if wanted == "auto" and choices is not None:  # a given tree, or less of it
+            return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
+        return AUTO_DRAFTS if wanted == "auto" else (wanted,)
+
+    @property
     def branches(self) -> bool:
         """Whether drafts may."""
         return self.tree or self.method == "lookahead"
@@ -172,8 +153,8 @@ class SpeculativeConfig(BaseModel):
             )
         if int((depth - 1) * factor) < 1:
             yield (
-                f"suffix_decoding_max_spec_factor is {factor:g}, which drafts nothing: suffix_decoding_max_tree_depth {depth} lets at most "
-                f"{depth - 1} tokens match, so that a single draft takes 1/{depth - 1}"
+                f"suffix_decoding_max_spec_factor is {factor:g}, so nothing is drafted: suffix_decoding_max_tree_depth {depth} allows "
+                f"at most {depth - 1} matching tokens; use at least 1/{depth - 1}"
             )
 
     def _too_many(self, sizes: Lookahead) -> Iterable[str]:
@@ -181,8 +162,8 @@ class SpeculativeConfig(BaseModel):
         most = MOST_DRAFTS if wanted == "auto" else wanted
         if sizes.num_drafts > most:
             window, ngram, guesses = (f"lookahead_{name} {value}" for name, value in sizes._asdict().items())
-            whose = f"the {most} that a step holds" if wanted == "auto" else f"num_speculative_tokens, {most}"
-            yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, above {whose}"
+            whose = f"the {most} that fit in a step" if wanted == "auto" else f"num_speculative_tokens, {most}"
+            yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, more than {whose}"
 
     def _wrong_choices(self, choices: tuple[tuple[int, ...], ...]) -> Iterable[str]:
         known = set(choices)
@@ -190,7 +171,7 @@ class SpeculativeConfig(BaseModel):
             yield "medusa_choices has a path twice"
         for path in sorted(known):
             if len(path) > 1 and path[:-1] not in known:
-                yield f"medusa_choices has {list(path)}, but not {list(path[:-1])}, from which it goes on"
+                yield f"medusa_choices has {list(path)}, but not its parent {list(path[:-1])}"
         if not self.tree and len({len(path) for path in known}) < len(known):
             yield "medusa_choices branches, but tree is False"
         if self.num_speculative_tokens not in ("auto", len(choices)):
@@ -200,7 +181,7 @@ class SpeculativeConfig(BaseModel):
         """What this version does not do."""
         if self.method == "lookahead" and self.acceptance != "coupled":
             yield (
-                f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from a coupled draw behind "
+                f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from coupled draws after "
                 "every draft; use coupled"
             )
         if self.method in FIXED and self.num_speculative_tokens == "auto":

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from jaxpage.device.buckets import make_menu
 from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.memory import pool_ids
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.traces import Arrival
@@ -56,7 +57,7 @@ Times = TypeVar("Times", PlanningTime, WaitingTime)
 
 
 class Decoding:
-    """A scheduler whose `num_running` sequences all decode, with blocks for `num_steps` more steps and one seat that is free."""
+    """A scheduler whose `num_running` sequences all decode, with blocks for `num_steps` more steps and one free sequence slot."""
 
     def __init__(self, num_running: int, num_steps: int, *, prefix_caching: bool) -> None:
         # Some decode while the prompts of the others are computed, a few of them at each step.
@@ -94,7 +95,7 @@ class Decoding:
 
     def new_waiting(self, *, is_first: bool = False) -> SequenceGroup:
         """A request that cannot run now: the first needs the whole pool, those behind it hardly anything."""
-        num_slots = self.scheduler.block_manager.pool.num_usable * BLOCK_SIZE
+        num_slots = self.scheduler.block_manager.num_usable * BLOCK_SIZE
         return self.new_group(num_slots - 1, num_slots) if is_first else self.new_group(SHORTEST_PROMPT, self.longest)
 
 
@@ -135,7 +136,7 @@ def planning_times(num_running: int) -> list[PlanningTime]:
         make_menu(num_running, Setup.max_num_batched_tokens),
         table_width=-(-sides[0].longest // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
-        num_blocks=sides[0].scheduler.block_manager.pool.num_blocks,
+        blocks=pool_ids([sides[0].scheduler.block_manager.groups[0].pool.num_blocks]),
         vocab_size=max(num_running, 32_000),
     )
     building: dict[bool, list[float]] = {caching: [] for caching in cachings}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxpage.memory import BlockManager, BlockPool, PrefixIndex
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.scheduling import Preemption, Scheduler
 from jaxpage.step.limits import StepLimits
 
@@ -24,5 +24,5 @@ class Setup:
         limits = StepLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_num_seqs, mixed=True)
         index = PrefixIndex(self.block_size) if self.prefix_caching else None
         pool, host_pool = BlockPool(self.num_blocks + 1), BlockPool(self.num_blocks + 1)
-        manager = BlockManager(pool, self.block_size, index, host_pool=host_pool)
+        manager = BlockManager([BlockTables(pool, self.block_size, host_pool=host_pool)], index)
         return Scheduler(limits, manager, max_num_seqs=self.max_num_seqs, preemption=self.preemption)

@@ -8,22 +8,25 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxpage.device.buckets import make_menu
-from jaxpage.memory import BlockManager, BlockPool
+from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.scheduling import Scheduler
-from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
-from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.costs import Shape
-from jaxpage.speculation.following import Following
-from jaxpage.speculation.speculation import Speculation
+from jaxpage.speculation.controller import Controller, Shape
+from jaxpage.speculation.drafter_sync import DrafterSync
+from jaxpage.speculation.proposal import Proposer
+from jaxpage.speculation.speculator import ProposingSpeculator
 from jaxpage.step.draft import Draft, chain
+from jaxpage.step.edits import Append
 from jaxpage.step.limits import StepLimits
+from jaxpage.step.plan import StepPlan, StepResult
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 NUM_DRAFTS = (1, 3, 7)
@@ -45,17 +48,17 @@ class ShapedDevice:
     follow: float = (
         0.0  # of a drafter on the device: what it adds to each step in which it follows, as a share of the step
     )
-    level: float = 0.0  # and for each token that it drafts ahead
+    level: float = 0.0  # and for each token of draft depth
 
     def seconds(self, shape: Shape) -> float:
         return self.fixed + max(self.weights, self.token * shape[1])
 
-    def ahead(self, shape: Shape, levels: int | None) -> float:
+    def ahead(self, shape: Shape, depth: int | None) -> float:
         """Seconds that a drafter adds."""
-        return 0.0 if levels is None else self.follow * self.seconds(shape) + self.level * levels
+        return 0.0 if depth is None else self.follow * self.seconds(shape) + self.level * depth
 
 
-class Guesses:
+class Guesses(Proposer):
     """A proposer whose drafts are right as often as `rates` says. `found`: how often it has any."""
 
     def __init__(self, rates: Rates, found: float = 1.0, seed: int = 0) -> None:
@@ -141,24 +144,34 @@ class SpeculativeLoop:
             streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
         )
         pool = BlockPool(1 + num_rows * (2 + (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS) // 16))
-        self.scheduler = Scheduler(self.limits, BlockManager(pool, 16, None), max_num_seqs=num_rows)
-        self.controller = Controller(self.limits) if num_drafts is None else None
-        self._following = Following(self.limits, self.controller, block_size=16) if device.follow else None
+        self.scheduler = Scheduler(self.limits, BlockManager([BlockTables(pool, 16)]), max_num_seqs=num_rows)
+        depths = range(1, 1 + NUM_DRAFTS[-1]) if device.follow else ()
+        self.controller = Controller(self.limits, depths=depths) if num_drafts is None else None
+        self._sync = DrafterSync(self.limits, self.controller, block_size=16) if device.follow else None
         if self.controller is not None:
             costs, mistakes = self.controller.costs, np.random.default_rng(seed)
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
-                costs.at_start(shape, device.seconds(shape) * mistakes.lognormal(0.0, mistaken))
-                if costs.ahead is not None:
-                    costs.ahead.at_start(
-                        shape, *[device.ahead(shape, levels) for levels in (0, 1, costs.ahead.farthest)]
-                    )
-        self.speculation = Speculation(
-            guesses, self.limits, self.controller, vocab_size=WRONG + 1, following=self._following
-        )
+                alone = device.seconds(shape) * mistakes.lognormal(0.0, mistaken)
+                costs.at_start(
+                    shape, alone, [alone + device.ahead(shape, depth) for depth in range(1 + NUM_DRAFTS[-1])]
+                )
         self._device, self._guesses, self._num_rows = device, guesses, num_rows
         self._requests = ScriptedRequests()
         self._random = np.random.default_rng(seed)
+        self._now = 0.0  # seconds, without those of asking for drafts
+        self.depths: list[int | None] = []  # of a device drafter, of each step
+        self.speculator = self._new_speculator(self.controller)
+
+    def _new_speculator(self, controller: Controller | None) -> ProposingSpeculator:
+        return ProposingSpeculator(
+            self._guesses,
+            self.limits,
+            controller,
+            vocab_size=WRONG + 1,
+            sync=self._sync,
+            clock=lambda: self._now + self._device.draft * self._guesses.num_asked,
+        )
 
     def run(self, num_steps: int) -> Progress:
         """So many steps in which all decode; those between them, which compute prompts, are on nobody's account."""
@@ -172,25 +185,32 @@ class SpeculativeLoop:
         return progress
 
     def _step(self, progress: Progress) -> None:
-        asked = self._guesses.num_asked
-        plan = self.scheduler.plan(self.speculation.propose(self.scheduler.running))
+        drafts = self.speculator.propose(self.scheduler.running)
+        plan = self.scheduler.plan(drafts)
         assert plan is not None
-        levels = self.speculation.levels(plan, self.scheduler.has_seats)
+        depth = self.speculator.draft_depth(plan, self.scheduler.has_sequence_slots)
+        plan = replace(plan, draft_depth=depth)
+        self.depths.append(depth)
         edits = self._requests.edits(plan)
-        if self._following is not None:
-            self._following.ran(plan)
-            self._guesses.num_ready = levels or 0
-        for group in self.scheduler.commit(plan, edits):
+        self._guesses.num_ready = MOST_DRAFTS if self._sync is None else depth or 0
+        groups = self.scheduler.commit(plan, edits)
+        shape = self.limits.shape(len(plan.rows), plan.num_tokens - len(plan.rows))
+        seconds = self._device.seconds(shape) + self._device.ahead(shape, depth)
+        self._now += seconds * self._random.lognormal(0.0, 0.05) * (10.0 if self._random.random() < 0.005 else 1.0)
+        self.speculator.observe(StepReport(drafts, plan, _result(plan), edits, groups))
+        for group in groups:
             if group.finished:
-                self.speculation.forget(group)
+                self.speculator.forget(group)
         if not plan.decodes:
             return
-        shape = self.limits.shape(len(plan.rows), plan.num_tokens - len(plan.rows))
-        seconds = self._device.seconds(shape) + self._device.ahead(shape, levels)
-        proposing = self._device.draft * (self._guesses.num_asked - asked)
-        varied = seconds * self._random.lognormal(0.0, 0.05) * (10.0 if self._random.random() < 0.005 else 1.0)
-        self.speculation.verified(plan, edits, varied, proposing)
         self._guesses.step += 1
         progress.shapes.append(shape)
-        progress.num_tokens += sum(type(edit).__name__ == "Append" for edit in edits)
-        progress.seconds += seconds + proposing
+        progress.num_tokens += sum(type(edit) is Append for edit in edits)
+        progress.seconds += seconds + drafts.seconds
+
+
+def _result(plan: StepPlan) -> StepResult:
+    """Nobody looks at what was drawn."""
+    ids, floats = np.zeros(len(plan.samples), np.int32), np.zeros(len(plan.samples), np.float32)
+    tops = np.zeros((len(plan.samples), 0))
+    return StepResult(ids, floats, ids, tops.astype(np.int32), tops.astype(np.float32), guesses=ids)

@@ -2,5 +2,6 @@
 
 from jaxpage.speculation.methods import make_proposer
 from jaxpage.speculation.proposal import Proposer
+from jaxpage.speculation.speculator import NoSpeculation, ProposingSpeculator, Speculator
 
-__all__ = ["Proposer", "make_proposer"]
+__all__ = ["NoSpeculation", "Proposer", "ProposingSpeculator", "Speculator", "make_proposer"]

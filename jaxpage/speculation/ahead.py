@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxpage.speculation.proposal import KeptGuesses
+from jaxpage.speculation.proposal import GuessProposer
 from jaxpage.step.draft import Candidates, Draft
 from jaxpage.step.request import Request, Sequence
 
 
-class AheadProposer(KeptGuesses):
-    """It hears [J, G, Y]: of each candidate the token, the place in [J * Y] of the one before it, and the bits of its score; and of one
-    that was drawn the ids and the bits of the probabilities of what it was drawn from.
+class AheadProposer(GuessProposer):
+    """Its guesses are [J, G, Y]: of each candidate the token, the place in [J * Y] of the one before it, and the bits of its score; and of
+    one that was drawn the ids and the bits of the probabilities of what it was drawn from.
     """
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:

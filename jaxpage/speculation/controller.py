@@ -1,400 +1,312 @@
-"""How many drafts a step is worth: those that give the most tokens per second, by what steps cost and how often drafts were right.
+"""How many drafts a step verifies: as many as give the most tokens per second, by what steps cost and how often drafts are accepted.
 
-Goodput as in SmartSpec (Liu et al. 2024, arXiv:2406.14066). Both are measured while the engine runs. A step is chosen by its shape, which
-is what it costs; drafts fill the shape in order of their chance, so one sequence may get seven and another none. Now and then a step is
-spent on looking elsewhere, on credit: never more than a set share of the time. Everything follows from what the controller is told.
+*Costs.* Before the first request steps of every shape are timed (`engine/step_costs.py`): rows by tokens in all and, with a device drafter,
+by draft depth. Every step since then corrects its own shape, and a pace that all shapes have in common.
+*Acceptance.* Moving averages, by place in the draft: of all sequences, and of each sequence, which starts from that of all.
+*Choice.* Possible drafts are sorted by the chance to be accepted. Each shape is filled from the front, and the expected tokens are
+divided by its cost: goodput, as in SmartSpec (Liu et al. 2024, arXiv:2406.14066). The best shape is taken. Speculation is on from where
+that promises a few percent more than no drafts, and off from where it promises less.
+*Probes.* Now and then one step takes another shape: the one that is most overdue for what it is expected to lose. It waits until that
+loss is a small share of the time since the last probe. While speculation is off, a probe that gained time is repeated at once.
+
+There is no clock here: all follows from the calls. `drafter_sync.py` switches a device drafter, which has to run before its drafts are
+verified, on and off.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from jaxpage.settings.speculative_config import MOST_DRAFTS
-from jaxpage.speculation.costs import MOST_SURPRISING, Costs, Shape
-from jaxpage.speculation.estimates import FIRST_GUESS, FIRST_GUESS_TOGETHER, Acceptance
 from jaxpage.step.draft import Draft
 from jaxpage.step.limits import StepLimits
 
-SHARE = 0.006  # of the time that may be lost by looking elsewhere
-CREDIT_STEPS = 8.0  # steps' worth of time that can be saved up for it
-FIRST_CREDIT_STEPS = 1.0  # that there is at the start
-LOOK_EVERY = 16  # steps from one look to the next, unless the last one paid
-SEEK_EVERY = 64  # the same while nothing is drafted, where that costs nothing: a drafter on the device follows at a cost, and soon rests
-PLAIN_EVERY = 64  # steps with drafts to one without, which tells what all gains are against
-DOUBTED = 1.5  # times as good as none: what promises more is better, whatever a step without drafts may take
-STALEST_EVERY = 4  # looks go to the shape that promises most, and every so often to that which was measured longest ago, if it can be
-BEGINS, ENDS = 1.04, 1.0  # how much better than none drafting promises to be, when it begins and when it ends
-DWELL = 16  # steps from its end to its next beginning; it ends at once
-LONGER = 16  # steps without drafts for each step of a nap: who has not drafted for long is asked less
-LEAST_NAP, MOST_NAP = 7, 31  # steps in which nothing is asked nor measured, so that they cost the host little
-LEAST_CHANCE = 0.02  # of a draft: one that is hardly ever right costs the host more than it gains
+HYSTERESIS = (
+    1.04  # times the goodput without drafts, from which on speculation is switched on; below 1 it is switched off
+)
+PROBE_SHARE = 0.006  # of the time: what probes may lose
+PROBE_INTERVAL = 16  # steps from one probe to the next, at least; and from one decision to the next while speculation is off, at most
+MEMORY = 64  # drafts that an average of acceptance remembers
+PRIOR = 16  # drafts of its own with which the average of a sequence weighs as much as that of all
+GUESS = 4.0  # drafts that a first guess weighs: one half; of a place that was seldom seen, the place before it
+GAIN = 0.1  # of a moving average of costs: what one measurement counts
+
+Shape = tuple[int, int]  # rows, query tokens in all; as many as rows where there are no drafts
+
+
+class Costs:
+    """Seconds of steps, by shape and by the depth to which a device drafter drafts in them (`StepPlan.draft_depth`)."""
+
+    def __init__(self) -> None:
+        self.prompt_token = 0.0  # that a device drafter adds for each token of a prompt
+        self._at_start: dict[Shape, tuple[float, ...]] = {}
+        self._factor: dict[Shape, float] = {}  # how many times as long as at the start: each shape
+        self.pace = 1.0  # and all of them
+        self._num_measured: dict[Shape, int] = defaultdict(int)
+
+    def at_start(self, shape: Shape, alone: float, by_depth: Sequence[float] = ()) -> None:
+        """Before the first request. alone: without a device drafter; by_depth: with it, at depth 0, 1, ...; the last: at all beyond."""
+        self._at_start[shape], self._factor[shape] = (max(alone, 1e-9), *by_depth), 1.0
+
+    def __contains__(self, shape: Shape) -> bool:
+        return shape in self._at_start
+
+    def of(self, shape: Shape, depth: int | None = None) -> float:
+        known = self._at_start[shape]
+        return self.pace * self._factor[shape] * known[0 if depth is None else min(1 + depth, len(known) - 1)]
+
+    def add(self, shape: Shape, depth: int | None, seconds: float) -> None:
+        """A step took so long. What was seldom measured learns more of it; a pause of the host counts as twice the time."""
+        surprise = math.log(min(max(seconds / self.of(shape, depth), 0.5), 2.0))
+        self._num_measured[shape] += 1
+        self._factor[shape] *= math.exp(surprise * max(GAIN / 2, 1 / (1 + self._num_measured[shape])))
+        self.pace *= math.exp(surprise * GAIN)
+
+
+class Acceptance:
+    """How often drafts are accepted, by place: 0 is whether any was found; 1 + i is draft i, where those before it were accepted."""
+
+    def __init__(self, guess: float) -> None:
+        self._all = [[GUESS, GUESS], [GUESS * guess, GUESS]]  # accepted, seen
+        self._own: dict[int, list[list[float]]] = {}
+
+    def add(self, sequence_id: int, place: int, accepted: float) -> None:
+        for counts in (self._all, self._own.setdefault(sequence_id, [])):
+            counts += [[0.0, 0.0] for _ in range(len(counts), 1 + place)]
+            counts[place][0] += accepted - counts[place][0] / MEMORY
+            counts[place][1] += 1.0 - counts[place][1] / MEMORY
+
+    def average(self, num_places: int) -> list[float]:
+        """Of all sequences."""
+        rates: list[float] = []
+        for place in range(num_places):
+            accepted, seen = self._all[place] if place < len(self._all) else (0.0, 0.0)
+            rates.append(accepted / seen if place < 2 else (accepted + GUESS * rates[-1]) / (seen + GUESS))
+        return rates
+
+    def rates(self, sequence_id: int, average: Sequence[float]) -> list[float]:
+        """Of one sequence."""
+        own = self._own.get(sequence_id, [])
+        rates = [(counts[0] + PRIOR * rate) / (counts[1] + PRIOR) for counts, rate in zip(own, average, strict=False)]
+        return [*rates, *average[len(rates) :]]
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._own.pop(sequence_id, None)
 
 
 class _Node(NamedTuple):
-    """A draft that could be made, or one that was; of drafts that come together, all of them."""
+    """A draft that could be verified; or a unit of drafts that are verified all or not at all."""
 
-    chance: float  # that it will be right, and all before it; of several, how many
-    rank: float  # never above that of the draft before it, so that the first in rank are the first in the draft
-    weight: float  # chance that it will be there at all
-    depth: int
     sequence_id: int
+    depth: int
+    chance: float  # that it is accepted, and all before it; of a unit, how many of it are
+    rank: float  # the least chance from the first to this one, since drafts are cut from the end
+    weight: float  # the chance that it is found, if it is yet to be asked for
 
 
-class _Promise(NamedTuple):
-    """What a shape gives."""
-
+class _Option(NamedTuple):
     goodput: float  # tokens per second
-    levels: int  # how many tokens ahead the drafts are with which it gives so much
+    tokens: float  # expected of the step
+    shape: Shape
+    depth: int | None  # to which a device drafter drafts in it
+    nodes: Sequence[_Node]
 
 
 class Controller:
-    """Decides twice in a step: `ask`, whom to draft for, before anything is spent; and `cut`, how many of the drafts are verified."""
+    """Decides twice in a step: `ask`, how many drafts of each sequence to ask for; and `cut`, how many of those that came to verify."""
 
-    def __init__(self, limits: StepLimits, *, together: int = 1, steps_to_show: int = 1) -> None:
+    def __init__(self, limits: StepLimits, *, unit: int = 1, warm_up: int = 1, depths: Sequence[int] = ()) -> None:
         """
         Args:
-            together: drafts of a sequence that are asked for and verified all or not at all. What counts is how many of them are right.
-            steps_to_show: how many steps one behind the other drafts take to show what they are worth.
+            unit: drafts of a sequence that are verified all or not at all.
+            warm_up: steps in a row that a method needs to show what its drafts are worth.
+            depths: to which a device drafter may draft; empty: there is none.
         """
-        self.costs = Costs()
-        self.acceptance = Acceptance(FIRST_GUESS if together == 1 else FIRST_GUESS_TOGETHER)
-        self._limits = limits
-        self._together = together
-        self._steps_to_show = steps_to_show
+        self.costs, self.acceptance = Costs(), Acceptance(0.5 if unit == 1 else 1.0)
+        self.drafts = False  # whether speculation is on
+        self.depth = 0  # to which a device drafter is to draft in this step, for the next
+        self.num_probes = 0
+        self.depths = depths
+        self._limits, self._unit, self._warm_up = limits, unit, warm_up
         self._shapes_by_rows: dict[int, list[Shape]] = {}
-        self._asking: dict[Shape, float] = {}  # seconds per draft that the host is asked for, by the shape without
-        self._step = 0
-        self._drafts = False
-        self._since = DWELL  # steps since that changed
-        self._unasked = 0  # steps in which nobody could be drafted for
-        # Rows of the shape, and the step, of the last decision without drafts.
-        self._reviewed: tuple[int, int] | None = None
-        self._credit = 0.0  # seconds
-        self._needed = 0.0  # seconds of credit: what the last look that was too dear would have cost
-        self._look: Shape | None = None  # that this step takes, whatever is best
-        self._plainly = 0  # the last step without drafts while there are some
-        self._planned: Shape | None = None  # that the next step takes likewise
-        self._looked = 0  # the step of the last look
-        self.num_looks = 0  # so far
-        self._paid = False  # whether the last look was better than not to look
-        self._plain = 0.0  # seconds of a step without drafts, when it was asked last
-        self._best = 0.0  # tokens per second of the best that is known, at the last decision
+        self._step = self._next_decision = 0
+        self._last_probe = -math.inf  # the first may come at once
+        self._last_run: dict[Shape, int] = {}  # by step
+        self._probe: Shape | None = None  # of this step
+        self._next_probe: Shape | None = None  # whose drafts a device drafter makes in this step
+        self._repeats = False  # the next step probes too
+        self._asking = 0.0  # seconds of the host for each node that it is asked for
         self._asked: Mapping[int, int] = {}
-        self._parents: tuple[int, ...] = ()  # of the last draft: the next is taken to have its form
-        self._most_asked = MOST_DRAFTS  # of one sequence, when any were asked for
+        self._parents: tuple[int, ...] = ()  # of the last draft; the next is expected to have the same
+
+    def skips(self) -> bool:
+        """A step begins. True: it has no drafts, and there is nothing to decide."""
+        self._step += 1
+        self._probe, self._asked = None, {}
+        return self._step < self._next_decision
 
     def ask(
         self, num_rows: int, sequence_ids: Sequence[int], ready: Collection[int] | None = None
     ) -> Mapping[int, int]:
-        """How many drafts each of the sequences is to have, before they are cut. Empty: none is worth anything in this step.
+        """How many drafts to ask for, by sequence id. Empty: none.
 
         Args:
             num_rows: of the step.
-            sequence_ids: of those of its sequences that can be drafted for.
-            ready: those of them whose drafts are made already, if that has to be before they are asked for.
+            sequence_ids: of those of its sequences that can have drafts.
+            ready: those for which a device drafter has made them.
         """
-        self._step += 1
-        self._since += 1
-        self._look, self._asked = None, {}
+        planned, self._next_probe, self.depth = self._next_probe, None, 0
         shapes = self._shapes(num_rows)
-        if len(shapes) == 1 or not sequence_ids:
-            self._unasked += 1
-            if self._unasked >= DWELL:  # not between two requests
-                self._decide(0.0)
-                self._planned = None
+        if len(shapes) < 2 or not sequence_ids:
             return {}
-        self._unasked = 0
-        plain = self._plain = self.costs.of(shapes[0])
-        if not self._best:  # nothing was decided yet
-            self._credit = FIRST_CREDIT_STEPS * plain
-        if self._planned is not None and self._planned not in shapes:  # there are more rows now, or fewer
-            self._planned, self._looked = None, self._step - LOOK_EVERY
-        goes_on = self._paid or (not self._drafts and self.num_looks % self._steps_to_show)
-        wait = 1 if goes_on else SEEK_EVERY if not self._drafts and self.costs.ahead is None else LOOK_EVERY
-        may_look = self._step - self._looked >= wait or self._is_unseen
-        if (
-            not self._drafts
-            and self._planned is None
-            and not (may_look and self._affords(max(self._needed, self._loss(shapes[1], num_rows, num_rows / plain))))
-        ):
-            rows, step = self._reviewed or (0, 0)
-            if rows == shapes[0][0] and self._step - step < DWELL:
-                return {}
-        nodes = self._nodes_to_ask(num_rows, sequence_ids)
-        promised = {shape: self._promise(num_rows, nodes, shape) for shape in shapes[1:]}
-        goodput = {shape: promise.goodput for shape, promise in promised.items()}
-        best = max(goodput, key=goodput.__getitem__)
-        ratio = goodput[best] * plain / num_rows
-        self._decide(ratio if nodes[0].rank >= LEAST_CHANCE else 0.0)
-        self._reviewed = None if self._drafts else (shapes[0][0], self._step)
-        self._best = goodput[best] if self._drafts else num_rows / plain
-        chosen, levels = (best, promised[best].levels) if self._drafts else (shapes[0], 0)
-        if self._drafts and ratio < DOUBTED and self._is_long_ago(shapes[0]):
-            self._plainly = self._step
-            return {}
-        if self._planned in shapes and ready and not set(sequence_ids).isdisjoint(ready):
-            self._look, self._planned = self._planned, None
-        elif may_look:
-            self._look = self._elsewhere(goodput | {shapes[0]: num_rows / plain}, chosen, num_rows)
-            if self.costs.ahead is not None:  # what it is to look at is yet to be drafted
-                self._look, self._planned = None, self._look
-        if self._look is not None:
-            self.num_looks += 1
-            chosen, levels = self._look, self._most_levels(self._look, num_rows)
-            nodes = sorted(nodes, key=lambda node: (node.depth, -node.rank))
-        asked = self._fill((node for node in nodes if node.depth <= levels), self._room(chosen, num_rows))
-        self._most_asked = max(asked.values(), default=self._most_asked)
+        nodes = self._expected_nodes(num_rows, sequence_ids)
+        options = self._options(num_rows, nodes, self.depths or (None,), self._asking)
+        none = options[shapes[0]]
+        chosen = max(options.values(), key=_goodput)
+        self.drafts = chosen.goodput > none.goodput * (1.0 if self.drafts else HYSTERESIS)
+        chosen = chosen if self.drafts else none
+        self.depth = chosen.depth or 0
+        wait, probe = self._due(options, chosen)
+        if planned in options and ready:
+            chosen = self._begin_probe(options[planned])
+        elif wait <= 0 and (ready is None or probe is none):
+            chosen = self._begin_probe(probe)
+        elif wait <= 0:
+            self._next_probe, self.depth = probe.shape, probe.depth or 0
+        elif not self.drafts:
+            self._next_decision = self._step + int(min(PROBE_INTERVAL, wait))
+        asked = self._counts(chosen.nodes)
         self._asked = asked if ready is None else {key: count for key, count in asked.items() if key in ready}
         return self._asked
-
-    @property
-    def nap(self) -> int:
-        """For how many steps it need not be asked."""
-        is_awake = self._drafts or self._look or self._planned or self._asked
-        longest = 0 if is_awake else min(MOST_NAP, max(LEAST_NAP, self._since // LONGER))
-        if not longest or not self.num_looks % self._steps_to_show:
-            return longest
-        missing = max(0.0, self._needed - self._credit)  # for the next look of those that belong together
-        return min(longest, int(-(-missing // (SHARE * self._plain))))
-
-    def slept(self, num_steps: int) -> None:
-        """In which it was not asked, and of which it was told nothing."""
-        self._step += num_steps
-        self._since += num_steps
-        self._earn(num_steps, self._plain)
-
-    def pass_over(self) -> None:
-        """A step for which nobody can ask."""
-        self._look, self._asked = None, {}
-
-    @property
-    def drafts(self) -> bool:
-        """Whether steps ask for drafts, but for looks."""
-        return self._drafts
-
-    @property
-    def levels_ahead(self) -> int:
-        """How many drafts the next step may want of a sequence, for who has to make them before they are asked for."""
-        planned = 0 if self._planned is None else -(-self._planned[1] // self._planned[0]) - 1
-        return max(planned, self._most_asked if self._drafts else 0)
 
     def cut(self, num_rows: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
         """How many of each sequence's drafts, which came of asking, the step verifies."""
         for sequence_id in self._asked:
-            self.acceptance.came(sequence_id, sequence_id in drafts, self._step)
-        average = self.acceptance.average()
+            self.acceptance.add(sequence_id, 0, sequence_id in drafts)
+        average = self.acceptance.average(1 + max((len(draft.parents) for draft in drafts.values()), default=1))
         nodes: list[_Node] = []
         for sequence_id, draft in drafts.items():
             self._parents = draft.parents
-            parents = draft.parents if self._together == 1 else (-1,)
-            rates = self.acceptance.rates(sequence_id, average, 1 + len(parents), self._step)
-            nodes += _nodes(sequence_id, parents, rates[1:], 1.0)
-        if self._look is not None:
-            nodes.sort(key=lambda node: (node.depth, -node.rank))
-            return self._fill(nodes, self._room(self._look, num_rows))
-        nodes = _in_order(nodes)
-        if self._together > 1:
-            return self._fill(nodes, len(nodes))  # nothing is known of them that was not when they were asked for
-        gains = [0.0]
-        for node in nodes:
-            gains.append(gains[-1] + node.chance)
-        # What is drafted ahead in the step hardly depends on how many it verifies, and makes a longer one less bad.
-        best, most, levels = 0, 0.0, None if self.costs.ahead is None else self.levels_ahead
-        for shape in self._shapes(num_rows):
-            count = min(self._room(shape, num_rows), len(nodes))
-            goodput = (num_rows + gains[count]) / self.costs.of(shape, levels)
-            if goodput > most:
-                best, most = count, goodput
-        return self._fill(nodes, best)
+            rates = self.acceptance.rates(sequence_id, average)
+            nodes += _nodes(sequence_id, draft.parents if self._unit == 1 else (-1,), [1.0, *rates[1:]])
+        if self._probe is None and self._unit == 1:
+            depth = self.depth if self.depths else None  # of the step, however many it verifies
+            options = self._options(num_rows, nodes, (depth,), 0.0, depth)
+            nodes = [*max(options.values(), key=_goodput).nodes]
+        return self._counts(nodes)
 
     def verified(self, sequence_id: int, parents: Sequence[int], path: Collection[int]) -> None:
-        """Of a sequence's drafts those of `path` were right."""
-        if self._together == 1:
-            self.acceptance.add(sequence_id, parents, path, self._step)
-        else:
-            self.acceptance.add_together(sequence_id, len(path), self._step)
+        """Of a sequence's drafts (`Draft.parents`) those of `path` were accepted."""
+        if self._unit > 1:
+            self.acceptance.add(sequence_id, 1, len(path))
+            return
+        for index, parent in enumerate(parents):
+            if parent < 0 or parent in path:
+                self.acceptance.add(sequence_id, 1 + index, index in path)
 
     def measured(
-        self,
-        num_rows: int,
-        num_drafts: int,
-        num_tokens: int,
-        seconds: float,
-        asking: float = 0.0,
-        levels: int | None = None,
+        self, num_rows: int, num_drafts: int, num_tokens: int, seconds: float, asking: float, depth: int | None
     ) -> None:
-        """A step of so many rows and drafts gave so many tokens.
-
-        Args:
-            seconds: that it took.
-            asking: seconds that it took before to ask for drafts.
-            levels: how many tokens ahead a drafter on the device drafted in it; None: it had no part in it.
-        """
-        shape = self._limits.shape(num_rows, num_drafts)
-        self.costs.add(shape, seconds if self.costs.ahead is None else seconds + asking, levels)
-        if self.costs.ahead is None and (num_asked := sum(self._asked.values())):
-            each, plain = asking / num_asked, self._shapes(num_rows)[0]
-            known = self._asking.get(plain)
-            self._asking[plain] = each if known is None else known + 0.1 * (min(each, 4 * known) - known)
-        if self._look is not None:
-            lost = min(seconds, MOST_SURPRISING * self.costs.of(shape, levels)) + asking - num_tokens / self._best
-            self._paid = lost < 0.0 and num_tokens > num_rows and not self._drafts
-            self._credit -= lost
-        elif self._planned is not None:
-            self._credit -= self.costs.of_drafting(shape, levels)
-        self._earn(1, seconds)
-
-    def _earn(self, num_steps: int, seconds: float) -> None:
-        """seconds: of a step."""
-        self._credit = min(self._credit + SHARE * num_steps * seconds, CREDIT_STEPS * seconds)
-
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        self.acceptance.forget(sequence_ids)
+        """A step of so many rows and drafts, at this draft depth, took so long, and `asking` before it for drafts."""
+        shape, plain = self._limits.shape(num_rows, num_drafts), self._limits.shape(num_rows, 0)
+        if shape not in self.costs:
+            return
+        if self._probe is not None and not self.drafts and num_drafts:
+            self._repeats |= num_tokens / num_rows * self.costs.of(plain) > seconds + asking
+        self.costs.add(shape, depth, seconds)
+        self._last_run[shape] = self._step
+        if num_asked := sum(self._asked.values()):
+            each = asking * self._unit / num_asked
+            self._asking += GAIN * (min(each, 4 * self._asking) - self._asking) if self._asking else each
 
     def _shapes(self, num_rows: int) -> list[Shape]:
-        """That a step of so many rows can have; the first has no drafts."""
-        shapes = self._shapes_by_rows.get(num_rows)
-        if shapes is None:
+        """That a step of so many rows can have, as far as they were timed. The first is that without drafts."""
+        if num_rows not in self._shapes_by_rows:
             most = min(self._limits.draft_budget(num_rows), num_rows * self._limits.most_drafts(num_rows))
             shapes, num_drafts = [self._limits.shape(num_rows, 0)], 1
             while num_drafts <= most:
                 shapes.append(self._limits.shape(num_rows, num_drafts))
                 num_drafts = shapes[-1][1] - num_rows + 1
-            self._shapes_by_rows[num_rows] = shapes
-        return shapes
+            self._shapes_by_rows[num_rows] = [shape for shape in shapes if shape in self.costs]
+        return self._shapes_by_rows[num_rows]
 
-    def _decide(self, ratio: float) -> None:
-        """ratio: how much better drafting promises to be. It ends at once, so that a mistake costs little, and begins with more care."""
-        if self._drafts and ratio < ENDS:
-            self._drafts, self._since = False, 0
-        elif not self._drafts and ratio > BEGINS and self._since >= DWELL:
-            self._drafts, self._since = True, 0
+    def _expected_nodes(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
+        """What could be asked for: of the form of the last draft, and after that a chain."""
+        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows)) // self._unit
+        known = self._parents[:most] if self._unit == 1 else ()
+        parents, average = (*known, *range(len(known) - 1, most - 1)), self.acceptance.average(1 + most)
+        rates = {each: self.acceptance.rates(each, average) for each in sequence_ids}
+        return [node for each in sequence_ids for node in _nodes(each, parents, rates[each])]
 
-    def _is_long_ago(self, plain: Shape) -> bool:
-        """That a step without drafts was measured. What slows those with drafts is in part put down to the pace of all meanwhile."""
-        return min(self._step - self._plainly, self.costs.age(plain)) >= PLAIN_EVERY
+    def _options(
+        self,
+        num_rows: int,
+        nodes: Sequence[_Node],
+        depths: Iterable[int | None],
+        asking: float,
+        plain_depth: int | None = None,
+    ) -> dict[Shape, _Option]:
+        """The best of each shape. asking: seconds for each node; plain_depth: of a step without drafts."""
+        plain, *shapes = self._shapes(num_rows)
+        seconds = self.costs.of(plain, plain_depth)
+        options = {plain: _Option(num_rows / seconds, num_rows, plain, plain_depth, ())}
+        nodes = sorted(nodes, key=lambda node: -node.rank)
+        for depth in depths:
+            reached = nodes if depth is None else [node for node in nodes if node.depth <= depth]
+            weights = list(accumulate([node.weight for node in reached]))
+            tokens = list(accumulate([node.weight * node.chance for node in reached], initial=float(num_rows)))
+            found = 1.0 - math.prod([1.0 - node.weight for node in reached if node.depth == 1])
+            for shape in shapes:
+                count = bisect_right(weights, (shape[1] - num_rows) / self._unit + 1e-9)
+                cost = seconds + found * (self.costs.of(shape, depth) - seconds) + asking * count
+                option = _Option(tokens[count] / cost, tokens[count], shape, depth, reached[:count])
+                options[shape] = max(options.get(shape, option), option, key=_goodput)
+        return options
 
-    def _elsewhere(self, goodput: Mapping[Shape, float], chosen: Shape, num_rows: int) -> Shape | None:
-        """Another shape to look at, if there is credit for it."""
-        others = [shape for shape in goodput if shape != chosen]
-        needed = {shape: self._needed_for(shape, num_rows, goodput[shape]) for shape in others}
-        affordable = [shape for shape in others if self._affords(needed[shape])]
-        if self._is_unseen:
-            other = max(others, key=lambda shape: shape[1])  # the farthest drafts tell of all nearer ones, too
-        elif affordable and self.num_looks % STALEST_EVERY == STALEST_EVERY - 1:
-            other = min(affordable, key=self.costs.last)
-        else:
-            other = max(others, key=goodput.__getitem__)
-            if other not in affordable:
-                self._needed = needed[other]
-                return None
-        self._looked, self._needed = self._step, 0.0
-        return other
+    def _due(self, options: Mapping[Shape, _Option], chosen: _Option) -> tuple[float, _Option]:
+        """In how many steps to probe, and what."""
+        others = [option for option in options.values() if option.shape != chosen.shape]
+        if self._repeats:
+            return 0, max(others, key=_goodput)
+        waits = []
+        for other in others:
+            lost = (other.tokens / other.goodput * chosen.goodput - other.tokens) / chosen.tokens  # steps
+            waits.append(max(PROBE_INTERVAL, math.ceil(self._warm_up * lost / PROBE_SHARE)))
+        overdue = [
+            (self._step - self._last_run.get(each.shape, 0)) / wait for each, wait in zip(others, waits, strict=True)
+        ]
+        probe = overdue.index(max(overdue))
+        return self._last_probe + waits[probe] - self._step, others[probe]
 
-    def _needed_for(self, shape: Shape, num_rows: int, goodput: float) -> float:
-        """Seconds of credit for the looks that belong together, as far as one can save up. While drafting they need what one is
-        expected to lose: it is known how often drafts are right."""
-        if self._drafts:
-            return self._full(shape, num_rows) * max(0.0, 1.0 - goodput / self._best)
-        to_come = self._steps_to_show - self.num_looks % self._steps_to_show
-        loss, most = self._loss(shape, num_rows, self._best), CREDIT_STEPS / 2 * num_rows / self._best
-        return max(loss, min(to_come * loss, most))
+    def _begin_probe(self, option: _Option) -> _Option:
+        self.num_probes += 1
+        self._probe, self._last_probe = option.shape, self._step
+        self._repeats = self.num_probes % self._warm_up > 0
+        return option
 
-    @property
-    def _is_unseen(self) -> bool:
-        """A drafter on the device takes time until it was looked at: the first look does not wait, and is on credit."""
-        return self.costs.ahead is not None and not self.num_looks
-
-    def _affords(self, seconds: float) -> bool:
-        """To lose so many."""
-        return seconds <= self._credit or self._is_unseen
-
-    def _loss(self, shape: Shape, num_rows: int, best: float) -> float:
-        """Seconds that a step of this shape loses if no draft is right."""
-        return self._full(shape, num_rows) - num_rows / best
-
-    def _full(self, shape: Shape, num_rows: int) -> float:
-        """Seconds of a step of this shape and of asking for as many drafts as it holds."""
-        asking = self._to_ask(shape, num_rows, self._room(shape, num_rows), self._most_levels(shape, num_rows))
-        return self.costs.of(shape) + asking
-
-    def _to_ask(self, shape: Shape, num_rows: int, num_nodes: int, levels: int) -> float:
-        """Seconds that asking for so many drafts takes, of which the last is so many tokens ahead."""
-        if self.costs.ahead is not None:
-            return self.costs.of_drafting(shape, levels) if levels else 0.0
-        return self._asking.get(self._shapes(num_rows)[0], 0.0) * num_nodes * self._together
-
-    def _nodes_to_ask(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
-        """As many as may be, in the order in which they are worth it: of the form of the last draft, and behind that a chain."""
-        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows)) // self._together
-        known = self._parents if self._together == 1 else ()
-        average, parents = self.acceptance.average(), (*known[:most], *range(len(known) - 1, most - 1))
-        nodes: list[_Node] = []
-        for sequence_id in sequence_ids:
-            found, *rates = self.acceptance.rates(sequence_id, average, 1 + most, self._step)
-            nodes += _nodes(sequence_id, parents, rates, found)
-        return _in_order(nodes)
-
-    def _most_levels(self, shape: Shape, num_rows: int) -> int:
-        """How many tokens ahead its drafts may be. To a drafter on the device the farthest costs: no sequence gets more than its share."""
-        if self.costs.ahead is None:
-            return self._limits.most_drafts(num_rows)
-        return -(-self._room(shape, num_rows) // num_rows)
-
-    def _promise(self, num_rows: int, nodes: Iterable[_Node], shape: Shape) -> _Promise:
-        """If drafts fill the shape in the order of the nodes, as far as pays. A step for which none is found is one without drafts."""
-        left, none, num_asked = float(self._room(shape, num_rows)), 1.0, 0
-        most = self._most_levels(shape, num_rows)
-        gains = [0.0] * most
+    def _counts(self, nodes: Iterable[_Node]) -> dict[int, int]:
+        """Drafts by sequence id."""
+        counts: dict[int, int] = defaultdict(int)
         for node in nodes:
-            if node.depth > most:
-                continue
-            left -= node.weight
-            if left < -1e-9 or node.rank < LEAST_CHANCE:
-                break
-            num_asked += 1
-            gains[node.depth - 1] += node.weight * node.chance
-            if node.depth == 1:
-                none *= 1.0 - node.weight
-        plain = self.costs.of(self._shapes(num_rows)[0])
-        seconds = plain + (1.0 - none) * (self.costs.of(shape) - plain)
-        tokens = list(accumulate(gains, initial=float(num_rows)))
-        each = range(1, 1 + most) if self.costs.ahead is not None else (most,)
-        asking = {levels: self._to_ask(shape, num_rows, num_asked, levels) for levels in each}
-        return max(_Promise(tokens[levels] / (seconds + asking[levels]), levels) for levels in each)
-
-    def _fill(self, nodes: Iterable[_Node], most: int) -> dict[int, int]:
-        """How many of each sequence's nodes there is room for; where some may not come, others are asked in their place."""
-        counts: dict[int, int] = {}
-        left = float(most)
-        for node in nodes:
-            left -= node.weight
-            if left < -1e-9:
-                break
-            if node.rank >= LEAST_CHANCE or self._look is not None:
-                counts[node.sequence_id] = counts.get(node.sequence_id, 0) + self._together
+            counts[node.sequence_id] += self._unit
         return counts
 
-    def _room(self, shape: Shape, num_rows: int) -> int:
-        """For nodes."""
-        rows, num_tokens = shape
-        return (num_tokens - num_rows) // self._together if num_tokens > rows else 0
 
-
-def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float], weight: float) -> list[_Node]:
-    """rates: by place, of drafts behind right ones."""
+def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float]) -> list[_Node]:
+    """rates: as those of `Acceptance`."""
     nodes: list[_Node] = []
-    least = 1.0
-    for index, parent in enumerate(parents):
-        chance, depth = (nodes[parent].chance, nodes[parent].depth) if parent >= 0 else (1.0, 0)
-        chance *= rates[index]
-        least = min(least, chance)
-        nodes.append(_Node(chance, least, weight, depth + 1, sequence_id))
+    rank = math.inf
+    for parent, rate in zip(parents, rates[1:], strict=False):
+        depth, chance = (1, rate) if parent < 0 else (1 + nodes[parent].depth, rate * nodes[parent].chance)
+        rank = min(rank, chance)
+        nodes.append(_Node(sequence_id, depth, chance, rank, rates[0]))
     return nodes
 
 
-def _in_order(nodes: Iterable[_Node]) -> list[_Node]:
-    """By rank; where ranks are equal as they are: sorting keeps the drafts of a sequence in their order."""
-    return sorted(nodes, key=lambda node: -node.rank)
+def _goodput(option: _Option) -> float:
+    return option.goodput

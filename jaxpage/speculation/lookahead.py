@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
-from jaxpage.settings.speculative_config import Lookahead
+from jaxpage.settings.draft_settings import Lookahead
+from jaxpage.speculation.proposal import Proposer, verified_rows
 from jaxpage.step.draft import Draft
+from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 AT_ONCE = 512  # tokens that are taken in when a sequence is asked: a millisecond. Long prompts take several steps
@@ -125,10 +127,11 @@ class _Drafted:
     num_taken: int  # of its tokens, into the pool
 
 
-class LookaheadProposer:
+class LookaheadProposer(Proposer):
     """The samples of a request share their n-grams, those of the text and those that were drawn; each has a window of its own."""
 
     def __init__(self, sizes: Lookahead) -> None:
+        self.num_together, self.warm_up_steps = sizes.num_drafts, sizes.ngram
         self._sizes = sizes
         self._drafted: dict[int, _Drafted] = {}  # by sequence id
         self._pools: dict[str, Pool] = {}  # by request id
@@ -145,7 +148,13 @@ class LookaheadProposer:
             _add(path, places, num_drafts)
         return Draft(tuple(token_id for _, token_id in places), tuple(parent for parent, _ in places))
 
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        for row, token_ids in verified_rows(plan, result):
+            draft = Draft(row.token_ids[1:], tuple(parent - 1 for parent in row.parents))
+            self.drawn(row.sequence_id, row.start + 1, draft, token_ids)
+
     def drawn(self, sequence_id: int, num_known_tokens: int, draft: Draft, token_ids: TokenIds[int]) -> None:
+        """token_ids: drawn behind the last known token, and behind each draft. Negative: nothing could be drawn there."""
         drafted = self._drafted.get(sequence_id)
         if drafted is None or drafted.window.num_known != num_known_tokens:
             return  # it has ended, or others drafted

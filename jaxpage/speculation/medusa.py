@@ -8,7 +8,7 @@ from collections.abc import Sequence as Ordered
 
 import numpy as np
 
-from jaxpage.speculation.proposal import KeptGuesses
+from jaxpage.speculation.proposal import GuessProposer
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence
 
@@ -65,8 +65,15 @@ def best_only(num_heads: int, num_drafts: int) -> Choices:
     return tuple((0,) * depth for depth in range(1, min(num_heads, num_drafts) + 1))
 
 
-class MedusaProposer(KeptGuesses):
-    """It hears [J, W], and drafts the same tree of them each time."""
+def choices_of(given: Choices | None, accuracies: Ordered[Ordered[float]], num_drafts: int, *, tree: bool) -> Choices:
+    """The tree that is drafted: the one that was asked for, or the best of so many drafts."""
+    if given is not None:
+        return likeliest_first(given, accuracies)
+    return search(accuracies, num_drafts) if tree else best_only(len(accuracies), num_drafts)
+
+
+class MedusaProposer(GuessProposer):
+    """Drafts the same tree of the heads' guesses [J, W] each time: of head j the W likeliest tokens, best first."""
 
     def __init__(self, choices: Choices) -> None:
         """choices: every path stands behind the one that it goes on from."""

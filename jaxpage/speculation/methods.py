@@ -1,29 +1,52 @@
-"""Which proposer a configuration asks for."""
+"""The methods of speculation: of each how its proposer is made from its settings, and what it needs beside the model on the device."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.ahead import AheadProposer
 from jaxpage.speculation.lookahead import LookaheadProposer
+from jaxpage.speculation.medusa import Choices, MedusaProposer
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
 
+# What drafts on the device: heads or layers on the model's hidden states, another model, or the model's own likeliest tokens.
+DrafterKind = Literal["heads", "eagle_head", "model", "top_ids"]
 
-def make_proposer(config: SpeculativeConfig, vocab_size: int) -> Proposer:
-    """Of the methods that need nothing but settings. `config` is one that `problems` and `refused` have nothing against.
 
-    Raises ValueError for another method.
-    """
-    if config.method == "ngram":
-        return NGramProposer(*config.prompt_lookup)
-    if config.method == "suffix":
-        return SuffixProposer(config.suffix_decoding, tree=config.tree)
-    if config.method == "lookahead":
-        return LookaheadProposer(config.lookahead)
-    if config.method == "token_recycling":
-        return RecyclingProposer(vocab_size, tree=config.tree)
-    if config.method in ("draft_model", "eagle", "eagle3"):
-        return AheadProposer()
-    raise ValueError(f"method {config.method!r} needs more than its settings")
+class Target(NamedTuple):
+    """The model that is drafted for, and what is known of the drafter beside it."""
+
+    vocab_size: int
+    choices: Choices = ()  # of heads: the tree of their guesses
+
+
+class Method(NamedTuple):
+    make: Callable[[SpeculativeConfig, Target], Proposer]
+    drafter: DrafterKind | None = None  # None: it drafts on the host
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "ngram": Method(lambda config, target: NGramProposer(*config.prompt_lookup)),
+        "suffix": Method(lambda config, target: SuffixProposer(config.suffix_decoding, tree=config.tree)),
+        "lookahead": Method(lambda config, target: LookaheadProposer(config.lookahead)),
+        "token_recycling": Method(
+            lambda config, target: RecyclingProposer(target.vocab_size, tree=config.tree), "top_ids"
+        ),
+        "medusa": Method(lambda config, target: MedusaProposer(target.choices), "heads"),
+        "draft_model": Method(lambda config, target: AheadProposer(), "model"),
+        "eagle": Method(lambda config, target: AheadProposer(), "eagle_head"),
+        "eagle3": Method(lambda config, target: AheadProposer(), "eagle_head"),
+    }
+)
+
+
+def make_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
+    """`config` is one that `problems` and `refused` have nothing against."""
+    return METHODS[config.method].make(config, target)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from jaxpage.speculation.proposal import Proposer
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 TokenIds = npt.NDArray[np.int32]  # [C]
 
 
-class NGramProposer:
+class NGramProposer(Proposer):
     """Drafts chains. The longest match wins; of several the latest, which docs/lab-log.md found better than the first."""
 
     def __init__(self, shortest: int, longest: int) -> None:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.settings.speculative_config import MOST_DRAFTS
+from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation.medusa import best_only, search
+from jaxpage.speculation.proposal import Proposer
 from jaxpage.step.draft import Draft
-from jaxpage.step.request import Request, Sequence, SequenceGroup
+from jaxpage.step.plan import StepPlan, StepResult
+from jaxpage.step.request import Request, Sequence
 
 NUM_RECYCLED = 8  # W: tokens that are kept behind each
 MOST_TABLES = 16  # for as many salts, beside that of requests without; of 128,000 tokens one takes 4 MB
@@ -34,7 +36,7 @@ class _Table:
     used: int = 0  # the last step in which it was
 
 
-class RecyclingProposer:
+class RecyclingProposer(Proposer):
     """A table for all requests with the same `cache_salt`: what one of them sees is too little."""
 
     def __init__(self, vocab_size: int, *, tree: bool) -> None:
@@ -66,17 +68,25 @@ class RecyclingProposer:
             behind[index] = table_VW[token_id].tolist()
         return Draft(tuple(token_ids), tuple(parents)) if token_ids else None
 
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.draft_depth and result.guesses is not None:  # what is likely behind each draw
+            token_ids = [plan.rows[sample.row].token_ids[sample.offset] for sample in plan.samples]
+            salts = [sample.params.cache_salt for sample in plan.samples]
+            self.heard(salts, token_ids, result.guesses[: len(token_ids)])
+
     def heard(self, salts: TokenIds[str | None], token_ids: TokenIds[int], likeliest_BW: npt.NDArray[np.int32]) -> None:
-        """See `LikeliestObserver`. Of equal tokens the last counts."""
+        """
+        Args:
+            salts: of each draw: `cache_salt` of its request.
+            token_ids: of each draw: the token behind which it stands. Of equal tokens the last counts.
+            likeliest_BW: of each draw: the W likeliest tokens, best first.
+        """
         self._step += 1
         width = likeliest_BW.shape[1]
         for salt in dict.fromkeys(salts):
             if (table_VW := self._table(salt)) is not None:
                 draws = [place for place, each in enumerate(salts) if each == salt]
                 table_VW[np.array(token_ids)[draws], :width] = likeliest_BW[draws]
-
-    def forget(self, group: SequenceGroup) -> None:
-        """What it has seen stays."""
 
     def _table(self, salt: str | None) -> npt.NDArray[np.int32] | None:
         """None: too many others are in use. Else with a salt for each request every step would make tables anew."""

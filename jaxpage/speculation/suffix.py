@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
-from jaxpage.settings.speculative_config import SuffixDecoding
+from jaxpage.settings.draft_settings import SuffixDecoding
+from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.suffix_tree import NOTHING, Guess, SuffixTree
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence, SequenceGroup
@@ -46,7 +47,7 @@ class _Written:
         return self.stop == len(sequence.token_ids) and len(self.token_ids) >= num_tokens
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer):
     """Asks the tree of the sequence and those of its salt; the guess with the highest score wins, the sequence's own of equals."""
 
     def __init__(

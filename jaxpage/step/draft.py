@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.settings.speculative_config import MOST_CANDIDATES
+from jaxpage.shapes import MOST_CANDIDATES
 
 
 class Candidates(NamedTuple):
@@ -109,6 +111,16 @@ class Draft(NamedTuple):
             tokens.append(self.token_ids[index])
             index = self.parents[index]
         return tuple(reversed(tokens))
+
+
+class Drafts(NamedTuple):
+    """What a speculator proposes for a step."""
+
+    of: Mapping[int, Draft] = MappingProxyType({})  # by sequence id
+    seconds: float = 0.0  # that it took to make them; what a device drafter takes is a part of its steps
+
+
+NO_DRAFTS = Drafts()
 
 
 def chain(token_ids: tuple[int, ...], q: Candidates | None = None) -> Draft:

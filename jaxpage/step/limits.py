@@ -33,6 +33,11 @@ class StepLimits:
         """How many drafts a row may have in a step of so many rows, all of which decode."""
         return max((length - 1 for rows, length in self.verified if rows >= num_rows), default=0)
 
+    @property
+    def longest_row(self) -> int:
+        """Query tokens that a sequence can have in a step, at most."""
+        return max(self.max_tokens, 1 + self.most_drafts(1))
+
     def draft_budget(self, num_rows: int) -> int:
         """How many drafts all rows of such a step may have together."""
         return max((tokens - num_rows for rows, tokens in self._streams if rows >= num_rows), default=0)

@@ -17,8 +17,9 @@ from jaxpage.step.draft import Candidates
 class Row(NamedTuple):
     """The part of one sequence in a step: `token_ids` are computed at positions `start`, `start + 1`, ...
 
-    `block_table` covers every position up to the last of them; `start` tokens are already in it. A row with drafts is one known token and
-    a tree of what may follow it, each draft behind its parent; a token stands at the position that its depth in the tree gives it.
+    `block_table`, that of the first cache group, covers every position up to the last of them; `start` tokens are already in it. A row
+    with drafts is one known token and a tree of what may follow it, each draft behind its parent; a token stands at the position that its
+    depth in the tree gives it.
     """
 
     sequence_id: int
@@ -31,6 +32,7 @@ class Row(NamedTuple):
     first_scored: int = 0  # which of the row's tokens stands before the first of them
     num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
     next_token_id: int = -1  # what is known behind the row; -1: it is drawn
+    further_tables: tuple[tuple[int, ...], ...] = ()  # block tables of the other cache groups, in their order
 
     @property
     def context_length(self) -> int:
@@ -88,6 +90,14 @@ class StepPlan:
     swap_in: tuple[tuple[int, int], ...] = ()  # (host block, block)
     copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     preempted: tuple[str, ...] = ()  # ids of the requests that gave up their blocks for this step
+    draft_depth: int | None = (
+        None  # tokens ahead that a device drafter drafts; 0: it only computes the step's tokens; None: it is off
+    )
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether block tables name blocks that are not filled before the step has run."""
+        return bool(self.swap_out or self.swap_in or self.copies)
 
     @cached_property
     def verifies(self) -> bool:
@@ -125,10 +135,5 @@ class StepResult:
     paths: npt.NDArray[np.int32] | None = (
         None  # [B, Q] of rows with drafts: the draws that count, in order; -1 behind the last
     )
-    guesses: npt.NDArray[np.int32] | None = (
-        None  # [B, J, W] of heads, [B, J, G, Y] of a drafter, behind the last draw that counts: per row with `paths`, else per sample
-    )
-    likeliest: npt.NDArray[np.int32] | None = (
-        None  # [B, W] tokens behind each draw, best first, where they are recycled
-    )
+    guesses: npt.NDArray[np.int32] | None = None  # of a device drafter, for its proposer; padded at the end
     scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored

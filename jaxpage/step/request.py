@@ -132,14 +132,14 @@ class SequenceGroup:
         return len(self.request.prompt_token_ids) - 1 - len(self.prompt_logprobs)
 
     @property
-    def children_due(self) -> tuple[int, ...]:
+    def pending_forks(self) -> tuple[int, ...]:
         """The ids of `child_ids` until they are forked, all at once."""
         return self.child_ids if len(self.sequences) == 1 else ()
 
     @property
     def sequence_ids(self) -> list[int]:
         """Of all its sequences, those that are due included, and all that are reserved for forks."""
-        return list(dict.fromkeys([*(s.sequence_id for s in self.sequences), *self.children_due, *self.reserved_ids]))
+        return list(dict.fromkeys([*(s.sequence_id for s in self.sequences), *self.pending_forks, *self.reserved_ids]))
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -10,7 +10,7 @@ from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.step.edits import Edit, Finish
 from jaxpage.step.token_masks import Mask
 
-NO_TOKEN_LEFT = "what the request allows, forbids and penalises leaves no token that could be drawn"
+NO_TOKEN_LEFT = "all tokens are masked: the parameters of the request leave no token to sample"
 
 
 class Draw(NamedTuple):

@@ -6,8 +6,11 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jaxpage.step.draft import Draft, chain
+from jaxpage.speculation import NoSpeculation
+from jaxpage.speculation.speculator import filter_drafts
+from jaxpage.step.draft import Draft, Drafts, chain
 from jaxpage.step.request import SequenceGroup
+from jaxpage.step.strategy import Strategy
 
 NUM_TOKEN_IDS = 257  # of the small models
 MOST_DRAFTS = 7
@@ -100,24 +103,25 @@ KINDS: dict[str, Kind] = {
 }
 
 
-class Drafter:
-    """Stands in for an engine's proposer. Drafts for every running sequence, beams too, by what `outputs` say that follows.
+class Drafter(NoSpeculation):
+    """Stands in for an engine's speculator. Drafts for every running sequence, beams too, by what `outputs` say that follows.
 
     A request that is not among them gets drafts at random.
     """
 
-    def __init__(self, outputs: Outputs, seed: int = 0) -> None:
+    def __init__(self, outputs: Outputs, seed: int = 0, strategies: Mapping[int, Strategy] | None = None) -> None:
         self.outputs = outputs
+        self.strategies = strategies  # of the engine
         self.kind: Kind = oracle
         self._rng = random.Random(seed)
 
-    def propose(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
+    def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
         drafts = {}
-        for group in groups:
+        for group in running:
             for sequence in group.unfinished:
                 key = group.request.prompt_token_ids, group.request.seed, sequence.sample_index
                 future = self.outputs.get(key, ())[sequence.num_output_tokens :]
                 draft = self.kind(self._rng, list(future), MOST_DRAFTS)
                 if draft.token_ids:
                     drafts[sequence.sequence_id] = draft
-        return drafts
+        return Drafts(drafts if self.strategies is None else filter_drafts(drafts, self.strategies))

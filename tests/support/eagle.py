@@ -114,7 +114,7 @@ class Eagle3(Head):
     def __init__(
         self,
         *,
-        taps: int = 3,
+        num_states: int = 3,
         target_width: int = LAYERS["hidden_size"],
         rows: int | None = None,
         norm_before_residual: bool = False,
@@ -125,14 +125,14 @@ class Eagle3(Head):
         **layers: Any,
     ):
         layers = {**LAYERS, **layers}
-        width, fused = layers["hidden_size"], taps * target_width
+        width, fused = layers["hidden_size"], num_states * target_width
         super().__init__(layers, fused, fc_bias=False, rows=rows or layers["vocab_size"], seed=seed)
         norm = type(self.decoder.layers[0].input_layernorm)
         self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
         self.hidden_norm, self.input_layernorm = norm(width, 1e-3), norm(width, 1e-3)
         self.norm = norm(width, 1e-3)
         self.input_norm = norm(fused, 1e-3) if norm_before_fc else None
-        self.fc_norm = torch.nn.ModuleList([norm(target_width, 1e-3) for _ in range(taps)]) if fc_norm else None
+        self.fc_norm = torch.nn.ModuleList([norm(target_width, 1e-3) for _ in range(num_states)]) if fc_norm else None
         first = self.decoder.layers[0]
         first.input_layernorm = _Both(self)
         for part in ("q_proj", "k_proj", "v_proj"):

@@ -10,15 +10,19 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.device import kv_pages
 from jaxpage.device.step_inputs import unpack
 from jaxpage.device.steps import logits_step
+from jaxpage.engine import build
 from jaxpage.engine.engine import Engine
+from jaxpage.models.base import KVSpec
 from jaxpage.outputs import CompletionOutput
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling import scheduler as planning
-from jaxpage.scheduling.open_plan import OpenPlan
+from jaxpage.scheduling.plan_builder import PlanBuilder
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,11 +38,59 @@ LLAMA = {
 }
 
 
-def make_llm(directory: Path, **settings: Any) -> LLM:
-    """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks for them."""
-    small: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129, "max_model_len": 256}
-    small["preemption_mode"] = "recompute"
-    return LLM(model=str(directory), use_tqdm=False, **{**small, **settings})
+# The geometries of the tests. Engines of a model share what is compiled for one, also those with fewer blocks (see `make_llm`) or with 16
+# tokens, whose shapes are among those of 64. Other numbers are shapes of their own: a test needs a reason for them.
+PLAIN = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
+BLOCKS_OF_16 = {**PLAIN, "block_size": 16, "num_blocks": 129}
+BLOCKS_OF_4 = {**PLAIN, "block_size": 4, "num_blocks": 513}
+BLOCKS_OF_1 = {**PLAIN, "block_size": 1, "num_blocks": 1025}
+WIDE = {**PLAIN, "max_num_seqs": 16, "max_num_batched_tokens": 128}
+SMALL_POOL = {"num_blocks": 17, "max_num_batched_tokens": 16}  # one sequence of the longest, or a few until they grow
+# Engines that differ in what must not matter to a request; that of the window is for a model that has one.
+ENGINES = {
+    "recompute": SMALL_POOL,
+    "swap": {**SMALL_POOL, "preemption_mode": "swap", "enable_prefix_caching": False},
+    "fair and mixed": {
+        **SMALL_POOL,
+        "preemption_mode": "auto",
+        "scheduling_policy": "fair",
+        "enable_mixed_steps": True,
+    },
+    "blocks of 4": {**BLOCKS_OF_4, "enable_prefix_caching": False},
+    "window": {**SMALL_POOL, "preemption_mode": "swap"},
+}
+
+_DEVICE_BLOCKS = {each["block_size"]: each["num_blocks"] for each in (BLOCKS_OF_16, BLOCKS_OF_4, BLOCKS_OF_1)}
+_WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3")
+
+
+def make_llm(directory: Path | str, **settings: Any) -> LLM:
+    """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks for them.
+
+    A pool that is smaller than its geometry's is small on the host alone: the pages on the device, which are in every shape, keep their
+    size. A drafter on the device has scratch blocks right behind the pool, so there the pages are as large as was asked.
+    """
+    settings = {**BLOCKS_OF_16, "preemption_mode": "recompute", **settings}
+    with pytest.MonkeyPatch.context() as patch:
+        if (settings.get("speculative_config") or {}).get("method") not in _WITH_SCRATCH_BLOCKS:
+            patch.setattr(build, "kv_pages", _RoomyPages())
+        return LLM(model=str(directory), use_tqdm=False, **settings)
+
+
+class _RoomyPages:
+    """The module `kv_pages`, but for pages with more blocks than the host hands out."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(kv_pages, name)
+
+    def page_shapes(self, kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any) -> kv_pages.KVPages:
+        self._asked = kv_pages.page_shapes(kv, num_blocks, block_size, dtype)
+        least = _DEVICE_BLOCKS.get(block_size, 0) if len(set(num_blocks)) == 1 else 0
+        return kv_pages.page_shapes(kv, [max(count, least) for count in num_blocks], block_size, dtype)
+
+    def num_bytes(self, pages: kv_pages.KVPages) -> int:
+        """Of what was asked: it goes into the table of the memory."""
+        return kv_pages.num_bytes(self._asked)
 
 
 def free_blocks(llm: LLM) -> int:
@@ -56,20 +108,20 @@ def invariants(llm: LLM) -> None:
 
 
 def give_way(scheduler: Scheduler) -> None:
-    """Makes the newest running group give way at the beginning of the next step, whatever there is room for."""
+    """Preempts the newest running group at the beginning of the next step, whatever there is room for."""
 
-    class Forced(OpenPlan):
+    class Forced(PlanBuilder):
         def __init__(self) -> None:
             super().__init__()
-            planning.OpenPlan = OpenPlan  # type: ignore[misc]
+            planning.PlanBuilder = PlanBuilder  # type: ignore[misc]
             if scheduler.num_running > 1:
                 scheduler._preempt_last(self)
 
-    planning.OpenPlan = Forced  # type: ignore[misc]
+    planning.PlanBuilder = Forced  # type: ignore[misc]
 
 
 def run_giving_way(engine: Engine, step: int) -> None:
-    """Steps an engine until nothing is left; before step `step`, counted from 0, the newest running group gives way."""
+    """Steps an engine until nothing is left; before step `step`, counted from 0, the newest running group is preempted."""
     for number in itertools.count():
         if not engine.has_unfinished:
             return
@@ -109,14 +161,14 @@ class LogitsWitness:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def step(self, bucket: Any, *, rests: bool = False) -> Any:
+    def step(self, bucket: Any, draft_depth: int | None = None) -> Any:
         def run(parameters: Any, pages: Any, packed: Any, adjustments: Any) -> Any:
             if bucket not in self._jitted:
                 self._jitted[bucket] = jax.jit(functools.partial(self._logits_of, bucket))
             logits = np.asarray(self._jitted[bucket](parameters, pages, packed))
             for sample, row in zip(self._samples, logits, strict=False):
                 self.logits[sample.sequence_id, sample.position] = row
-            return self._real.step(bucket)(parameters, pages, packed, adjustments)
+            return self._real.step(bucket, draft_depth)(parameters, pages, packed, adjustments)
 
         return run
 
@@ -126,5 +178,5 @@ class LogitsWitness:
 
     def _logits_of(self, bucket: Any, parameters: Any, pages: Any, packed: Any) -> jax.Array:
         options = self._real.options
-        inputs = unpack(packed, bucket, options.table_width)
+        inputs = unpack(packed, bucket, options.tables)
         return logits_step(parameters, pages, inputs, bucket=bucket, options=options)[0]

@@ -20,7 +20,7 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.queues import ByPriority, FirstCome
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.step.draft import Draft
+from jaxpage.step.draft import Draft, Drafts
 from jaxpage.step.edits import Append, Edit, Finish, Fork, Score
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, Sequence, SequenceGroup
@@ -129,12 +129,14 @@ class FakeDevice:
     """The pages of a pool, with one token id and one context per slot. Salts are made visible: they are roots of contexts.
 
     A draw sees the tokens of the window, if there is one; the context of a slot is a hash of all before it all the same, as the keys of
-    a deep layer depend on more than its window.
+    a deep layer depend on more than its window. Blocks of all cache groups have slots here: a token is written to each, and what a draw
+    sees must stand in each, as far back as the group sees.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
+        """windows: of each cache group, the first of which sees most."""
         self.block_size = block_size
-        self.window = window
+        self.window, *self.further_windows = windows
         self.host: dict[int, tuple[list[int], list[int]]] = {}
         self.slots = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.contexts = [[NOTHING] * block_size for _ in range(num_blocks)]
@@ -160,7 +162,10 @@ class FakeDevice:
             self.slots[block][slot], self.contexts[block][slot] = token_id, context
 
     def read(self, table: tuple[int, ...], num_tokens: int) -> list[int]:
-        first = max(0, num_tokens - self.window) if self.window else 0
+        return self.read_window(table, num_tokens, self.window)
+
+    def read_window(self, table: tuple[int, ...], num_tokens: int, window: int | None) -> list[int]:
+        first = max(0, num_tokens - window) if window else 0
         return [self.slots[table[p // self.block_size]][p % self.block_size] for p in range(first, num_tokens)]
 
     def context(self, table: tuple[int, ...], num_tokens: int, root: object = None) -> int:
@@ -168,13 +173,13 @@ class FakeDevice:
             return context_of([], root)
         return self.contexts[table[(num_tokens - 1) // self.block_size]][(num_tokens - 1) % self.block_size]
 
-    def write_drafts(self, row: Row) -> None:
+    def write_drafts(self, row: Row, table: tuple[int, ...]) -> None:
         """Of a row with drafts, those: each in the slot of its place, and behind its parent."""
         known = row.start + len(row.token_ids) - len(row.parents)
-        contexts = [self.context(row.block_table, known)]
+        contexts = [self.context(table, known)]
         for place, parent in enumerate(row.parents, 1):
             contexts.append(hash((contexts[parent], row.token_ids[place])))
-            block, slot = self.place(row.block_table, row.start + place)
+            block, slot = self.place(table, row.start + place)
             self.slots[block][slot], self.contexts[block][slot] = row.token_ids[place], contexts[place]
 
     def verify(self, row: Row, drawn: list[int]) -> list[int]:
@@ -186,11 +191,12 @@ class FakeDevice:
             if parent == path[-1] and row.token_ids[place] == drawn[parent]
         ]:
             path.append(right[0])
-        places = [self.place(row.block_table, row.start + place) for place in path]
-        kept = [(self.slots[block][slot], self.contexts[block][slot]) for block, slot in places]
-        for depth, (token_id, context) in enumerate(kept):
-            block, slot = self.place(row.block_table, row.start + depth)
-            self.slots[block][slot], self.contexts[block][slot] = token_id, context
+        for table in tables_of(row):
+            places = [self.place(table, row.start + place) for place in path]
+            kept = [(self.slots[block][slot], self.contexts[block][slot]) for block, slot in places]
+            for depth, (token_id, context) in enumerate(kept):
+                block, slot = self.place(table, row.start + depth)
+                self.slots[block][slot], self.contexts[block][slot] = token_id, context
         return path
 
     def place(self, table: tuple[int, ...], position: int) -> tuple[int, int]:
@@ -204,8 +210,9 @@ class FakeDevice:
         self.copy(plan.copies)
         for row in plan.rows:
             known = row.token_ids[: len(row.token_ids) - len(row.parents)]
-            self.write(row.block_table, row.start, known, roots[row.sequence_id])
-            self.write_drafts(row)
+            for table in tables_of(row):
+                self.write(table, row.start, known, roots[row.sequence_id])
+                self.write_drafts(row, table)
         drawn: dict[int, list[tuple[Sample, int]]] = {}
         for sample in plan.samples:
             row = plan.rows[sample.row]
@@ -216,7 +223,10 @@ class FakeDevice:
                 place = row.parents[place - 1]
             num_known = row.start + place + 1
             assert sample.position == num_known + len(path)
-            context = [*self.read(row.block_table, num_known), *path[::-1]]
+            context = self.read(row.block_table, num_known)
+            for table, window in zip(row.further_tables, self.further_windows, strict=True):
+                assert self.read_window(table, num_known, window) == context[-window:], "cache groups differ"
+            context = [*context, *path[::-1]]
             context = context[-self.window :] if self.window else context
             stops = sample.params.stop_token_ids if sample.is_early else ()
             token_id = draw(context, sample.seed, sample.sample_index, {*sample.suppressed_token_ids, *stops})
@@ -232,6 +242,10 @@ class FakeDevice:
         return counted
 
 
+def tables_of(row: Row) -> tuple[tuple[int, ...], ...]:
+    return row.block_table, *row.further_tables
+
+
 EditsOf = Callable[[SequenceGroup, Sequence, int], list[Edit]]
 
 
@@ -241,7 +255,8 @@ class Driver:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         manager = scheduler.block_manager
-        self.device = FakeDevice(manager.pool.num_blocks, manager.block_size, manager.sliding_window)
+        num_blocks, windows = manager.groups[-1].pool.num_blocks, (group.sliding_window for group in manager.groups)
+        self.device = FakeDevice(num_blocks, manager.block_size, tuple(windows))
         self.new_sequence_id = itertools.count(1_000_000).__next__
         self.plans: list[StepPlan] = []
         self.searches: dict[str, BeamStrategy] = {}  # by request id, once they have drawn
@@ -269,7 +284,7 @@ class Driver:
         counted = self.device.run(plan, roots)
         for row in plan.rows:
             known = sequences[row.sequence_id][1].token_ids[: row.context_length - len(row.parents)]
-            self._check_row(row.block_table, known, roots[row.sequence_id])
+            self._check_row(tables_of(row), known, roots[row.sequence_id])
         edits = self.scores(plan)
         draws: dict[str, list[Draw]] = {}
         ended: set[int] = set()
@@ -303,10 +318,12 @@ class Driver:
         for row in plan.rows:
             sequence = sequences[row.sequence_id][1]
             if row.parents and not sequence.finished:
-                table, num_computed = manager.block_table(row.sequence_id), sequence.num_computed_tokens
+                tables = (manager.block_table(row.sequence_id), *manager.further_tables(row.sequence_id))
+                num_computed = sequence.num_computed_tokens
                 assert num_computed == len(sequence.token_ids) - 1, "a right draft is computed"
-                assert len(table) == manager.blocks_for(num_computed), "wrong drafts keep blocks"
-                self._check_row(table, sequence.token_ids[:num_computed], roots[row.sequence_id])
+                num_blocks = manager.blocks_for(num_computed)
+                assert all(len(table) == num_blocks for table in tables), "wrong drafts keep blocks"
+                self._check_row(tables, sequence.token_ids[:num_computed], roots[row.sequence_id])
         check_cached(scheduler.block_manager, self.device)
         return touched
 
@@ -316,7 +333,7 @@ class Driver:
         if not drafts:
             return self.scheduler.plan()
         without = copy.deepcopy(self.scheduler).plan()
-        plan = self.scheduler.plan(drafts)
+        plan = self.scheduler.plan(Drafts(drafts))
         assert plan is not None and without is not None
         assert len(plan.rows) == len(without.rows), "a draft is in somebody's way"
         bare = [
@@ -324,6 +341,9 @@ class Driver:
                 token_ids=row.token_ids[: len(row.token_ids) - len(row.parents)],
                 parents=(),
                 block_table=row.block_table[: len(other.block_table)],
+                further_tables=tuple(
+                    table[: len(bare)] for table, bare in zip(row.further_tables, other.further_tables, strict=True)
+                ),
             )
             for row, other in zip(plan.rows, without.rows, strict=True)
         ]
@@ -331,10 +351,13 @@ class Driver:
         assert replace(plan, rows=tuple(bare), samples=tuple(samples)) == without, "a draft is in somebody's way"
         return plan
 
-    def _check_row(self, table: tuple[int, ...], known: list[int], root: object) -> None:
-        seen = known[-self.device.window :] if self.device.window else known
-        assert self.device.read(table, len(known)) == seen
-        assert self.device.context(table, len(known), root) == context_of(known, root), "computed behind another prefix"
+    def _check_row(self, tables: tuple[tuple[int, ...], ...], known: list[int], root: object) -> None:
+        windows = (self.device.window, *self.device.further_windows)
+        for table, window in zip(tables, windows, strict=True):
+            assert self.device.read_window(table, len(known), window) == (known[-window:] if window else known)
+            assert self.device.context(table, len(known), root) == context_of(known, root), (
+                "computed behind another prefix"
+            )
 
     def scores(self, plan: StepPlan) -> list[Edit]:
         """Of the tokens that the plan asks for, behind what the device reads before them."""
@@ -349,7 +372,8 @@ class Driver:
 
     def lose_pages(self) -> None:
         self.scheduler.lose_pages()
-        self.device = FakeDevice(len(self.device.slots), self.device.block_size, self.device.window)
+        windows = (self.device.window, *self.device.further_windows)
+        self.device = FakeDevice(len(self.device.slots), self.device.block_size, windows)
         self.scheduler.check()
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -383,12 +407,12 @@ class Driver:
 
     def _check_preemption(self, plan: StepPlan, before: tuple[SequenceGroup, ...]) -> None:
         gave_way = [group.request.request_id for group in before][len(before) - len(plan.preempted) :]
-        assert list(plan.preempted) == gave_way[::-1], "the highest ranks give way first"
+        assert list(plan.preempted) == gave_way[::-1], "the highest ranks are preempted first"
         assert {group.request.request_id for group in before} <= {
             *plan.preempted,
             *(group.request.request_id for group in self.scheduler.running),
-        }, "somebody gave way and is not named"
-        assert self.scheduler.num_running > 0 and len(plan.preempted) < max(1, len(before)), "the first gave way"
+        }, "somebody was preempted and is not named"
+        assert self.scheduler.num_running > 0 and len(plan.preempted) < max(1, len(before)), "the first was preempted"
         assert not (plan.preempted and plan.swap_in), "a step admits or preempts, never both"
         in_step = {row.sequence_id for row in plan.rows}
         assert not in_step & {s.sequence_id for g in self.scheduler.waiting for s in g.sequences}
@@ -401,10 +425,9 @@ class Driver:
 
 def check_cached(manager: BlockManager, device: FakeDevice) -> None:
     """Asserts that every block of the prefix index holds what the index says, to the last slot."""
-    for block in range(manager.pool.num_blocks):
-        if manager.pool.is_kept(block):
-            assert manager.prefix_index is not None
-            assert tuple(device.slots[block]) == manager.prefix_index.entry(block).token_ids, f"block {block} lies"
+    for block in manager.groups[0].pool.kept_blocks():
+        assert manager.cached is not None
+        assert tuple(device.slots[block]) == manager.cached.index.entry(block).token_ids, f"block {block} lies"
 
 
 def check_limits(
@@ -412,7 +435,7 @@ def check_limits(
 ) -> None:
     """Asserts that the backend's shapes hold the plan, that its parts fit together, and that nobody writes where others read."""
     limits, manager = scheduler.limits, scheduler.block_manager
-    window, block_size = manager.sliding_window, manager.block_size
+    block_size = manager.block_size
     lengths = [len(row.token_ids) for row in plan.rows]
     assert lengths and min(lengths) > 0
     num_rows = max(len(lengths), 0 if plan.verifies else len(plan.samples))
@@ -432,12 +455,15 @@ def check_limits(
     for index, row in enumerate(plan.rows):
         sequence = sequences[row.sequence_id]
         assert row.start == sequence.num_computed_tokens
-        num_passed = row.block_table.count(0)
-        assert num_passed == 0 or (window is not None and num_passed * block_size <= row.start - window + 1), "a hole"
         known_until = row.context_length - len(row.parents)
-        written = row.block_table[row.start // block_size : manager.blocks_for(row.context_length)]
-        assert len(written) == manager.blocks_for(row.context_length) - row.start // block_size
-        assert all(manager.pool.is_writable(block) for block in written), "written to a block that others have"
+        for group, table in zip(manager.groups, tables_of(row), strict=True):
+            num_passed, window = table.count(0), group.sliding_window
+            assert num_passed == 0 or (window is not None and num_passed * block_size <= row.start - window + 1), (
+                "a hole"
+            )
+            written = table[row.start // block_size : manager.blocks_for(row.context_length)]
+            assert len(written) == manager.blocks_for(row.context_length) - row.start // block_size
+            assert all(group.pool.is_writable(block) for block in written), "written to a block that others have"
         request = requests[row.sequence_id]
         assert row.context_length < request.max_total_tokens, "a token that is never wanted"
         assert not (request.beam and row.parents), "a beam has drafts"

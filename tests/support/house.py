@@ -1,4 +1,4 @@
-"""The laws of the house (docs/architecture.md), read off the syntax trees: who may import whom, what never appears, how large things get.
+"""The laws of docs/internals/architecture.md, read off the syntax trees: who may import whom, what never appears, how large things get.
 
 `violations(root)` lists what breaks them as `file:line: what`, so that the test's message is the place to go to.
 """
@@ -53,6 +53,10 @@ BANNED_ATTRIBUTES = {
     ("os", "system"),
 }
 BANNED_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}  # with the value True
+
+# Where modules multiply: everywhere else they call `product`.
+PRODUCTS = {"jaxpage/layers/product.py", "jaxpage/layers/norms.py"}
+PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", "inner"}
 
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 70
@@ -158,6 +162,7 @@ def violations(root: Path) -> list[str]:
         for item in imports(module, known):
             found += [f"{module.path}:{item.line}: {text}" for text in _import_laws(module, item)]
         found += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _products(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
     return found
 
@@ -220,6 +225,16 @@ def _never(module: Module) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 if (node.module, alias.name) in BANNED_ATTRIBUTES:
                     yield node.lineno, f"uses {node.module}.{alias.name}"
+
+
+def _products(module: Module) -> Iterator[tuple[int, str]]:
+    """One place multiplies by weights, so that one place has to know of a new kind of weight."""
+    if not module.name.startswith(("jaxpage.layers", "jaxpage.models")) or module.path in PRODUCTS:
+        return
+    for node in ast.walk(module.tree):
+        called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
+        if called in PRODUCT_CALLS or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)):
+            yield node.lineno, "multiplies: layers.product.product does that, and knows the kinds of weights"
 
 
 def _sizes(module: Module) -> Iterator[tuple[int, str]]:

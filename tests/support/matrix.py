@@ -19,6 +19,7 @@ from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from tests.support.engines import give_way
+from tests.support.running import SMALL
 from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up
 
 YES, REFUSED, NO_FIELD = "yes", "refused", "no such field"
@@ -28,10 +29,7 @@ PROMPT = (
     "middle of winter he"
 )
 SETTINGS: dict[str, Any] = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 129,
-    "max_model_len": 256,
+    **SMALL,
     "scheduling_policy": "priority",
     "enable_prefix_caching": False,
     "preemption_mode": "swap",
@@ -362,19 +360,18 @@ def markdown(matrix: dict[str, dict[str, str]]) -> str:
     return _DOCUMENT.format(table="\n".join(lines))
 
 
-_DOCUMENT = """# What works with what
+_DOCUMENT = """# Support matrix
 
-Made by the tests, which ask the engine for every cell: `pytest tests/test_support_matrix.py --write-support-matrix` writes this file and
-`jaxpage/support_matrix.json` anew, and without the flag the same test fails where either says something else.
+Which parameter works with which feature. The tests try every cell: `pytest tests/test_support_matrix.py --write-support-matrix` writes
+this file and `jaxpage/support_matrix.json`. Without the flag the same test fails if either is out of date.
 
-- *yes*: the parameter does what it says (the test has a check for each), and what the columns from *streaming* on give is what a plain run
-  gives, to the last bit.
-- *refused*: an `UnsupportedError` that names both.
-- *–*: parameters of that kind of request have no such field.
+- *yes*: the parameter works (each has a check). In the columns from *streaming* on, the output equals that of a plain run to the last bit.
+- *refused*: an `UnsupportedError` that names the parameter and the feature.
+- *–*: this kind of request has no such parameter.
 
 {table}
 
-*priority* needs `scheduling_policy: priority`, else it is refused; *user* matters to `scheduling_policy: fair` only; *stop*,
-*bad_words* and *structured_outputs* need a model with a tokenizer. *preemption* is by swapping and by recomputation.
-*speculation* is with drafts of which some are right; beam searches run beside it without any.
+*priority* needs `scheduling_policy: priority` and is refused otherwise. *user* is used only by `scheduling_policy: fair`. *stop*,
+*bad_words* and *structured_outputs* need a model with a tokenizer. *preemption* covers swapping and recomputation.
+*speculation* covers accepted and rejected drafts. Beam searches run in the same batch, without drafts.
 """

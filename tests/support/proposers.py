@@ -6,14 +6,14 @@ import random
 from collections.abc import Callable, Mapping
 
 from jaxpage.speculation import Proposer
-from jaxpage.speculation.synthetic import Outputs, SyntheticProposer
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.request import Request, Sequence, SequenceGroup
+from tests.support.synthetic import Outputs, SyntheticProposer
 
 Guessing = Callable[[Sequence, int, random.Random], Draft | None]
 
 
-class Double:
+class Double(Proposer):
     """A proposer made of a function of the sequence, the drafts that are wanted and a source of noise that the sequence's length seeds."""
 
     def __init__(self, guess: Guessing) -> None:
@@ -38,7 +38,7 @@ def always_wrong(outputs: Outputs, most: int, vocab_size: int) -> Proposer:
     return SyntheticProposer(outputs, (0.0,) * most, vocab_size=vocab_size)
 
 
-class PastTheEnd:
+class PastTheEnd(Proposer):
     """Right to the end of the known output, and from there on for as many drafts as are wanted: past EOS and past the last position."""
 
     def __init__(self, outputs: Outputs) -> None:
@@ -48,9 +48,6 @@ class PastTheEnd:
         output = self.outputs[request.prompt_token_ids][sequence.sample_index]
         rest = list(output[sequence.num_output_tokens :][:num_drafts])
         return chain((*rest, *[output[-1]] * (num_drafts - len(rest))))
-
-    def forget(self, group: SequenceGroup) -> None:
-        """There is nothing to forget."""
 
 
 def any_length(vocab_size: int) -> Double:

@@ -10,8 +10,15 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxpage.models.base import model_weights
 from jaxpage.models.registry import load_family
 
+# The order in which numbers are drawn, by parts of names within a layer and outside of one.
+_OUTSIDE = "embed_tokens wte lm_head embed_positions wpe project_in project_out"
+_INSIDE = (
+    "input_layernorm post_attention_layernorm ln_1 q_proj k_proj v_proj o_proj out_proj q_norm k_norm c_attn attn.c_proj "
+    "self_attn_layer_norm ln_2 gate_proj up_proj down_proj fc1 fc2 c_fc mlp.c_proj final_layer_norm"
+)
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -20,14 +27,25 @@ def random_tensors(config: dict[str, Any], seed: int = 0, dtype: str = "float32"
     family = load_family(config)
     rng = np.random.default_rng(seed)
     tensors = {}
-    for weight in family.weights(family.Spec.from_config(config)):
-        noise = rng.standard_normal(weight.shape, dtype=np.float32)
-        if len(weight.shape) > 1:
-            values = noise * np.clip(1.6 / np.sqrt(weight.shape[-1]), 0.05, 0.3)
+    weights = model_weights(family, family.Spec.from_config(config))
+    shapes = {piece.name: piece.stored_shape for weight in weights for piece in weight.sources[0].pieces}
+    for name in sorted(shapes, key=_order):
+        noise = rng.standard_normal(shapes[name], dtype=np.float32)
+        if noise.ndim > 1:
+            values = noise * np.clip(1.6 / np.sqrt(noise.shape[-1]), 0.05, 0.3)
         else:
-            values = 0.1 * noise + (0.0 if weight.path[-1] == "bias" else 1.0)
-        tensors[weight.name] = values.astype(DTYPES[dtype])
+            values = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
+        tensors[name] = values.astype(DTYPES[dtype])
     return tensors
+
+
+def _order(name: str) -> tuple[int, int, bool, str]:
+    """Tables first, then layer by layer, then what is left; the weight before the bias."""
+    layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+    parts = (_OUTSIDE if layer is None else _INSIDE).split()
+    place = next((place for place, part in enumerate(parts) if part in name), len(parts))
+    last = layer is None and place == len(parts)
+    return (10**6 if last else -1 if layer is None else layer), place, name.endswith("bias"), name
 
 
 def random_checkpoint(

@@ -175,11 +175,11 @@ def serving(
 def _logged_errors() -> Iterator[list[str]]:
     errors: list[str] = []
 
-    class Keeper(logging.Handler):
+    class HandleClient(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             errors.append(self.format(record))
 
-    keeper = Keeper(logging.ERROR)
+    keeper = HandleClient(logging.ERROR)
     logging.getLogger().addHandler(keeper)
     try:
         yield errors

@@ -9,15 +9,14 @@ import numpy as np
 
 from jaxpage import LLM
 from jaxpage.engine.engine import Engine
-from jaxpage.speculation import Proposer
-from jaxpage.speculation.speculation import Speculation
+from jaxpage.speculation import Proposer, ProposingSpeculator
 from jaxpage.step.draft import Draft, chain
-from jaxpage.step.request import Request, Sequence, SequenceGroup
+from jaxpage.step.request import Request, Sequence
 
 DRAFTING = {"method": "ngram", "num_speculative_tokens": 4}  # settings of the engines in which these stand
 
 
-class Scripted:
+class Scripted(Proposer):
     """Drafts what a sequence will be, so many right tokens and wrong ones behind them. `heard`: what it was told of each sequence."""
 
     def __init__(
@@ -41,9 +40,6 @@ class Scripted:
         self.heard[sequence_id] = list(token_ids)
         return chain(tuple([*right, *wrong][:num_drafts]))
 
-    def forget(self, group: SequenceGroup) -> None:
-        pass
-
 
 def mixed_up(sequence_id: int, known: int) -> tuple[int, int]:
     """A script with some of everything."""
@@ -51,7 +47,7 @@ def mixed_up(sequence_id: int, known: int) -> tuple[int, int]:
     return chance % 5, chance // 5 % 3
 
 
-class Guesses:
+class Guesses(Proposer):
     """Trees and chains of tokens without any sense."""
 
     def __init__(self, vocab_size: int = 257) -> None:
@@ -66,14 +62,17 @@ class Guesses:
             return chain(tokens)
         return Draft(tokens, tuple(int(rng.integers(-1, place)) if place else -1 for place in range(length)))
 
-    def forget(self, group: SequenceGroup) -> None:
-        pass
 
-
-def draft_with(engine: Engine, proposer: Proposer) -> None:
+def draft_with(engine: Engine, proposer: Proposer, *, learns_top_ids: bool = False) -> None:
     """From now on the engine verifies what this proposer drafts, as much of it as its shapes hold."""
-    engine.speculation = Speculation(proposer, engine.scheduler.limits, None, vocab_size=engine.builder.vocab_size)
-    engine.propose = engine.speculation.propose
+    engine.speculator = ProposingSpeculator(
+        proposer,
+        engine.scheduler.limits,
+        None,
+        vocab_size=engine.builder.vocab_size,
+        strategies=engine._strategies,
+        learns_top_ids=learns_top_ids,
+    )
 
 
 def without_drafts(llm: LLM) -> None:

@@ -126,6 +126,6 @@ def export(teacher: Teacher, token_map: np.ndarray, params: Params, directory: P
         "draft_vocab_size": len(token_map),
         "target_hidden_size": teacher.spec.width,
         "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": list(TAPS),  # that are entered: see docs/drafters.md
+        "eagle_aux_hidden_state_layer_ids": list(TAPS),  # that are entered: see docs/guides/drafters.md
     }
     write_json(directory / "config.json", config)

@@ -1,4 +1,4 @@
-"""Compares what lm-eval was told by a server (`--log_samples`) with transformers on torch: docs/serving.md, "With lm-eval".
+"""Compares a server's answers to lm-eval (`--log_samples`) with transformers on torch: docs/guides/serving.md, "lm-eval".
 
     python tools/lm_eval/compare.py out/demo jaxpage/demo
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.serving.submitted import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+from jaxpage.serving.request_handle import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def refusal_of(error: Exception) -> ApiError | None:
     return None
 
 
-def told(error: Exception) -> ApiError:
+def to_api_error(error: Exception) -> ApiError:
     """What a client is told of any error. What is not for its eyes is logged, and told with a fixed text."""
     refusal = refusal_of(error)
     if refusal is None:

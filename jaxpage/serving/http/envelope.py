@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxpage.serving.http.answers import send_error, told
+from jaxpage.serving.http.answers import send_error, to_api_error
 from jaxpage.serving.http.connection import LINGER_SECONDS
 from jaxpage.serving.logs import log_refusal
 from jaxpage.serving.metrics import ServerMetrics
@@ -78,7 +78,7 @@ class Envelope:
         except Exception as error:
             if has_begun:
                 raise
-            await send_error(told(error), scope, receive, dressed_send)
+            await send_error(to_api_error(error), scope, receive, dressed_send)
 
 
 async def _read_on(receive: Receive) -> None:

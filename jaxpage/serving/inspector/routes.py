@@ -96,7 +96,11 @@ def state_routes(loop: Source, *, show_prompts: bool) -> list[BaseRoute]:
 
     async def events(request: Request) -> Response:
         if feed.num_viewers >= MOST_VIEWERS:
-            raise ApiError(503, f"{MOST_VIEWERS} pages look at this engine already", headers=RETRY_AFTER)
+            raise ApiError(
+                503,
+                f"The inspector has {MOST_VIEWERS} viewers already, and no more are allowed; close one",
+                headers=RETRY_AFTER,
+            )
         request.scope["state"]["comment"] = COMMENT  # for who looks whether the viewer is still there
         return StreamingResponse(feed.events(), media_type="text/event-stream", headers=_PRIVATE)
 

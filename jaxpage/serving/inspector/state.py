@@ -1,6 +1,7 @@
 """A snapshot of an engine as JSON, made between two steps: who owns which block, who runs, who waits, and what the last steps were.
 
-The page makes the same form of a recorded event log (static/log.js), so that one drawing serves both. docs/inspector.md describes it.
+The page makes the same form of a recorded event log (static/log.js), so that one drawing serves both.
+docs/guides/inspector.md describes it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _num_tokens(step: Snapshot) -> int:
 
 
 def _waiting_state(group: SequenceGroup, manager: BlockManager) -> str:
-    if any(sequence.sequence_id in manager.swapped for sequence in group.unfinished):
+    if any(manager.is_swapped(sequence.sequence_id) for sequence in group.unfinished):
         return "swapped"
     return "preempted" if group.num_preemptions else "waiting"
 
@@ -93,25 +94,31 @@ def _waiting_state(group: SequenceGroup, manager: BlockManager) -> str:
 def _sequence(sequence: Sequence, manager: BlockManager) -> Snapshot:
     sequence_id = sequence.sequence_id
     owns = sequence.finish_reason is None and sequence_id in manager.sequence_ids
-    swapped = sequence.finish_reason is None and sequence_id in manager.swapped
+    swapped = sequence.finish_reason is None and manager.is_swapped(sequence_id)
     return {
         "id": sequence_id,
         "sample": sequence.sample_index,
         "known": sequence.num_known_tokens,
         "computed": sequence.num_computed_tokens,
         "blocks": manager.block_table(sequence_id) if owns else (),
-        "host_blocks": list(manager.swapped.table(sequence_id)) if swapped else [],
+        "host_blocks": list(manager.host_tables(sequence_id)[0]) if swapped else [],
     }
 
 
 def _pool(manager: BlockManager) -> Snapshot:
-    host_pool = manager.swapped.pool
+    """Of the first cache group; of the others no more than how full they are."""
+    first, *further = manager.groups
+    host_pool = first.swapped.pool
     return {
         "block_size": manager.block_size,
-        "num_blocks": manager.pool.num_blocks,  # the null block included
+        "num_blocks": first.pool.num_blocks,  # the null block included
         "num_host_blocks": 0 if host_pool is None else host_pool.num_usable,
-        "ref_counts": manager.pool.ref_counts(),  # by block
-        "kept": manager.pool.kept_blocks(),  # whose content the prefix index finds
+        "ref_counts": first.pool.ref_counts(),  # by block
+        "kept": first.pool.kept_blocks(),  # whose content the prefix index finds
+        "further_groups": [
+            {"window": group.sliding_window, "num_blocks": group.pool.num_usable, "num_free": group.pool.num_free}
+            for group in further
+        ],
         "pins": [
             {"id": pin_id, "tokens": len(pin.token_ids), "blocks": manager.block_table(pin_id)}
             for pin_id, pin in manager.pins.items()

@@ -11,8 +11,8 @@ from typing import Any
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.events import Events
 from jaxpage.outputs import RequestMetrics
-from jaxpage.step.edits import Edit
-from jaxpage.step.plan import Row, StepPlan, StepResult
+from jaxpage.step.plan import Row, StepPlan
+from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class Watcher(Events):
         self._engine = engine
         self._listener = engine.events
         self._began = now
+        self._group_of: dict[int, SequenceGroup] = {}  # of the step that is under way, by sequence id
         for group in (*engine.scheduler.running, *engine.scheduler.waiting):
             metrics = engine.metrics.requests[group.request.request_id]
             self.tracks[group.request.request_id] = Track(group, Timeline.begun(metrics, now))
@@ -129,15 +130,16 @@ class Watcher(Events):
     def planned(self, plan: StepPlan) -> None:
         self._listener.planned(plan)
         self._began = time.monotonic()
+        self._group_of = {s.sequence_id: group for group in self._engine.scheduler.running for s in group.unfinished}
 
-    def drawn(self, plan: StepPlan, result: StepResult, edits: list[Edit]) -> None:
-        self._listener.drawn(plan, result, edits)
+    def stepped(self, report: StepReport) -> None:
+        self._listener.stepped(report)
         now = time.monotonic()
         if now - self.last_look > PATIENCE_SECONDS:
             self._leave()
             return
         try:
-            self._note(plan, now)
+            self._note(report.plan, now)
         except Exception:
             logger.exception("the page's history of the engine ends here; it begins anew at the next look")
             self._leave()
@@ -163,16 +165,15 @@ class Watcher(Events):
             track.timeline.close(time.monotonic())
 
     def _note(self, plan: StepPlan, now: float) -> None:
-        """Books a step that ran; nothing of it is committed yet."""
+        """Books a step that ran."""
         scheduler = self._engine.scheduler
-        group_of = {s.sequence_id: group for group in scheduler.running for s in group.unfinished}
         for request_id in plan.preempted:
             if track := self.tracks.get(request_id):
-                swapped = any(s.sequence_id in scheduler.block_manager.swapped for s in track.group.unfinished)
+                swapped = any(scheduler.block_manager.is_swapped(s.sequence_id) for s in track.group.unfinished)
                 track.timeline.wait("swapped" if swapped else "preempted", self._began)
         rows = []
         for row in plan.rows:
-            group = group_of[row.sequence_id]
+            group = self._group_of[row.sequence_id]
             kind = "chunk" if is_chunk(row, len(group.request.prompt_token_ids)) else "decode"
             if track := self.tracks.get(group.request.request_id):
                 track.timeline.compute(kind, self._began, now, len(row.token_ids), plan.step_id)

@@ -84,10 +84,10 @@ class Answer:
         """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on."""
         reason = str(output.stop_reason or "")
         if output.finish_reason == "abort":
-            raise ApiError(503, "The request was ended before it was complete", headers=RETRY_AFTER)
+            raise ApiError(503, "The request was aborted before it finished", headers=RETRY_AFTER)
         if output.finish_reason == "error":
             if reason == NO_TOKEN_LEFT or reason.startswith("structured_outputs: "):
-                raise ApiError(400, f"The generation cannot go on: {reason}").quoting(self._request)
+                raise ApiError(400, f"Generation failed: {reason}").quoting(self._request)
             raise ApiError(500, INTERNAL)
 
     def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:

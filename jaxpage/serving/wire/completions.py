@@ -51,11 +51,11 @@ def _check_tokens(request: CompletionRequest, context: ModelContext) -> None:
         if not request.echo:
             raise ApiError(400, "max_tokens must be at least 1 without echo, got 0", param="max_tokens")
         if request.use_beam_search or request.best_of is not None:
-            raise ApiError(400, "max_tokens=0 leaves nothing to choose the best of", param="max_tokens")
+            raise ApiError(400, "best_of is not supported with max_tokens=0", param="max_tokens")
     if request.echo and context.tokenizer is None:
         raise ApiError(400, "echo needs text, but the model has no tokenizer", param="echo")
     if (request.best_of or 0) > (request.n or 1) and request.stream:
-        raise ApiError(400, "best_of is not supported with stream: the best is known at the end", param="best_of")
+        raise ApiError(400, "best_of is not supported with stream: the best is known only at the end", param="best_of")
 
 
 def _params(request: CompletionRequest, context: ModelContext) -> SamplingParams | BeamSearchParams:

@@ -46,7 +46,7 @@ def sampling_params(request: GenerationRequest, context: ModelContext, **own: An
     if request.logit_bias is not None:
         biases = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
         if len(biases) < len(request.logit_bias):
-            raise ApiError(400, "logit_bias has a token twice, in two spellings", param="logit_bias")
+            raise ApiError(400, "logit_bias has the same token id twice, written in two ways", param="logit_bias")
         given["logit_bias"] = biases
     if request.seed is not None:
         given["seed"] = request.seed % 2**64  # a seed of -1 is one, and not the wish for another
@@ -68,7 +68,7 @@ def beam_params(request: GenerationRequest, *, width: int, max_tokens: int | Non
         raise ApiError(400, "response_format is not supported with use_beam_search", param="response_format")
     if request.stream:
         raise ApiError(
-            400, "stream is not supported with use_beam_search: the best is known at the end", param="stream"
+            400, "stream is not supported with use_beam_search: the best is known only at the end", param="stream"
         )
     try:
         return BeamSearchParams(
@@ -89,7 +89,9 @@ def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
     wanted = request.response_format
     if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
         if request.structured_outputs is not None:
-            raise ApiError(400, "response_format and structured_outputs exclude each other", param="structured_outputs")
+            raise ApiError(
+                400, "response_format and structured_outputs cannot be used together", param="structured_outputs"
+            )
         if isinstance(wanted, JsonObjectFormat):
             return {"json_object": True}
         check_schema(wanted.json_schema.schema_, "response_format.json_schema.schema")

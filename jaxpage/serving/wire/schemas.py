@@ -35,7 +35,7 @@ _SCHEMAS = (
 
 
 def check_schema(schema: dict[str, Any], param: str) -> None:
-    """Raises ApiError if it is too large or deep, names a type that there is not, has a pattern that is no regular expression, or
+    """Raises ApiError if it is too large or deep, names a type that there is not, has a pattern that is not a valid regular expression, or
     refers to anything outside itself: nothing is ever fetched."""
 
     def refuse(what: str) -> None:
@@ -47,7 +47,7 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         if depth > MAX_SCHEMA_DEPTH:
             refuse(f"nested more than {MAX_SCHEMA_DEPTH} deep")
         if not isinstance(part, dict | bool):
-            refuse(f"{shown(part)} is no JSON schema")
+            refuse(f"{shown(part)} is not a JSON schema")
         if not isinstance(part, dict):
             continue
         types = part.get("type", [])
@@ -57,7 +57,7 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         for name in _REFERENCES:
             reference = part.get(name, "#")
             if not isinstance(reference, str) or not reference.startswith("#"):
-                refuse(f"{name} {shown(reference)} is not within the schema; nothing is fetched")
+                refuse(f"{name} {shown(reference)} is not within the schema; external references are not fetched")
         for pattern in [part[name] for name in ("pattern",) if name in part] + list(_keys(part, "patternProperties")):
             if problem := _problem_of(pattern):
                 refuse(f"pattern {shown(pattern)} {problem}")
@@ -148,7 +148,7 @@ def _keys(part: dict[str, Any], name: str) -> Iterator[str]:
 def _problem_of(pattern: Any) -> str | None:
     """What is plainly wrong with a pattern. It is not compiled: that can take for ever, and the grammars' compiler has limits."""
     if not isinstance(pattern, str):
-        return "is no string"
+        return "is not a string"
     depth, in_class, escaped, may_repeat = 0, False, False, False
     for place, character in enumerate(pattern):
         if not (escaped or in_class) and _BEYOND_REGULAR.match(pattern, place):
@@ -157,8 +157,8 @@ def _problem_of(pattern: Any) -> str | None:
             in_class, escaped = in_class and (escaped or character != "]"), not escaped and character == "\\"
             may_repeat = True
         elif (character in "*+" and not may_repeat) or (character == ")" and depth == 0):
-            return "is no regular expression"
+            return "is not a valid regular expression"
         else:
             depth += (character == "(") - (character == ")")
             in_class, escaped, may_repeat = character == "[", character == "\\", character not in "(|"
-    return "is no regular expression" if depth or in_class or escaped else None
+    return "is not a valid regular expression" if depth or in_class or escaped else None

@@ -146,7 +146,7 @@ def _variables(given: dict[str, Any], template: str, context: ModelContext) -> d
         if name not in known:
             own = sorted(known)[:_MAX_VARIABLES]
             raise ApiError(
-                400, f"{param}: {shown(name)} is no variable of the model's template; it has {own}", param=param
+                400, f"{param}: {shown(name)} is not a variable of the model's template, which has {own}", param=param
             )
         is_small = value is None or isinstance(value, bool)
         is_small = is_small or (isinstance(value, int | float) and abs(value) <= _MAX_NUMBER)

@@ -44,7 +44,7 @@ def _text(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeReq
 
 def _conversation(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeChatRequest, tuple[str, ...]]:
     if body.get("prompt") is not None:
-        raise ApiError(400, "prompt and messages exclude each other", param="messages")
+        raise ApiError(400, "prompt and messages cannot be used together", param="messages")
     request, ignored = read(body, TokenizeChatRequest, context)
     return render(request, context, request.tools or []), request, ignored
 
@@ -55,7 +55,7 @@ def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     tokenizer = _tokenizer(context)
     request, ignored = read(body, DetokenizeRequest, context)
     if len(request.tokens) > (most := context.limits.max_detokenize_tokens):
-        raise ApiError(400, f"tokens has {len(request.tokens)} of them; at most {most} are allowed", param="tokens")
+        raise ApiError(400, f"tokens has {len(request.tokens)} items; at most {most} are allowed", param="tokens")
     if request.tokens and max(request.tokens) >= context.vocab_size:
         message = f"tokens has {max(request.tokens)}, but the model's token ids are 0 to {context.vocab_size - 1}"
         raise ApiError(400, message, param="tokens")

@@ -51,7 +51,7 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
         parameter = "tools[0].function.parameters" if len(tools) == 1 else "tools"
         return ToolUse(lambda: required(names), tools, {"json": schema}, parameter)
     if "tools" not in template_of(context, tools):
-        raise ApiError(400, "The model's chat template has no place for tools: it would not know them", param="tools")
+        raise ApiError(400, "The model's chat template does not support tools", param="tools")
     new_parser = TOOL_PARSERS[context.tool_parser]
     return ToolUse(lambda: new_parser(names), tools, keeps_special_tokens=_has_special_marks(context))
 
@@ -65,13 +65,15 @@ def _check(tools: list[Tool]) -> None:
         param = f"tools[{index}].function.parameters"
         check_schema(parameters_of(tool), param)
         if not admits_object(parameters_of(tool)):
-            raise ApiError(400, f"{param}: it admits no object, but the arguments of a call are one", param=param)
+            raise ApiError(
+                400, f"{param}: it must allow an object, because the arguments of a call are an object", param=param
+            )
 
 
 def _named(tools: list[Tool], name: str) -> ToolUse:
     index = next((index for index, tool in enumerate(tools) if tool.function.name == name), None)
     if index is None:
-        raise ApiError(400, f"tool_choice names {shown(name)}, which is none of tools", param="tool_choice")
+        raise ApiError(400, f"tool_choice names {shown(name)}, which is not in tools", param="tool_choice")
     schema, parameter = named_schema(parameters_of(tools[index])), f"tools[{index}].function.parameters"
     return ToolUse(lambda: NamedCall(name), tools, {"json": schema}, parameter, is_named=True)
 

@@ -44,7 +44,7 @@ function dotOf({ request }) {
 function storyOf(request) {
   const found = request.cached_tokens ? `, ${request.cached_tokens} of them found in the cache` : "";
   const kind = request.beam_width ? `; a beam search of ${request.beam_width}` : request.num_sequences > 1 ? `; ${request.num_sequences} samples` : "";
-  const gave = request.num_preemptions ? `; gave way ${count(request.num_preemptions, "time")}` : "";
+  const gave = request.num_preemptions ? `; preempted ${count(request.num_preemptions, "time")}` : "";
   return `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${found}, up to ${request.max_total_tokens} in all${kind}${gave}.`;
 }
 

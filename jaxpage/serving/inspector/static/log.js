@@ -1,9 +1,9 @@
-// Makes snapshots of a recorded event log (docs/event-log.md), with no engine: follows the block tables that the plans hold, and works
+// Makes snapshots of a recorded event log (docs/reference/event-log.md), without an engine: follows the block tables of the plans, and works
 // out what lies between them: forks, releases, and which blocks the prefix index knows.
 
 import { close, compute, wait } from "./timeline.js";
 
-const FORMAT = 2;
+const FORMAT = 3;
 const MOST_BYTES = 2 ** 28;
 const MOST_BLOCKS = 2 ** 21;
 const MOMENTS_BETWEEN_COPIES = 128;
@@ -76,7 +76,7 @@ export class Recording {
 /** What is known at a place of the log. All of it is in `data`, which can be cloned. */
 class LogState {
   constructor(header) {
-    if (header.event !== "header") throw new Error("this is no event log: it does not begin with a header");
+    if (header.event !== "header") throw new Error("this is not an event log: it does not begin with a header");
     if (header.format !== FORMAT) throw new Error(`the log has format ${header.format}; this page reads format ${FORMAT}`);
     const { num_blocks, swap_space_blocks, buckets } = header.engine ?? {};
     if (!(Number.isInteger(num_blocks) && num_blocks > 1 && num_blocks <= MOST_BLOCKS)) throw new Error(`num_blocks is ${num_blocks}`);
@@ -185,7 +185,12 @@ class LogState {
   on_plan(record) {
     const data = this.data;
     data.step = record.step;
-    const { rows, tables = [], swap_out = [], swap_in = [], copies = [], preempted = [], drafts = [] } = record;
+    const { rows, tables = [], preempted = [], drafts = [] } = record;
+    // The page shows the first cache group; the others' blocks have ids behind its own.
+    const shown = (pairs = [], place) => pairs.filter((pair) => pair[place] < this.data.refs.length);
+    const swap_out = shown(record.swap_out, 0);
+    const swap_in = shown(record.swap_in, 1);
+    const copies = shown(record.copies, 0);
     const hostOf = new Map(swap_out);
     const preemptedNumbers = preempted.map((id) => {
       const request = data.requests.get(id);

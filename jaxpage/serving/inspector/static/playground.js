@@ -115,7 +115,7 @@ export class Playground {
       stop: $("stop-text").value || undefined,
       n: n > 1 || isBeam ? n : undefined,
       use_beam_search: isBeam || undefined,
-      stream: !isBeam, // which beams are the best is known at the end
+      stream: !isBeam, // which beams are the best is known only at the end
       stream_options: isBeam ? undefined : { include_usage: true },
     };
     const withProbabilities = $("probabilities").checked && !isBeam;

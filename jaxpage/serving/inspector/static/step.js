@@ -18,7 +18,7 @@ export function stepNumbers(step) {
     [`${Math.round(100 * padding)} %`, "padding"],
     ...(drafts ? [[`${drafts}`, "drafts"]] : []),
     ...(step.copies.length ? [[`${step.copies.length}`, "copied"]] : []),
-    ...(step.preempted.length ? [[step.preempted.map((number) => `#${number}`).join(" "), "gave way"]] : []),
+    ...(step.preempted.length ? [[step.preempted.map((number) => `#${number}`).join(" "), "preempted"]] : []),
     ...(step.seconds === null ? [] : [[(1000 * step.seconds).toFixed(1), "ms"]]),
   ];
 }

@@ -1,0 +1,54 @@
+# What .ci/run and .ci/nightly share; they source it.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PIP_DISABLE_PIP_VERSION_CHECK=1 JAX_PLATFORMS=cpu
+
+stage=
+began=0
+# say STAGE: it begins, and the one before took so many seconds.
+say() {
+    [ -z "$stage" ] || printf '== %d s: %s\n' $((SECONDS - began)) "$stage"
+    stage=$*
+    began=$SECONDS
+    printf '\n== %s\n' "$stage"
+}
+
+done_all() {
+    say "Done, in $SECONDS s"
+}
+
+# Prints the path of a Python of this version that really runs (a pyenv shim may exist without a version behind it).
+find_python() {
+    local version=$1 candidate full
+    if candidate=$(command -v "python$version") && "$candidate" -c '' 2>/dev/null; then
+        echo "$candidate"
+    elif command -v pyenv >/dev/null && full=$(pyenv versions --bare | grep -E "^${version//./\\.}\.[0-9]+$" | tail -n 1); then
+        echo "$(pyenv prefix "$full")/bin/python"
+    else
+        return 1
+    fi
+}
+
+# install py311 ARGUMENTS: pip installs them there at the versions of constraints/py311.txt. A pin never fails the run: where one cannot
+# be had (an index may lag) or does not fit pyproject.toml, one line says so, and pip chooses as it does for users.
+install() {
+    local name=$1 pip="$work/$1/bin/pip" log="$work/$1.log"
+    shift
+    if [ -z "${NEWEST:-}" ]; then
+        "$pip" install --constraint "constraints/$name.txt" "$@" >"$log" 2>&1 && return
+        echo "constraints/$name.txt is not used: $(grep -m 1 '(constraint)' "$log" || grep -m 1 '^ERROR' "$log")"
+    fi
+    "$pip" install --quiet "$@"
+}
+
+# The page is tested in a browser; where none can be had, those tests say that they are skipped.
+install_chromium() {
+    if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "Chromium"
+        (timeout 300 apt-get update -qq && timeout 600 apt-get install -y -qq --no-install-recommends chromium) >/dev/null 2>&1 ||
+            echo "No Chromium here: the page is not tested"
+    fi
+}

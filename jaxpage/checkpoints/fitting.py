@@ -1,0 +1,181 @@
+"""Fits the tensors of a checkpoint to the parameters of a model, from headers alone, and refuses all that does not fit at once."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
+from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, has_safetensors, map_array, read_tensors
+from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.models.weights import FLOATS, Piece, Source, Weight
+
+COMPARED_BYTES = 1 << 26  # of two copies of a tensor, at a time
+_CODES = {dtype.name: code for code, dtype in NUMPY_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A parameter, and the stored tensors that fill it."""
+
+    weight: Weight
+    pieces: tuple[tuple[Piece, TensorInfo], ...]
+
+    def dtype(self, dtype: str | None) -> np.dtype[Any]:
+        """In a model of `dtype`; None: as it is stored, where types are mixed the one that holds them all."""
+        if self.weight.dtype is None and dtype is not None:
+            if dtype not in FLOATS:
+                raise ValueError(f"dtype is {dtype!r}, not one of {', '.join(FLOATS)}")
+            return np.dtype(jnp.dtype(dtype))
+        stored = [NUMPY_DTYPES[info.dtype] for _, info in self.pieces]
+        return np.dtype(functools.reduce(jnp.promote_types, stored))
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Which stored tensors fill which parameter; made by `check_weights`, so all of it fits."""
+
+    directory: Path
+    layout: str  # "safetensors" or "orbax"; the names and shapes of the tensors are the same in both
+    parameters: tuple[Filled, ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """What is used of the checkpoint, each tensor once, by the name that the model's family has for it."""
+        return {piece.name: info for filled in self.parameters for piece, info in filled.pieces}
+
+    def num_bytes(self, dtype: str | None = None) -> int:
+        """Bytes of the parameters in `dtype` ("float32", "bfloat16", "float16"), or as they are stored."""
+        return sum(filled.weight.size * filled.dtype(dtype).itemsize for filled in self.parameters)
+
+    def stored_dtype(self) -> str:
+        """The dtype that most numbers of the checkpoint have: "float32", "bfloat16" or "float16"."""
+        counts = dict.fromkeys(FLOATS, 0)
+        for info in self.tensors.values():
+            name = NUMPY_DTYPES[info.dtype].name
+            if name in counts:
+                counts[name] += math.prod(info.shape)
+        return max(counts, key=lambda name: counts[name])
+
+
+def check_weights(directory: Path, weights: Sequence[Weight], ignored: Sequence[str] = ()) -> LoadPlan:
+    """Fit the checkpoint to `weights`; tensors whose names match a glob of `ignored` may stay unused.
+
+    Raises one CheckpointError that lists every corrupt file, every missing, unexpected or misshapen tensor, every dtype
+    that weights cannot have, and every tensor stored twice with different numbers. Nothing reaches the device.
+    """
+    problems = Problems(Path(directory))
+    plan = fit(Path(directory), weights, ignored, problems)
+    problems.raise_if_any()
+    return plan
+
+
+def fit(
+    directory: Path, weights: Sequence[Weight], ignored: Sequence[str], problems: Problems, *, compare: bool = True
+) -> LoadPlan:
+    """As `check_weights`, but adds to `problems`. compare: read what is stored under two names to see that it agrees."""
+    layout, stored = read_layout(directory, problems)
+    return fit_stored(LoadPlan(directory, layout), stored, weights, ignored, problems, compare=compare)
+
+
+def fit_stored(
+    plan: LoadPlan,
+    stored: Mapping[str, TensorInfo],
+    weights: Sequence[Weight],
+    ignored: Sequence[str],
+    problems: Problems,
+    *,
+    compare: bool = True,
+) -> LoadPlan:
+    """As `fit`, of tensors whose headers have been read; what was wrong with those is in `problems`. Returns the plan, filled."""
+    files_sound, used, parameters = not problems, set[str](), []
+    for weight in weights:
+        pieces = []
+        for piece in _chosen(weight.sources, stored).pieces:
+            found = [stored[name] for name in piece.names if name in stored]
+            if found:
+                pieces.append((piece, found[0]))
+            if not used.isdisjoint(piece.names):
+                continue  # another part of a tensor that has been looked at
+            used.update(piece.names)
+            fitting = [info for info in found if _fits(weight, piece, info, problems)]
+            if not found and (
+                stored or files_sound
+            ):  # with no readable file at all, a list of every tensor tells nothing
+                problems.add(f"tensor {quoted(piece.name)} of shape {piece.stored_shape} is missing")
+            for copy in fitting[1:]:
+                if plan.layout == "orbax":
+                    problems.add(
+                        f"tensors {quoted(fitting[0].name)} and {quoted(copy.name)} are one parameter, kept twice"
+                    )
+                elif compare and files_sound:
+                    _check_copy(fitting[0], copy, problems)
+        parameters.append(Filled(weight, tuple(pieces)))
+    for name in sorted(stored.keys() - used):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
+            problems.add(f"tensor {quoted(name)} of shape {stored[name].shape} is unexpected")
+    return replace(plan, parameters=tuple(parameters))
+
+
+def renamed(found: Mapping[str, TensorInfo], rename: Callable[[str], str], problems: Problems) -> dict[str, TensorInfo]:
+    """Tensors by the names that `rename` gives them, of which there shall be one for each."""
+    stored: dict[str, TensorInfo] = {}
+    for name, info in found.items():
+        first = stored.setdefault(rename(name), info)
+        if first is not info:
+            problems.add(f"tensors {quoted(first.name)} and {quoted(info.name)} are one parameter")
+    return stored
+
+
+def read_layout(directory: Path, problems: Problems) -> tuple[str, dict[str, TensorInfo]]:
+    """The layout of the directory, and its tensors by name; headers only."""
+    if has_orbax(directory) and has_safetensors(directory):
+        problems.add("there are both safetensors files and an orbax directory: set load_format to one of them")
+        return "safetensors", {}
+    if has_orbax(directory):
+        return "orbax", read_orbax_tensors(directory, problems)
+    return "safetensors", read_tensors(directory, problems)
+
+
+def same_bytes(info: TensorInfo, copy: TensorInfo) -> bool:
+    """Of two tensors in safetensors files, in the dtypes that weights can have."""
+    if (info.dtype, info.shape) != (copy.dtype, copy.shape):
+        return False
+    first, second = (map_array(tensor).reshape(-1).view(np.uint8) for tensor in (info, copy))
+    chunks = range(0, len(first), COMPARED_BYTES)
+    return all(np.array_equal(first[at : at + COMPARED_BYTES], second[at : at + COMPARED_BYTES]) for at in chunks)
+
+
+def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Source:
+    """The first of which all tensors are there, else the first."""
+
+    def is_there(source: Source) -> bool:
+        return all(any(name in stored for name in piece.names) for piece in source.pieces)
+
+    return next(filter(is_there, sources), sources[0])
+
+
+def _fits(weight: Weight, piece: Piece, info: TensorInfo, problems: Problems) -> bool:
+    codes = [_CODES[name] for name in ((weight.dtype,) if weight.dtype else FLOATS)]
+    if info.shape != piece.stored_shape:
+        problems.add(f"tensor {quoted(info.name)} has shape {info.shape}, and the model needs {piece.stored_shape}")
+    if info.dtype not in codes:
+        problems.add(
+            f"tensor {quoted(info.name)} has dtype {info.dtype}, not {'one of ' if len(codes) > 1 else ''}{', '.join(codes)}"
+        )
+    return info.shape == piece.stored_shape and info.dtype in codes
+
+
+def _check_copy(info: TensorInfo, copy: TensorInfo, problems: Problems) -> None:
+    """Two names for one tensor (tied embeddings saved in full) must hold the same bytes."""
+    if not same_bytes(info, copy):
+        problems.add(f"tensors {quoted(info.name)} and {quoted(copy.name)} are one parameter, but they differ")

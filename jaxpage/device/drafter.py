@@ -1,0 +1,108 @@
+"""What drafts inside the steps of a model, its target: one protocol for heads, for models of their own, and for the target itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpage.device.backends import Backend
+from jaxpage.device.buckets import Bucket
+from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.step_inputs import Flags, StepInputs
+
+
+class TargetStep(NamedTuple):
+    """A step of the target, as a drafter finds it."""
+
+    inputs: StepInputs
+    bucket: Bucket
+    backend: Backend
+    by_row: bool
+    hidden_TD: Float[Array, "T D"]  # behind the final norm
+    states: tuple[jax.Array, ...]  # [T, D]: the auxiliary hidden states that the drafter asked for, or else `hidden_TD`
+    logits_RV: Float[Array, "R V"]
+    token_ids_R: Int[Array, "R"]  # what was drawn
+    paths_BQ: Int[Array, "_ _"]  # of a step that verifies: see `acceptance.decide`
+    last_B: Int[Array, "B"]  # the draws that count as the last of their sequences: of a step that verifies one per row
+
+    @property
+    def depth(self) -> jax.Array:
+        """`StepPlan.draft_depth`, -1 for None."""
+        return self.inputs.flags[Flags.DRAFT_DEPTH]
+
+
+@runtime_checkable
+class DeviceDrafter(Protocol):
+    """Fixed for the life of an engine, and hashable. What it computes with comes with the parameters of each step."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of its own, whose keys and values stand behind the target's in every block. With any it has to compute all tokens of the text."""
+        ...
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The auxiliary hidden states of the target that it takes: see `ForwardContext`."""
+        ...
+
+    def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array | None, KVPages]:
+        """Drafts as far ahead as `target.depth` says. None: not in steps of this shape.
+
+        Args:
+            parameters: {"target": the target's, "drafter": its own}.
+            pages: of its own layers.
+
+        Returns:
+            What its proposer makes drafts of: int32, with an entry for each draw or for each of `target.last_B`; and the pages.
+        """
+        ...
+
+
+def split_layers(pages: KVPages, drafter: DeviceDrafter | None) -> tuple[KVPages, KVPages]:
+    """The pages of the target's layers, and those of a drafter's, which stand behind them."""
+    num_layers = len(pages) - (drafter.num_layers if drafter else 0)
+    return pages[:num_layers], pages[num_layers:]
+
+
+@dataclass(frozen=True)
+class HeadDrafter:
+    """Medusa's heads: of each the W likeliest tokens [J, W], all at once or none."""
+
+    graph: Any  # their nnx graph definition
+    num_guesses: int  # W
+    num_layers: ClassVar[int] = 0
+    aux_layers: ClassVar[tuple[int, ...]] = ()
+
+    def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array, KVPages]:
+        hidden_BD = target.hidden_TD[target.inputs.drawn_token_R[target.last_B]]
+        guess = functools.partial(nnx.merge(self.graph, parameters["drafter"]).guess, hidden_BD, self.num_guesses)
+        return _if_wanted(target, guess), pages
+
+
+@dataclass(frozen=True)
+class TopIdsDrafter:
+    """No drafter at all: the W likeliest tokens behind each draw, best first, for token recycling."""
+
+    num_ids: int  # W
+    num_layers: ClassVar[int] = 0
+    aux_layers: ClassVar[tuple[int, ...]] = ()
+
+    def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array, KVPages]:
+        return _if_wanted(target, lambda: top_ids(target.logits_RV, self.num_ids)), pages
+
+
+def top_ids(logits_RV: Float[Array, "R V"], count: int) -> Int[Array, "R W"]:
+    return jax.lax.top_k(logits_RV, count)[1].astype(jnp.int32)
+
+
+def _if_wanted(target: TargetStep, compute: Callable[[], jax.Array]) -> jax.Array:
+    """Zeros where nothing is to be drafted."""
+    shape = jax.eval_shape(compute)
+    return jax.lax.cond(target.depth > 0, compute, lambda: jnp.zeros(shape.shape, shape.dtype))

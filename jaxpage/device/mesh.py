@@ -1,0 +1,32 @@
+"""The devices of an engine, and the only place that puts arrays on them. One device is a mesh of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class DeviceMesh:
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def first(self) -> jax.Device:
+        """What the devices are: they are all alike."""
+        return self.devices[0]
+
+    def put(self, array: Any) -> jax.Array:
+        """An array of the host, on every device."""
+        return jax.device_put(array, self.first)
+
+    def zeros(self, shapes: Any) -> Any:
+        """Arrays of these shapes and types, in a tree as theirs."""
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=self.first), shapes)
+
+
+def make_mesh() -> DeviceMesh:
+    """Of the first device that JAX has."""
+    return DeviceMesh((jax.devices()[0],))

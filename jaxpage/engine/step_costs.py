@@ -1,0 +1,62 @@
+"""How long steps of each shape take, measured before the first request: where the controller of speculation starts from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from jaxpage.device.buckets import Bucket
+from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.runner import Runner
+from jaxpage.settings.sampling_params import SamplingParams
+from jaxpage.speculation.controller import Controller
+from jaxpage.step.plan import Row, Sample, StepPlan
+
+CONTEXT = 128  # tokens before those that are computed, whatever their blocks hold
+NUM_RUNS = 6  # of which the first may pay for more, and the fastest of the others counts
+
+
+def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller) -> None:
+    """Full steps of every shape, from the plan to the draws, and what a device drafter adds to them. No block of the pool may be in use."""
+    deepest, costs = max(controller.depths, default=0), controller.costs
+    depths = sorted({0, 1, deepest}) if deepest else []
+    buckets = [*builder.menu.decode, *builder.menu.verify, *(builder.menu.chunk[-1:] if deepest else ())]
+    plans = [replace(full_step(builder, bucket), draft_depth=depth) for bucket in buckets for depth in (None, *depths)]
+    seconds = np.reshape(_fastest(builder, runner, plans), (len(buckets), -1))
+    for bucket, (alone, *by_depth) in zip(buckets, seconds.tolist(), strict=True):
+        if bucket in builder.menu.chunk:
+            costs.prompt_token = max(0.0, by_depth[0] - alone) / bucket.num_tokens
+        else:
+            each = np.interp(range(1 + deepest), depths, by_depth).tolist() if deepest else ()
+            costs.at_start((bucket.num_rows, bucket.num_tokens), alone, each)
+
+
+def _fastest(builder: BatchBuilder, runner: Runner, plans: Iterable[StepPlan]) -> list[float]:
+    """In turns, so that what the machine does besides slows no shape more than the others."""
+
+    def seconds(plan: StepPlan) -> float:
+        started = time.monotonic()
+        runner.run(builder.build(plan))
+        return time.monotonic() - started
+
+    runs = [[seconds(plan) for plan in plans] for _ in range(NUM_RUNS)]
+    return [min(each) for each in zip(*runs[1:], strict=True)]
+
+
+def full_step(builder: BatchBuilder, bucket: Bucket) -> StepPlan:
+    """Rows that fill the bucket evenly, in blocks of their own as far as the pool has so many."""
+    size = bucket.num_tokens // bucket.num_rows
+    context = max(0, min(CONTEXT, builder.tables.width * builder.block_size - size))
+    width = -(-(context + size) // builder.block_size)
+    parents = tuple(range(size - 1)) if bucket.verifies else ()
+    drawn = range(0 if bucket.verifies else size - 1, size)
+    rows, samples = [], []
+    for number in range(bucket.num_rows):
+        places = range(number * width, (number + 1) * width)
+        table, *further = (tuple(blocks[place % len(blocks)] for place in places) for blocks in builder.blocks)
+        rows.append(Row(number, context, (0,) * size, table, parents, further_tables=tuple(further)))
+        samples += [Sample(number, at, number, SamplingParams(temperature=0.0), 0, 0, context + at + 1) for at in drawn]
+    return StepPlan(0, tuple(rows), tuple(samples))

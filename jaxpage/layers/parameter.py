@@ -1,0 +1,122 @@
+"""How a module declares a parameter: its shape, its axes by name, and the tensors of the checkpoint that fill it.
+
+A module holds shapes, no numbers: nothing is allocated when it is made. The numbers come with `nnx.merge`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+# The axes that a mesh of devices may divide. An axis without a name (None) is never divided.
+AXES = {
+    "vocab": "token ids",
+    "embed": "the hidden state",
+    "heads": "query heads, each as wide as a head",
+    "kv_heads": "key/value heads, each as wide as a head",
+    "ffn": "the inner width of a feed-forward layer",
+    "expert": "the experts of a mixture",
+}
+# A fused axis lists its parts in order, each with its size: (("heads", 256), ("kv_heads", 64), ("kv_heads", 64)).
+Axis = str | None | tuple[tuple[str | None, int], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint, and the part of a parameter that it fills.
+
+    stored_shape: in the checkpoint. transpose: the part is the transpose of the tensor (GPT-2's Conv1D).
+    rows: from which row up to which it is taken, after the transposition, where the tensor holds several parameters. None: all.
+    shape, offset: of the part and where it begins; they have the parameter's rank.
+    aliases: other names for the same tensor. If a checkpoint has several of them, they must hold the same numbers.
+    """
+
+    name: str
+    stored_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    transpose: bool = False
+    rows: tuple[int, int] | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One way to fill a parameter of this shape: pieces that cover it without overlap."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def tensor(
+    name: str,
+    *shape: int,
+    transpose: bool = False,
+    rows: tuple[int, int] | None = None,
+    aliases: tuple[str, ...] = (),
+) -> Source:
+    """One tensor of this shape, its transpose, or rows of it (see `Piece`)."""
+    filled = shape[::-1] if transpose else shape
+    if rows is not None:
+        filled = (rows[1] - rows[0], *filled[1:])
+    return Source(filled, (Piece(name, shape, filled, (0,) * len(filled), transpose, rows, aliases),))
+
+
+def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:
+    """One behind the other along an axis: fused products."""
+    shape, pieces = list(sources[0].shape), []
+    shape[axis] = 0
+    for source in sources:
+        moved = tuple(shape[axis] if index == axis else 0 for index in range(len(shape)))
+        pieces += [replace(piece, offset=_sum(piece.offset, moved)) for piece in source.pieces]
+        shape[axis] += source.shape[axis]
+    return Source(tuple(shape), tuple(pieces))
+
+
+def stack(sources: Sequence[Source]) -> Source:
+    """One above the other along a new first axis: the experts of a mixture."""
+    pieces = [
+        replace(piece, shape=(1, *piece.shape), offset=(index, *piece.offset))
+        for index, source in enumerate(sources)
+        for piece in source.pieces
+    ]
+    return Source((len(sources), *sources[0].shape), tuple(pieces))
+
+
+def parameter(
+    shape: tuple[int, ...], *, axes: tuple[Axis, ...], dtype: DTypeLike, sources: Sequence[Source] = ()
+) -> nnx.Param[jax.Array]:
+    """Declare a parameter. Its metadata are `axes` and `sources`.
+
+    axes: a name of `AXES`, the parts of a fused axis, or None, for each axis; a name stands once.
+    sources: the ways to fill it; the first of which the checkpoint has all tensors is taken. None: it is no checkpoint's.
+    Raises ValueError for a declaration that contradicts itself.
+    """
+    parts = [axis if isinstance(axis, tuple) else ((axis, size),) for axis, size in zip(axes, shape, strict=True)]
+    names = [name for axis in parts for name in {name for name, _ in axis} - {None}]
+    if unknown := set(names) - AXES.keys():
+        raise ValueError(f"axes {sorted(map(str, unknown))} are not among {', '.join(AXES)}")
+    if len(names) != len(set(names)):
+        raise ValueError(f"axes {axes}: a name stands for one axis")
+    if tuple(sum(size for _, size in axis) for axis in parts) != shape:
+        raise ValueError(f"axes {axes} do not add up to {shape}")
+    for source in sources:
+        if source.shape != shape or sum(math.prod(piece.shape) for piece in source.pieces) != math.prod(shape):
+            raise ValueError(f"{[piece.name for piece in source.pieces]} make {source.shape}, the parameter is {shape}")
+    struct = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return nnx.Param(cast(jax.Array, struct), axes=axes, sources=tuple(sources))
+
+
+def _sum(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(first, second, strict=True))

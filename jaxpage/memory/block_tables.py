@@ -1,0 +1,306 @@
+"""The block tables of one cache group: which physical blocks hold a sequence's positions, shared until one of the sequences writes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, KeysView, Sequence
+
+from jaxpage.errors import CapacityError
+from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
+from jaxpage.memory.invariants import check_references, check_table
+from jaxpage.memory.swapping import HostTables, Moves, moved, num_distinct
+
+Span = tuple[int, int, int]  # (sequence id, start, stop): positions that are about to be written
+
+
+def window_blocks(window: int, max_tokens: int, block_size: int) -> int:
+    """The blocks that a sequence needs at a time to compute up to `max_tokens` tokens in a step, wherever a block begins.
+
+    Two positions more than the window stay: the one before it, so that the last token can be computed once more, and another, so that
+    a block that becomes full finds the one before it in the table.
+    """
+    return (window + max_tokens - 1) // block_size + 2
+
+
+class Table:
+    """A sequence's blocks in order of position, and the same as a tuple until it changes: plans take it every step."""
+
+    __slots__ = ("blocks", "frozen", "num_cached")
+
+    def __init__(self, blocks: list[int], num_cached: int = 0) -> None:
+        self.blocks = blocks
+        self.frozen: tuple[int, ...] | None = None
+        self.num_cached = num_cached  # of its first blocks: what they hold was offered to the prefix index
+
+
+class BlockTables:
+    """Reserves, forks, trims, releases and swaps block tables over one pool.
+
+    Position p of a sequence lives in slot p % block_size of block p // block_size of its table. A block that several tables
+    refer to is read by all of them and written by none: `reserve` replaces it first (copy-on-write). So is a block whose
+    content is kept for others to find, be it one sequence's alone: what is cached never changes. Where the group's layers see a
+    window only, the null block stands in a table for what no later token sees, and a sequence has as many blocks as the window and one
+    step need.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        host_pool: BlockPool | None = None,
+        sliding_window: int | None = None,
+        max_tokens: int = 1,
+    ) -> None:
+        """
+        Args:
+            block_size: S.
+            host_pool: of blocks to swap to; None: nothing is swapped.
+            sliding_window: positions that a token sees, its own included; None: all.
+            max_tokens: of a sequence that one step computes, at most. Only a window asks.
+
+        Raises:
+            ValueError: `block_size` or the window is not positive.
+        """
+        if block_size < 1:
+            raise ValueError(f"{block_size=} must be at least 1")
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"{sliding_window=} must be at least 1")
+        self.pool = pool
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+        self.max_tokens = max_tokens
+        self.swapped = HostTables(host_pool)
+        self.reused: Callable[[int], None] = lambda block: None  # is told of every block that is handed out anew
+        self.tables: dict[int, Table] = {}  # by sequence id
+
+    @property
+    def sequence_ids(self) -> KeysView[int]:
+        return self.tables.keys()
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def block_table(self, sequence_id: int) -> tuple[int, ...]:
+        table = self.tables[sequence_id]
+        if table.frozen is None:
+            table.frozen = tuple(table.blocks)
+        return table.frozen
+
+    # Windows
+
+    def num_passed(self, num_tokens: int) -> int:
+        """How many of a sequence's first blocks nobody needs who goes on behind its first `num_tokens` tokens: see `window_blocks`."""
+        return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window - 1) // self.block_size
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The blocks that a sequence of so many tokens holds at most at a time, wherever a block begins."""
+        blocks = self.blocks_for(num_tokens)
+        if self.sliding_window is None:
+            return blocks
+        return min(blocks, window_blocks(self.sliding_window, self.max_tokens, self.block_size))
+
+    def until(self, num_before: int, stop: int) -> int:
+        """Up to which position, at most `stop`, a sequence has blocks that does not write to its first `num_before` blocks any more.
+
+        It keeps that many while it computes, so what it gives up it takes again at once.
+        """
+        if self.sliding_window is None:
+            return stop
+        return min(stop, (num_before + self.most_blocks(stop)) * self.block_size)
+
+    def slide(self, sequence_id: int, num_tokens: int) -> None:
+        """Gives up the blocks that fell out of the window of a sequence that goes on behind `num_tokens` tokens."""
+        if self.sliding_window is None or (table := self.tables.get(sequence_id)) is None:
+            return
+        for place in range(min(self.num_passed(num_tokens), len(table.blocks)) - 1, -1, -1):
+            if table.blocks[place] == NULL_BLOCK:
+                return
+            self.pool.release(table.blocks[place])
+            table.blocks[place], table.frozen = NULL_BLOCK, None
+
+    # Growth and sharing
+
+    def can_write(self, sequence_id: int, position: int) -> bool:
+        """Whether the sequence has a block for this position that it may write into: mostly so when it decodes."""
+        blocks, place = self.tables[sequence_id].blocks, position // self.block_size
+        return place < len(blocks) and self.pool.is_writable(blocks[place])
+
+    def num_new_blocks(self, sequence_id: int, start: int, stop: int) -> int:
+        """Free blocks that `reserve` would take: for growth, and to replace shared blocks in the written range."""
+        table = self.tables.get(sequence_id)
+        if table is None:
+            return self.blocks_for(stop)
+        blocks, is_writable = table.blocks, self.pool.is_writable
+        first, last = start // self.block_size, (stop - 1) // self.block_size
+        if last >= len(blocks):
+            return last + 1 - len(blocks) + sum(not is_writable(block) for block in blocks[first:])
+        if first == last:  # mostly a decoding sequence, which asks only where it shares the block
+            return int(not is_writable(blocks[first]))
+        return sum(not is_writable(block) for block in blocks[first : last + 1])
+
+    def num_new_blocks_together(self, spans: Sequence[Span]) -> int:
+        """Free blocks that `reserve` takes when it is called for each span in turn.
+
+        Of the sequences that write to a block which nobody else has, the last finds it its own.
+        """
+        if len(spans) == 1:
+            return self.num_new_blocks(*spans[0])
+        growth, written = 0, Counter[int]()
+        for sequence_id, start, stop in spans:
+            blocks = self.tables[sequence_id].blocks
+            growth += max(0, self.blocks_for(stop) - len(blocks))
+            written.update(blocks[start // self.block_size : self.blocks_for(stop)])
+        unshared = sum(
+            count == self.pool.ref_count(block) for block, count in written.items() if not self.pool.is_kept(block)
+        )
+        return growth + written.total() - unshared
+
+    def reserve(self, sequence_id: int, start: int, stop: int) -> Moves:
+        """Makes positions start .. stop - 1 writable by this sequence alone; `start` tokens are already in place.
+
+        Returns:
+            Copies (source block, destination block) that must happen before the step writes: a shared block that is partly
+            kept. What lies at `start` and after is not kept, so there is at most one.
+
+        Raises:
+            CapacityError: not enough free blocks; ask `num_new_blocks` first. Nothing has changed.
+            ValueError: the range is empty, leaves a gap behind the blocks that the sequence has, or leaves cached blocks behind
+                it: `trim` first.
+        """
+        num_new = self.num_new_blocks(sequence_id, start, stop)
+        if num_new > self.pool.num_free:
+            raise CapacityError(
+                f"{num_new} KV blocks are needed, {self.pool.num_free} of {self.pool.num_usable} are free"
+            )
+        table = self.tables.get(sequence_id) or Table([])
+        if not 0 <= start < stop or start > len(table.blocks) * self.block_size:
+            raise ValueError(f"cannot reserve positions {start} to {stop} behind {len(table.blocks)} blocks")
+        if any(self.pool.is_kept(block) for block in table.blocks[start // self.block_size + 1 :]):
+            raise ValueError(f"cannot reserve positions {start} to {stop} before cached ones: trim first")
+        self.tables[sequence_id] = table
+        if num_new == 0:
+            return ()
+        table.frozen = None
+        copies = self._unshare(table.blocks, start, stop)
+        while len(table.blocks) < self.blocks_for(stop):
+            table.blocks.append(self._allocate())
+        table.num_cached = min(table.num_cached, start // self.block_size)
+        return copies
+
+    def _allocate(self) -> int:
+        block = self.pool.allocate()
+        self.reused(block)
+        return block
+
+    def _unshare(self, blocks: list[int], start: int, stop: int) -> Moves:
+        """Replaces the shared and the cached blocks among those that positions start .. stop - 1 touch."""
+        copies: Moves = ()
+        for index in range(start // self.block_size, min(self.blocks_for(stop), len(blocks))):
+            shared = blocks[index]
+            if not self.pool.is_writable(shared):
+                blocks[index] = self._allocate()
+                self.pool.release(shared)
+                if index * self.block_size < start:
+                    copies = ((shared, blocks[index]),)
+        return copies
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """A new sequence that shares every block of its parent. Takes no free block."""
+        if child_id in self.tables:
+            raise ValueError(f"sequence {child_id} has a block table already")
+        parent = self.tables[parent_id]
+        self._share(parent.blocks)
+        child = self.tables[child_id] = Table(parent.blocks.copy(), parent.num_cached)
+        child.frozen = parent.frozen
+
+    def trim(self, sequence_id: int, num_tokens: int) -> None:
+        """Gives up the blocks behind the first `num_tokens` positions."""
+        table = self.tables[sequence_id]
+        if len(table.blocks) > self.blocks_for(num_tokens):
+            table.frozen = None
+            self._give_up(table.blocks, self.blocks_for(num_tokens))
+        table.num_cached = min(table.num_cached, num_tokens // self.block_size)
+
+    def release(self, sequence_id: int) -> None:
+        """Gives up all blocks and forgets the sequence."""
+        self._give_up(self.tables.pop(sequence_id).blocks, 0)
+
+    def _give_up(self, blocks: list[int], num_kept: int) -> None:
+        # From the tail: what comes back first is handed out first, and the head of a sequence is what others may want again.
+        # The prefix index needs it so, since a block is of no use to it without those before.
+        while len(blocks) > num_kept:
+            if (block := blocks.pop()) != NULL_BLOCK:
+                self.pool.release(block)
+
+    def _share(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if block != NULL_BLOCK:
+                self.pool.share(block)
+
+    def num_revived(self, blocks: Iterable[int]) -> int:
+        """How many free blocks `adopt` would take: those that nobody uses, each once however often it is named."""
+        return sum(self.pool.ref_count(block) == 0 for block in set(blocks) - {NULL_BLOCK})
+
+    def adopt(self, sequence_id: int, blocks: Sequence[int], num_tokens: int) -> None:
+        """A new sequence that begins with blocks that hold its first `num_tokens` tokens.
+
+        They are shared with whoever else uses them. Those that are out of its window are left to the others.
+        """
+        if sequence_id in self.tables:
+            raise ValueError(f"sequence {sequence_id} has a block table already")
+        num_cached = next((n for n, block in enumerate(blocks) if not self.pool.is_kept(block)), len(blocks))
+        self._share(blocks)
+        self.tables[sequence_id] = Table(list(blocks), num_cached)
+        self.slide(sequence_id, num_tokens)  # after they were shared: they count as used now, the first ones last
+
+    def replace(self, sequence_id: int, place: int, block: int) -> None:
+        """Gives a block up for another one with the same content."""
+        table = self.tables[sequence_id]
+        self.pool.share(block)
+        self.pool.release(table.blocks[place])
+        table.blocks[place], table.frozen = block, None
+
+    # Swapping
+
+    def can_swap_out(self, sequence_ids: Sequence[int]) -> bool:
+        """Whether there are host blocks for all that these sequences hold."""
+        return self.swapped.has_room([self.tables[sequence_id].blocks for sequence_id in sequence_ids])
+
+    def swap_out(self, sequence_ids: Sequence[int]) -> Moves:
+        """Moves the block tables of sequences to host blocks; what they share they share there. `trim` what is not computed first.
+
+        Returns (block, host block) pairs: what has to be moved before anything else is written. Ask `can_swap_out` first.
+        """
+        moves = self.swapped.store(sequence_ids, [self.tables[sequence_id].blocks for sequence_id in sequence_ids])
+        for sequence_id in reversed(sequence_ids):
+            self.release(sequence_id)
+        return moves
+
+    def num_swap_in_blocks(self, spans: Sequence[Span]) -> int:
+        """Free blocks that `swap_in` and then `reserve` would take, for the span of each sequence."""
+        tables = [self.swapped.table(sequence_id) for sequence_id, _, _ in spans]
+        growth = sum(self.blocks_for(stop) - len(table) for table, (_, _, stop) in zip(tables, spans, strict=True))
+        written = Counter(
+            table[-1] for table, (_, start, _) in zip(tables, spans, strict=True) if start % self.block_size
+        )
+        return num_distinct(tables) + growth + sum(count - 1 for count in written.values())
+
+    def swap_in(self, sequence_ids: Sequence[int]) -> Moves:
+        """Moves them back to blocks of the pool. Returns (host block, block) pairs. Ask `num_swap_in_blocks` first."""
+        tables = [self.swapped.table(sequence_id) for sequence_id in sequence_ids]
+        copies, moves = moved(tables, self._allocate, self.pool.share)
+        for sequence_id, blocks in zip(sequence_ids, copies, strict=True):
+            self.tables[sequence_id] = Table(blocks)
+            self.swapped.drop(sequence_id)
+        return moves
+
+    def check(self) -> None:
+        """Asserts that pools and tables are whole and agree."""
+        slides = self.sliding_window is not None
+        check_references(self.pool, {sequence_id: table.blocks for sequence_id, table in self.tables.items()})
+        self.swapped.check()
+        for sequence_id, table in self.tables.items():
+            check_table(table.blocks, slides=slides)
+            assert sequence_id not in self.swapped, f"sequence {sequence_id} is in two pools"
+            assert table.frozen is None or table.frozen == tuple(table.blocks), f"sequence {sequence_id}: stale tuple"

@@ -1,0 +1,59 @@
+"""A server for this machine alone, without keys: pages of other sites, which run in a browser here, may not use it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxpage.serving.http.answers import send_error
+from jaxpage.serving.wire.errors import ApiError
+
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/?#@]+)(:[0-9]*)?")
+
+
+class HostGuard:
+    """Lets a request through whose Host is a name of this machine (another's may have been made to lead here, by DNS), and which no page
+    of another origin has sent (browsers send simple requests anywhere, and only keep the answer from the page).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        try:
+            if not all(is_of_this_machine(host) for host in headers.getlist("host")):  # HTTP/1.0 has none
+                raise ApiError(
+                    403,
+                    _refusal("a Host header that names this machine (localhost, 127.0.0.1, [::1])"),
+                    code="foreign_host",
+                )
+            check_origin(headers)
+        except ApiError as error:
+            await send_error(error, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def check_origin(headers: Headers) -> None:
+    """Raises ApiError for a request that a browser sends for a page of another origin than the server's."""
+    if any(origin != f"http://{headers.get('host')}" for origin in headers.getlist("origin")):
+        raise ApiError(403, _refusal("no Origin header, or the server's own"), code="foreign_origin")
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Whether the value of a Host header names this machine, in whatever way that nobody else can define."""
+    if not (found := _HOST.fullmatch(host)):
+        return False
+    name = found[1].strip("[]").lower()
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def _refusal(what: str) -> str:
+    return f"Without an API key this server only accepts requests with {what}; set --api-key-file to allow others"

@@ -1,0 +1,41 @@
+"""Who is being answered, so that a server that closes can wait for them and for nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jaxpage.serving.request_handle import ShuttingDown
+
+
+class InFlightRequests:
+    """Counts the requests for the engine, from their headers to their last byte. For one event loop."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._number = 0
+        self._nobody = asyncio.Event()
+        self._nobody.set()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Raises ShuttingDown once it is closed."""
+        if self.is_closed:
+            raise ShuttingDown("The server is shutting down")
+        self._number += 1
+        self._nobody.clear()
+        try:
+            yield
+        finally:
+            self._number -= 1
+            if not self._number:
+                self._nobody.set()
+
+    async def left(self, timeout: float) -> bool:
+        """Whether everybody has left by then."""
+        try:
+            await asyncio.wait_for(self._nobody.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,111 @@
+"""When a device drafter runs, how far it drafts, and for whom: it has to draft in the step before its drafts are verified.
+
+A drafter with a KV cache must compute every token of a sequence. One of which it has missed some is *stale*, and has no drafts. While
+the drafter is on, its time is weighed against what its drafts gain. Once it has lost `MAX_LOSS` it is off, and steps run the executables of
+the target alone, for so long that the loss is a small share of the time; then it is on again from the next new request on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxpage.speculation.controller import MEMORY, PROBE_SHARE, Controller
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.plan import StepPlan
+
+MAX_LOSS = 6.0  # steps without drafts
+
+
+class DrafterSync:
+    """Without a controller the drafter is always on, and drafts as far as the shapes allow."""
+
+    def __init__(self, limits: StepLimits, controller: Controller | None, *, block_size: int, has_kv: bool = True):
+        """
+        Args:
+            block_size: slots.
+            has_kv: the drafter has a KV cache. Without one it runs only where it drafts, and no sequence is ever stale.
+        """
+        self.ready: set[int] = set()  # sequences for which it has drafts
+        self._limits, self._controller, self._block_size, self._has_kv = limits, controller, block_size, has_kv
+        self._seen: set[int] = set()  # sequences that have not ended
+        self._stale: set[int] = set()
+        self._stale_blocks: set[int] = (
+            set()
+        )  # with tokens that it has missed: the prefix cache may give them to other sequences
+        self._lost = 0.0  # since it is on, in steps without drafts
+        self._steps_off = 0.0
+
+    @property
+    def is_off(self) -> bool:
+        return self._steps_off > 0
+
+    def is_stale(self, sequence_id: int) -> bool:
+        return sequence_id in self._stale
+
+    def depth(self, plan: StepPlan, others_wait: bool = False) -> int | None:
+        """`StepPlan.draft_depth`. others_wait: there are requests that could run and do not yet."""
+        depth = self._choose(plan, others_wait)
+        if self._has_kv:
+            self._note(plan, depth)
+        return depth
+
+    def _choose(self, plan: StepPlan, others_wait: bool) -> int | None:
+        if self.is_off:
+            # It waits for a request that is new, of which it can compute all.
+            self._steps_off -= self._steps_off > 1 or any(row.sequence_id not in self._seen for row in plan.rows)
+            if self._steps_off > 0:
+                return None
+            self._lost = 0.0
+        depth = self._limits.most_drafts(len(plan.rows))
+        if self._controller is not None:
+            depth = min(depth, self._controller.depth)
+        goes_on = len({sample.row for sample in plan.samples}) < len(plan.rows)  # a prompt does
+        if goes_on or (not plan.decodes and others_wait and self._limits.mixed):
+            depth = 0  # the next step computes prompts, and has no room for drafts
+        return depth if self._has_kv or depth else None
+
+    def _note(self, plan: StepPlan, depth: int | None) -> None:
+        """What is stale after the step. If it fails the pages are lost, and those blocks with them."""
+        for row in plan.rows:
+            written = row.block_table[row.start // self._block_size :]
+            if depth is None:
+                self._stale.add(row.sequence_id)
+                self._stale_blocks.update(written)
+            else:
+                begun = -(-row.start // self._block_size)  # blocks with tokens from before
+                if row.start == 0:
+                    self._stale.discard(row.sequence_id)
+                elif row.sequence_id not in self._seen and not self._stale_blocks.isdisjoint(row.block_table[:begun]):
+                    self._stale.add(row.sequence_id)
+                self._stale_blocks.difference_update(row.block_table[begun:])
+            if (plan.swap_in or plan.copies) and row.sequence_id in self._stale:
+                self._stale_blocks.update(row.block_table)
+            self._seen.add(row.sequence_id)
+        for sample in () if plan.decodes else plan.samples:  # forks
+            self._seen.add(sample.sequence_id)
+            if plan.rows[sample.row].sequence_id in self._stale:
+                self._stale.add(sample.sequence_id)
+
+    def ran(self, plan: StepPlan, num_tokens: int, drafted: bool = True) -> None:
+        """The step gave so many tokens. drafted: its shape is one in which the drafter drafts."""
+        self.ready.difference_update([row.sequence_id for row in plan.rows])
+        if plan.draft_depth and drafted:
+            self.ready.update({sample.sequence_id for sample in plan.samples} - self._stale)
+        if self._controller is None or plan.draft_depth is None or not self._has_kv:
+            return
+        costs, num_rows = self._controller.costs, len(plan.rows)
+        plain, shape = (self._limits.shape(num_rows, max(0, count)) for count in (0, plan.num_tokens - num_rows))
+        alone = costs.of(plain)
+        if self._lost < 0.0:  # gains pay for the prompts of the near future
+            self._lost *= 1.0 - 1.0 / MEMORY if self._controller.drafts else 0.0
+        if plan.decodes:
+            self._lost += costs.of(shape, plan.draft_depth) / alone - num_tokens / num_rows
+        else:
+            added = costs.of(plain, plan.draft_depth) - alone + costs.pace * costs.prompt_token * plan.num_tokens
+            self._lost += added / alone
+        if self._lost > MAX_LOSS:
+            self._steps_off = self._lost / PROBE_SHARE
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        for known in (self.ready, self._seen, self._stale):
+            known.difference_update(sequence_ids)

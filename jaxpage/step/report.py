@@ -1,0 +1,21 @@
+"""What came of a step, for all who want to know: told once, in one record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpage.step.draft import Drafts
+from jaxpage.step.edits import Edit
+from jaxpage.step.plan import StepPlan, StepResult
+from jaxpage.step.request import SequenceGroup
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step that ran and was committed."""
+
+    drafts: Drafts  # that were proposed for it; the plan has those that were verified
+    plan: StepPlan
+    result: StepResult
+    edits: list[Edit]
+    groups: list[SequenceGroup]  # that the edits touched

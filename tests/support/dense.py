@@ -1,0 +1,59 @@
+"""A model over one whole sequence, without an engine and without pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpage.layers.context import ForwardContext
+from jaxpage.models.base import abstract_model
+
+
+def dense_attend(window_error: int = 0) -> Callable[..., Any]:
+    """`Attend` over one whole sequence held in memory; `window_error` widens every sliding window."""
+
+    def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None):
+        num_tokens, num_heads, _ = q_TNH.shape
+        k_TNH, v_TNH = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k_TKH, v_TKH))
+        scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * scale
+        distance_QC = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None, :]
+        seen_QC = distance_QC >= 0
+        if sliding_window is not None:
+            seen_QC &= distance_QC < sliding_window + window_error
+        weights_NQC = jax.nn.softmax(jnp.where(jnp.asarray(seen_QC)[None], scores_NQC, -jnp.inf), axis=-1)
+        return jnp.einsum("NQC,CNH->QNH", weights_NQC.astype(v_TNH.dtype), v_TNH), layer_pages
+
+    return attend
+
+
+def logits_of(
+    family: Any,
+    spec: Any,
+    parameters: dict[Any, Any],
+    token_ids: np.ndarray,
+    *,
+    attend: Any = None,
+    dtype: Any = "float32",
+    rule: Any = None,
+) -> np.ndarray:
+    """Logits [T, V] of one sequence, through `nnx.merge` of a pure dict inside `jax.jit`, as the engine does.
+
+    rule: of modules that replace the family's.
+    """
+    graph, _ = abstract_model(family, spec, dtype, rule)
+
+    @jax.jit
+    def forward(parameters: dict[Any, Any], token_ids_T: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, parameters)
+        context = ForwardContext(jnp.arange(token_ids_T.shape[0]), attend or dense_attend())
+        hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
+        return model.logits(hidden_TD)
+
+    logits = forward(parameters, jnp.asarray(token_ids, jnp.int32))
+    assert logits.dtype == jnp.float32
+    return np.asarray(logits)

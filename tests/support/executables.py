@@ -1,0 +1,113 @@
+"""What tests compile: shared by the engines of a process, counted by file, compiled in a fifth of the time where speed is no subject."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpage.device import executables
+
+# XLA compiles five times as fast, to code that takes two or three times as long: tiny models run for less time than they are compiled.
+# One part for each module: fewer memory maps, and two processes on two cores have no use for more.
+UNOPTIMIZED = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+MOST_MAPS = 35_000  # of memory: an executable of XLA on CPU takes 250 to 430 or more, and Linux gives a process 65,530
+_COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
+_OURS = {f"{executables.__name__}.{name}" for name in (*_COMPILERS, "_compiled", "Executables.__init__")}
+_TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")
+
+
+class Counts:
+    """Of one file. `asked`: different executables that its engines need. Unlike `compiled` it does not depend on which files ran before."""
+
+    def __init__(self) -> None:
+        self.asked: set[object] = set()
+        self.engines = self.compiled = 0
+
+
+class SharedExecutables:
+    """Compiles each executable once in a process: it holds neither weights nor pages, so engines of the same shapes may share it."""
+
+    def __init__(self) -> None:
+        self._kept: collections.OrderedDict[object, tuple[Any, object]] = collections.OrderedDict()
+        self._first_seen: dict[str, dict[str, object]] = {}
+
+    @contextlib.contextmanager
+    def in_use(self, *, optimized: bool) -> Iterator[Counts]:
+        """While it is open, engines take their executables from here."""
+        counts = Counts()
+        build = executables.Executables.__init__
+
+        def counted(self: Any, *arguments: Any, **settings: Any) -> None:
+            counts.engines += 1
+            build(self, *arguments, **settings)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(executables.Executables, "__init__", counted)
+            if not optimized:
+                patch.setattr(executables, "_compiled", _unoptimized)
+            for name in _COMPILERS:
+                compile_one = getattr(executables, name)
+                patch.setattr(executables, name, functools.partial(self._get, counts, (optimized, name), compile_one))
+            yield counts
+
+    def _get(self, counts: Counts, kind: object, compile_one: Callable[..., Any], *arguments: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arguments)
+        shapes = tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+        changed = dict(self._changed_code())
+        key = kind, tree, shapes, frozenset((where, id(value)) for where, value in changed.items())
+        counts.asked.add(key)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
+        counts.compiled += 1
+        executable = compile_one(*arguments)
+        dict(self._changed_code())  # modules that were imported on the way are as they should be
+        self._kept[key] = executable, changed  # so that no other object gets the id of one that was changed
+        if _num_maps() > MOST_MAPS:
+            for _ in range(len(self._kept) // 4):
+                self._kept.popitem(last=False)
+        return executable
+
+    def _changed_code(self) -> Iterator[tuple[str, object]]:
+        """What could be traced and is not what it was when its module was first seen: tests plant mistakes, which are nobody else's."""
+        for name, module in list(sys.modules.items()):
+            if name.startswith(_TRACED):
+                now = dict(_members(name, module))
+                before = self._first_seen.setdefault(name, now)
+                for where in (now.keys() | before.keys()) - _OURS:
+                    if now.get(where) is not before.get(where):
+                        yield where, now.get(where)
+
+
+def _members(name: str, module: ModuleType) -> Iterator[tuple[str, object]]:
+    for attribute, value in list(vars(module).items()):
+        if isinstance(value, ModuleType) and value.__name__ == f"{name}.{attribute}":
+            continue  # it appears when the module is imported, and is looked at itself
+        yield f"{name}.{attribute}", value
+        if isinstance(value, type) and value.__module__ == name:
+            for inner, member in vars(value).items():
+                yield f"{name}.{attribute}.{inner}", member
+
+
+def _num_maps() -> int:
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0  # other systems have no such limit
+
+
+def _unoptimized(function: Any, *shapes: Any) -> Any:
+    return function.lower(*shapes).compile(UNOPTIMIZED)

@@ -1,0 +1,82 @@
+"""The budget of the suite: files that need more executables than their line says are told so, and how they share them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage.device import executables, steps
+from tests.support import durations
+from tests.support.engines import BLOCKS_OF_16, LLAMA, SMALL_POOL, make_llm
+from tests.support.executables import Counts, SharedExecutables
+from tests.support.random_checkpoints import random_checkpoint
+
+KNOWN = {"test_a.py": {"seconds": 9.0, "cpu_seconds": 9.0, "engines": 1, "executables": 5, "compiled": 0}}
+
+
+@pytest.mark.parametrize(("name", "num_executables", "line"), [("test_a.py", 6, 5), ("test_new.py", 25, 24)])
+def test_more_than_the_line_is_told_with_the_numbers(name, num_executables, line):
+    problem = durations.over_budget(name, num_executables, KNOWN)
+    for part in (
+        f"tests/{name} need {num_executables} ",
+        f"budget is {line} (tests/durations.json)",
+        "engines.py",
+        f"pytest -n 0 tests/{name}",
+    ):
+        assert part in problem
+
+
+def test_no_more_than_the_line_is_fine():
+    assert durations.over_budget("test_a.py", 5, KNOWN) is durations.over_budget("test_new.py", 24, KNOWN) is None
+
+
+def test_a_partial_run_keeps_the_lines_of_other_files(tmp_path, monkeypatch):
+    for name in ("test_a.py", "test_b.py"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(durations, "PATH", tmp_path / "durations.json")
+    assert durations.read() == {}
+    durations.write({**KNOWN, "test_gone.py": KNOWN["test_a.py"]})
+    other = durations.Stopwatch().record(Counts())
+    durations.write({"test_b.py": other})
+    assert durations.read() == {**KNOWN, "test_b.py": other}
+    assert sum('"test_' in line for line in durations.PATH.read_text().splitlines()) == 2
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What is compiled from here on; nothing is, really."""
+    names = []
+    for name in ("_compile_step", "_compile_copy"):
+        monkeypatch.setattr(executables, name, lambda *arguments, name=name: names.append(name) or object())
+    return names
+
+
+def test_an_executable_is_compiled_once_and_counted_in_every_file_that_needs_it(compiled):
+    shared = SharedExecutables()
+    for num_compiled in (2, 0):
+        with shared.in_use(optimized=False) as counts:
+            executables._compile_copy("pages", 16, "backend")
+            executables._compile_copy("pages", 8, "backend")
+            executables._compile_copy("pages", 8, "backend")
+        assert (len(counts.asked), counts.compiled) == (2, num_compiled)
+    with shared.in_use(optimized=True) as counts:
+        executables._compile_copy("pages", 8, "backend")
+    assert counts.compiled == 1, "other code for the same shapes"
+
+
+def test_planted_mistakes_are_not_shared(compiled, monkeypatch):
+    shared = SharedExecutables()
+    with shared.in_use(optimized=False) as counts:
+        executables._compile_copy("pages", 8, "backend")
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "copy_step", lambda *_, **__: None)
+            executables._compile_copy("pages", 8, "backend")
+        executables._compile_copy("pages", 8, "backend")
+    assert counts.compiled == 2
+
+
+def test_a_small_pool_compiles_nothing_of_its_own(tmp_path):
+    directory, shared = random_checkpoint(tmp_path, LLAMA), SharedExecutables()
+    with shared.in_use(optimized=False):
+        make_llm(directory, **BLOCKS_OF_16).shutdown()
+    with shared.in_use(optimized=False) as counts, make_llm(directory, **SMALL_POOL) as llm:
+        assert llm.stats()["num_blocks_total"] == 16 and counts.compiled == 0

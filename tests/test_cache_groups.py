@@ -1,0 +1,179 @@
+"""Layers that see a window have blocks of their own: as many as they see, and nothing of it shows in a token."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.device.cache_groups import cache_groups, group_of_layers
+from jaxpage.device.sizing import MemoryPlan, WindowBlocks
+from jaxpage.models.base import KVSpec
+from jaxpage.step.plan import Row, StepPlan
+from tests.support.engines import invariants, make_llm
+from tests.support.hf_models import save_model
+from tests.support.random_checkpoints import random_checkpoint
+from tests.test_plan import planned
+
+WINDOW, BLOCK_SIZE = 8, 4
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+    "max_position_embeddings": 256,
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "block_size": BLOCK_SIZE,
+    "max_model_len": 192,
+}
+PROMPTS = [np.random.default_rng(5).integers(1, 257, length).tolist() for length in (70, 5, 40, 90, 2)]
+LENGTH = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=LENGTH, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("qwen"), QWEN)
+
+
+def texts(llm: LLM) -> list[list[list[int]]]:
+    params = [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    invariants(llm)
+    return [[one.token_ids for one in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[list[int]]]:
+    """Of an engine that has room for all, with blocks of 16 and other chunks."""
+    with make_llm(model, num_blocks=129, max_num_batched_tokens=64) as llm:
+        assert [group.sliding_window for group in llm.spec.groups] == [None, WINDOW]
+        return texts(llm)
+
+
+# 80 blocks for the full layer hold one of the longest and a part of another.
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_blocks": 81, "preemption_mode": "recompute"},
+        {"num_blocks": 81, "preemption_mode": "swap"},
+        {"num_blocks": 81, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=["recomputed", "swapped", "with drafts"],
+)
+def test_tokens_do_not_depend_on_the_pools(
+    model: Path, expected: list[list[list[int]]], settings: dict[str, Any]
+) -> None:
+    with make_llm(model, **{**SETTINGS, **settings}) as llm:
+        full, window = llm._engine.scheduler.block_manager.groups
+        assert (full.pool.num_usable, window.pool.num_usable) == (80, 4 * window.most_blocks(192))
+        assert window.most_blocks(192) == (WINDOW + 16 - 1) // BLOCK_SIZE + 2 < full.most_blocks(192) == 48
+        assert texts(llm) == expected, "the first round"
+        assert texts(llm) == expected, "with prefixes in the cache"
+        stats = llm.stats()
+        assert stats["prefix_cache_hits_total"] > 0
+        if (mode := settings.get("preemption_mode")) is not None:
+            assert stats["num_preemptions_total"][mode] > 0
+
+
+def test_a_pool_holds_what_would_not_fit_otherwise(model: Path, expected: list[list[list[int]]]) -> None:
+    """In as many bytes as 47 blocks of all layers take, a sequence of 48 blocks fits: three of four layers keep 7 of them."""
+    block_bytes = 4 * 2 * BLOCK_SIZE * 2 * 16 * 4
+    with make_llm(model, **SETTINGS | {"num_blocks": None, "kv_cache_memory_bytes": 48 * block_bytes}) as llm:
+        assert llm.memory.block_bytes == block_bytes and llm.memory.pool_bytes <= 48 * block_bytes
+        assert llm.memory.num_blocks > 1 + 2 * 48, "two of the longest, in what would hold none"
+        assert texts(llm) == expected
+        assert len(llm.generate([1] * 126, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == LENGTH
+
+
+def test_the_plan_says_what_windows_save(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention"] * 4}))
+    sizes = ("--max-num-seqs", "4", "--block-size", "4", "--max-num-batched-tokens", "16", "--max-model-len", "192")
+    mixed = planned(capsys, str(model), *sizes, "--num-blocks", "97")
+    full = planned(capsys, str(tmp_path), *sizes, "--num-blocks", "97")
+    assert mixed["block_bytes"] == full["block_bytes"] and full["pool_bytes"] == 97 * full["block_bytes"]
+    assert mixed["pool_bytes"] == (97 + 3 * (1 + 4 * 7)) * full["block_bytes"] // 4
+    assert mixed["users"] == full["users"] > 0
+
+
+def test_a_block_of_another_group_is_refused(model: Path) -> None:
+    with make_llm(model, **SETTINGS, num_blocks=81) as llm:
+        builder = llm._engine.builder
+        row = Row(0, 0, (1,), (1,), further_tables=((81,),))
+        batch = builder.build(StepPlan(0, (row,), ()))
+        assert batch.num_rows == 1
+        for wrong in (80, 109):
+            with pytest.raises(ValueError, match="(slots_ZT|block_table_ZBM) has entries"):
+                builder.build(StepPlan(0, (row._replace(further_tables=((wrong,),)),), ()))
+        for copies in (((1, 81),), ((80, 109),)):
+            with pytest.raises(ValueError, match="copies .* leave the pools"):
+                builder.build(StepPlan(0, (row,), (), copies=copies))
+
+
+def test_layers_are_grouped_by_how_far_they_see() -> None:
+    target = KVSpec(num_layers=4, num_kv_heads=2, head_width=16, sliding_windows=(8, None, 32, 8))
+    drafter = KVSpec(num_layers=2, num_kv_heads=1, head_width=16, sliding_windows=(None, 64))
+    groups = cache_groups((target, drafter), longest=64, block_size=4, dtype="float32")
+    assert [(group.sliding_window, group.layers) for group in groups] == [(None, (1, 4, 5)), (32, (2,)), (8, (0, 3))]
+    layer = 2 * 4 * 2 * 16 * 4
+    assert [group.block_bytes for group in groups] == [layer + 2 * layer // 2, layer, 2 * layer]
+    assert group_of_layers(groups) == (2, 0, 1, 2, 0, 0)
+
+
+@given(
+    first=st.integers(1, 50),
+    windows=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 30)), max_size=3),
+    num_bytes=st.integers(1, 5000),
+)
+def test_the_largest_pool_in_so_many_bytes(first: int, windows: list[tuple[int, int]], num_bytes: int) -> None:
+    plan = dataclasses.replace(
+        MemoryPlan(
+            device="cpu",
+            available_bytes=10**6,
+            weights_bytes=0,
+            workspace_bytes=0,
+            block_bytes=first + sum(size for size, _ in windows),
+            block_size=4,
+            num_blocks=0,
+            max_model_len=64,
+        ),
+        windows=tuple(WindowBlocks(8, size, 1, most) for size, most in windows),
+    )
+    sizes = [
+        num * first + sum(min(num, 1 + most) * size for size, most in windows) for num in range(num_bytes // first + 2)
+    ]
+    assert [plan.bytes_of(num) for num in range(len(sizes))] == sizes
+    assert plan.most_blocks(num_bytes) == max(num for num, size in enumerate(sizes) if size <= num_bytes)
+
+
+def test_logits_of_mixed_windows_are_those_of_transformers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model = save_model("qwen2-layer-types", tmp_path)
+    prompt = np.random.default_rng(3).integers(0, model.config.vocab_size, 30).tolist()
+    with make_llm(tmp_path, **SETTINGS | {"max_model_len": 60}, num_blocks=33) as llm:
+        assert len(llm.spec.groups) == 2
+        tokens = (
+            llm.generate(prompt, dataclasses.replace(GREEDY, max_tokens=20), use_tqdm=False)[0].outputs[0].token_ids
+        )
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0]
+    assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -1,0 +1,222 @@
+"""Methods that draft on the host, each in the same engines: none changes a text, with room and with too little of it; and what token
+recycling is told is what transformers says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.device import drafter
+from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.speculation import make_proposer
+from jaxpage.speculation.lookahead import LookaheadProposer
+from jaxpage.speculation.methods import Target
+from jaxpage.speculation.recycling import NUM_RECYCLED
+from jaxpage.step.plan import StepPlan, StepResult
+from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
+from tests.support.scripted import draft_with
+from tests.support.tokenizers import write_tokenizer
+from tests.test_speculation import PROMPTS, REQUESTS, everything
+
+pytestmark = pytest.mark.optimized
+
+# Seven drafts each. Engines are built for token recycling: their steps tell what is likely behind each draw, if they are asked to.
+METHODS: dict[str, dict[str, Any]] = {
+    "lookahead": {"num_speculative_tokens": 7, "lookahead_window": 2, "lookahead_ngram": 3},
+    "token_recycling": {"num_speculative_tokens": 7, "tree": True},
+}
+DRAFTING = {"method": "token_recycling", **METHODS["token_recycling"]}
+# Menus are small, since compiling takes longer than all else.
+SMALL_POOL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80, "enable_prefix_caching": False}
+ENGINES: dict[str, dict[str, Any]] = {
+    "without": {"max_num_batched_tokens": 32},
+    "roomy": {"max_num_batched_tokens": 32, "speculative_config": DRAFTING},
+    "recomputing": {**SMALL_POOL, "block_size": 1, "num_blocks": 81, "speculative_config": DRAFTING},
+    "swapping": {
+        **SMALL_POOL,
+        **{"block_size": 4, "num_blocks": 21, "preemption_mode": "swap", "speculative_config": DRAFTING},
+    },
+}
+ALL = range(len(PROMPTS))
+HELD = {
+    name: sorted({*ALL} - ({12, 14} if "ing" in name else set())) for name in ENGINES
+}  # those that there is room for
+
+# Texts of few tokens, in which n-grams come again.
+FEW = [[5, 6, 7, 8] * 3, [70, 71], [66, 67, 68]]
+SELDOM_NEW = [
+    SamplingParams(temperature=heat, seed=3, max_tokens=40, ignore_eos=True, logprobs=2, allowed_token_ids=few, n=2)
+    for heat, few in ((0.0, [5, 6, 7, 8]), (1.5, [70, 71]), (0.7, [66, 67, 68]))
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model to which the last token matters most, so that what is recycled is of use."""
+    path = random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
+    tensors = random_tensors(LLAMA)
+    tensors["model.embed_tokens.weight"] *= 5
+    write_tensors(path, tensors)
+    return write_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def engines(directory: Path) -> Iterator[Callable[..., LLM]]:
+    """By name, made when first asked for, with a proposer of this method that has seen nothing yet."""
+    made: dict[str, LLM] = {}
+
+    def engine(name: str, method: str | None = None) -> LLM:
+        llm = made[name] = made.get(name) or make_llm(directory, **ENGINES[name])
+        if method is not None:
+            proposer = make_proposer(SpeculativeConfig(method=method, **METHODS[method]), Target(LLAMA["vocab_size"]))  # type: ignore[arg-type]
+            draft_with(llm._engine, proposer, learns_top_ids=method == "token_recycling")
+        return llm
+
+    yield engine
+    for llm in made.values():
+        llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def want(engines: Callable[..., LLM]) -> list[Any]:
+    return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
+
+
+def right_drafts(llm: LLM) -> int:
+    accepted: int = llm.stats()["spec_decode_num_accepted_tokens_total"]
+    return accepted
+
+
+@pytest.mark.parametrize("engine", ["roomy", "recomputing", "swapping"])
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_changes(method: str, engine: str, engines: Callable[..., LLM], want: list[Any]) -> None:
+    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who is preempted."""
+    llm, chosen = engines(engine, method), HELD[engine]
+    before, right = llm.stats()["num_preemptions_total"], right_drafts(llm)
+    for _ in range(2):  # the second time recycling knows much
+        got = llm.generate([PROMPTS[index] for index in chosen], [REQUESTS[index] for index in chosen], use_tqdm=False)
+        assert everything(got) == [want[index] for index in chosen]
+    assert right_drafts(llm) - right > 10
+    if engine != "roomy":
+        mode = "swap" if engine == "swapping" else "recompute"
+        assert llm.stats()["num_preemptions_total"][mode] > before[mode]
+    invariants(llm)
+    proposer = llm._engine.speculator.proposer  # type: ignore[attr-defined]
+    assert not isinstance(proposer, LookaheadProposer) or (not proposer._drafted and not proposer._pools)
+
+
+def test_nothing_changes_where_much_is_right(engines: Callable[..., LLM]) -> None:
+    plain = everything(engines("without").generate(FEW, SELDOM_NEW, use_tqdm=False))
+    llm = engines("roomy", "lookahead")
+    before = right_drafts(llm)
+    assert everything(llm.generate(FEW, SELDOM_NEW, use_tqdm=False)) == plain
+    assert right_drafts(llm) - before > 80
+    invariants(llm)
+
+
+@pytest.mark.parametrize("engine", ["recomputing", "swapping"])
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_changes_for_who_gives_way_in_the_middle(
+    method: str, engine: str, engines: Callable[..., LLM], want: list[Any]
+) -> None:
+    """A window outlives it, and so does a table."""
+    llm, chosen = engines(engine, method), [0, 2]
+    before = right_drafts(llm)
+    for number in (4, 7):
+        reporters = [
+            llm._engine.add(f"{number} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]))
+            for index in chosen
+        ]
+        run_giving_way(llm._engine, number)
+        assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
+    assert right_drafts(llm) > before
+    invariants(llm)
+
+
+def test_stops_cut_inside_an_accepted_run(engines: Callable[..., LLM]) -> None:
+    few = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True, allowed_token_ids=[66, 67], seed=1, n=2)
+    (output,) = engines("without").generate("ab", few, use_tqdm=False)
+    stops = sorted({output.outputs[0].text[place : place + 4] for place in range(5, 25)})
+    requests = [dataclasses.replace(few, stop=(stop,)) for stop in stops]
+    plain = everything(engines("without").generate(["ab"] * len(stops), requests, use_tqdm=False))
+    llm = engines("roomy", "lookahead")
+    before = right_drafts(llm)
+    assert everything(llm.generate(["ab"] * len(stops), requests, use_tqdm=False)) == plain
+    assert len(stops) > 5 and all(each[1][0].stop_reason for each in plain)
+    assert right_drafts(llm) - before > len(stops)
+
+
+def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(engines: Callable[..., LLM]) -> None:
+    """The last chunk of the prefix is one token, behind which the next ones are known from before."""
+    llm = engines("swapping", "token_recycling")
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[0]], greedy, use_tqdm=False)
+    prefix = [*output.prompt_token_ids, *output.outputs[0].token_ids][:33]
+    llm.generate([prefix], greedy, use_tqdm=False)
+    with llm.pin_prefix(prefix) as pinned:
+        assert pinned.num_tokens == 33 and not pinned.released
+    invariants(llm)
+
+
+def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """The first row that is heard and that a model of transformers, given the same text and draft, would not have said."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    engine, speculator = llm._engine, llm._engine.speculator
+    proposer: Any = speculator.proposer  # type: ignore[attr-defined]
+    texts: list[
+        tuple[list[int], list[int]]
+    ] = []  # what was computed up to a draw, and what is said to be likely behind it
+    heard: list[tuple[int, list[int]]] = []
+
+    def keeps(plan: StepPlan, result: StepResult) -> None:
+        assert result.guesses is not None
+        for sample, likeliest in zip(plan.samples, result.guesses.tolist(), strict=False):
+            row, offset, path = plan.rows[sample.row], sample.offset, list[int]()
+            while row.parents and offset:
+                path.insert(0, row.token_ids[offset])
+                offset = row.parents[offset - 1]
+            (sequence,) = engine._groups[row.sequence_id].sequences
+            texts.append((sequence.token_ids[: row.start + offset + 1] + path, likeliest))
+        observe(plan, result)
+
+    def hears(salts: Any, token_ids: Any, likeliest_BW: np.ndarray) -> None:
+        heard.extend(zip(token_ids, likeliest_BW.tolist(), strict=True))
+
+    observe = proposer.observe
+    with monkeypatch.context() as patch:
+        patch.setattr(proposer, "observe", keeps)
+        patch.setattr(proposer, "heard", hears)
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, cache_salt="of transformers")
+        llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert len(texts) == len(heard) > 20
+    for (text, likeliest), (token_id, told) in zip(texts, heard, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([text])).logits[0, -1].numpy()
+        best = np.argsort(-logits, kind="stable")[: len(likeliest)]
+        close = np.abs(logits[best] - logits[likeliest]) < 1e-4  # the order of what is equally likely is anybody's
+        if token_id != text[-1] or told != likeliest or not close.all() or len(set(likeliest)) < NUM_RECYCLED:
+            return f"behind {text}: {likeliest}, told as behind {token_id}: {told}; transformers says {best.tolist()}"
+    return None
+
+
+def test_what_recycling_is_told_is_what_transformers_says(
+    engines: Callable[..., LLM], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert differs_from_transformers(engines("roomy", "token_recycling"), directory, monkeypatch) is None
+
+
+def test_a_wrong_order_of_what_is_likely_is_seen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    top_ids = drafter.top_ids
+    monkeypatch.setattr(drafter, "top_ids", lambda logits_RV, count: top_ids(-logits_RV, count))
+    with make_llm(directory, max_num_seqs=1, max_num_batched_tokens=16, speculative_config=DRAFTING) as llm:
+        assert differs_from_transformers(llm, directory, monkeypatch) is not None

@@ -1,0 +1,52 @@
+"""The pages of docs/reference/ are generated from the code, and links within the documents lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.reference import pages
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def test_the_reference_is_what_the_code_says(request: pytest.FixtureRequest) -> None:
+    for name, text in pages().items():
+        path = ROOT / "docs" / "reference" / name
+        if request.config.getoption("--write-reference"):
+            path.write_text(text)
+        assert path.read_text() == text, f"{name} is old: pytest tests/test_reference.py --write-reference"
+
+
+def test_every_setting_and_parameter_is_explained() -> None:
+    for name, column in (("settings.md", 2), ("sampling-parameters.md", 3)):
+        rows = [line[2:-2].split(" | ") for line in pages()[name].splitlines() if line.startswith("| `")]
+        silent = [row[0] for row in rows if not row[column].strip()]
+        assert rows and not silent, f"{name}: {', '.join(silent)}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"", text):
+        link = next(filter(None, target))
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        found = path if not file else (path.parent / file)
+        assert found.exists(), f"{path.name} links to {link}"
+        if anchor and found.suffix == ".md":
+            assert anchor in anchors(found), f"{path.name} links to {link}"
+
+
+def anchors(path: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    found = set()
+    for line in path.read_text().splitlines():
+        if heading := re.match(r"#+ (.*)", line):
+            text = re.sub(r"[^\w\- ]", "", re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading[1]).lower())
+            found.add(text.replace(" ", "-"))
+    return found
