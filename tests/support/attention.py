@@ -12,7 +12,7 @@ import numpy as np
 from pallas_kernels import is_quantized, paged_attention
 
 E4M3 = ml_dtypes.float8_e4m3fn
-SHARED_BACKENDS = ("reference", "scan", "triton")  # that the shared tests run
+SHARED_BACKENDS = ("reference", "scan", "cpu", "triton")  # that the shared tests run
 
 
 @dataclasses.dataclass

@@ -38,7 +38,4 @@ struct Kernels {
   void (*attend)(const Attention&, int64_t row, int64_t token, int64_t kv_head);
 };
 
-const Kernels& kernels();  // of the best instruction set that this machine has
-const char* isa();         // its name
-
 }  // namespace jaxpage

@@ -204,7 +204,7 @@ void attend_unit(const Attention& a, const Unit& unit) {
 
 void write(const Attention& a, int64_t token) {
   const int64_t slot = a.slots[token], width = a.num_kv_heads * a.head_width;
-  if (slot < 0 || slot >= a.num_slots) return;
+  if (slot <= 0 || slot >= a.num_slots) return;  // slot 0 takes padding: nobody reads it, and threads would write it at once
   if (a.k_scale) {
     write_quantized(a, a.k_new, token, a.k_pages, a.k_scale, slot);
     write_quantized(a, a.v_new, token, a.v_pages, a.v_scale, slot);
