@@ -484,7 +484,7 @@ def test_a_prompt_that_leaves_room_for_little(llm):
 def test_what_cannot_be_honoured_is_refused(llm, prompts):
     with pytest.raises(UnsupportedError, match="streaming cannot show beam_width=2"):
         llm.stream(prompts[0], BeamSearchParams(2))
-    with pytest.raises(UnsupportedError, match="beam_width=62 with 3 end-of-sequence and stop ids takes 65 candidates"):
+    with pytest.raises(UnsupportedError, match="beam_width=62 with 3 end-of-sequence and stop ids needs 65 candidates"):
         llm.generate(prompts[0], BeamSearchParams(62, stop_token_ids=[4, 5]), use_tqdm=False)
     with pytest.raises(CapacityError, match="17 sequences at once; max_num_seqs is 16"):
         llm.generate(prompts[0], BeamSearchParams(17), use_tqdm=False)

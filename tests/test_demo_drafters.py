@@ -343,7 +343,7 @@ def test_a_directory_with_a_packaged_name_is_not_overlooked(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo" / "medusa").mkdir(parents=True)
     assert resolve_model("demo/medusa") == DEMO / "medusa"
-    assert "for the directory of that name say './demo/medusa'" in caplog.text
+    assert "for the directory of that name use './demo/medusa'" in caplog.text
     assert resolve_model("./demo/medusa") == tmp_path / "demo" / "medusa"
     caplog.clear()
     resolve_model("demo/draft")  # there is no other

@@ -86,7 +86,7 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
         ([[1]], SamplingParams(stop="x"), ValueError, r"stop=\['x'\] needs text"),
         ([[1]], SamplingParams(stop_token_ids=[257]), ValueError, "stop_token_ids has 257"),
         ([[1]], SamplingParams(n=5), CapacityError, "5 sequences at once; max_num_seqs is 4"),
-        ([[1]], BeamSearchParams(beam_width=64), UnsupportedError, "beam_width=64 with 1 .* takes 65 candidates .* 64"),
+        ([[1]], BeamSearchParams(beam_width=64), UnsupportedError, "beam_width=64 with 1 .* needs 65 candidates .* 64"),
         (
             [[1]],
             BeamSearchParams(2, None, 200.0),

@@ -468,7 +468,7 @@ def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LL
             if count == 4:
                 rows = bucket.num_rows if bucket.verifies else bucket.num_draws
                 assert shapes[0].guesses.shape == (rows, 3, 1)
-    assert trees._engine.runner.executables.options.drafter == HeadDrafter(num_guesses=2)
+    assert trees._engine.runner.executables.options.drafter.num_guesses == 2
 
 
 # --- settings
@@ -485,7 +485,7 @@ def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
     [
         ({}, "method 'medusa' needs model"),
         ({"model": "m", "medusa_choices": [[0], [0]]}, "has a path twice"),
-        ({"model": "m", "tree": True, "medusa_choices": [[0], [1, 0]]}, r"has \[1, 0\], but not \[1\]"),
+        ({"model": "m", "tree": True, "medusa_choices": [[0], [1, 0]]}, r"has \[1, 0\], but not its parent \[1\]"),
         ({"model": "m", "medusa_choices": [[0], [1]]}, "branches, but tree is False"),
         ({"model": "m", "medusa_choices": [[0]], "num_speculative_tokens": 2}, "is 2, but medusa_choices has 1 paths"),
         ({"model": "m", "medusa_choices": []}, "medusa_choices"),

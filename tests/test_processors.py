@@ -17,7 +17,7 @@ from jaxpage import SamplingParams
 from jaxpage.device.adjustments import adjust
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.sampler import draw
-from jaxpage.device.step_inputs import MAX_BIASES, Adjustments, adjustment_shapes, unpack
+from jaxpage.device.step_inputs import MAX_BIASES, Adjustments, TableShape, adjustment_shapes, unpack
 from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
@@ -52,7 +52,7 @@ NEUTRAL = jax.tree.map(
 
 @functools.partial(jax.jit, static_argnames="by_row")
 def on_device(logits, packed, adjustments, by_row):
-    inputs = unpack(packed, BUCKET, 2)
+    inputs = unpack(packed, BUCKET, TableShape(1, 2))
     return adjust(logits, inputs, adjustments, by_row=by_row), draw(logits, inputs, adjustments, by_row=by_row)
 
 

@@ -72,7 +72,9 @@ def make_llm(directory: Path | str, **settings: Any) -> LLM:
     """
     settings = {**BLOCKS_OF_16, "preemption_mode": "recompute", **settings}
     with pytest.MonkeyPatch.context() as patch:
-        if (settings.get("speculative_config") or {}).get("method") not in _WITH_SCRATCH_BLOCKS:
+        drafting = settings.get("speculative_config") or {}
+        method = drafting.get("method") if isinstance(drafting, dict) else drafting.method
+        if method not in _WITH_SCRATCH_BLOCKS:
             patch.setattr(build, "kv_pages", _RoomyPages())
         return LLM(model=str(directory), use_tqdm=False, **settings)
 

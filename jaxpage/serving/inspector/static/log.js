@@ -78,11 +78,12 @@ class LogState {
   constructor(header) {
     if (header.event !== "header") throw new Error("this is not an event log: it does not begin with a header");
     if (header.format !== FORMAT) throw new Error(`the log has format ${header.format}; this page reads format ${FORMAT}`);
-    const { num_blocks, swap_space_blocks, buckets } = header.engine ?? {};
+    const { num_blocks, swap_space_blocks, cache_groups = [], buckets } = header.engine ?? {};
     if (!(Number.isInteger(num_blocks) && num_blocks > 1 && num_blocks <= MOST_BLOCKS)) throw new Error(`num_blocks is ${num_blocks}`);
     this.blockSize = header.config.block_size;
     this.caches = header.config.enable_prefix_caching;
     this.numHostBlocks = swap_space_blocks ?? 0;
+    this.furtherGroups = cache_groups.slice(1).map(([window, count]) => ({ window, num_blocks: count, num_free: null }));
     this.buckets = buckets;
     this.data = {
       step: 0,
@@ -480,6 +481,7 @@ class LogState {
         num_host_blocks: this.numHostBlocks,
         ref_counts: Array.from(refs),
         kept: [...entries.keys()].sort((a, b) => a - b),
+        further_groups: this.furtherGroups,
         pins: [...pins.values()],
       },
       requests: sorted.map((request) => this.described(request)),
