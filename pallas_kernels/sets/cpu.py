@@ -1,8 +1,8 @@
-"""The kernel set for CPUs in C++ (`pallas_kernels/cpu/src`), called through XLA's foreign function interface.
+"""The kernel set for CPUs in C++ (`pallas_kernels/cpu`), called through XLA's foreign function interface.
 
-One call writes the new keys and values in place and attends, for rows of any kind: decode, prompt chunks, trees of drafts. A query token and
-the heads that share its key/value head are computed by one thread, always with the same operations in the same order: so a result depends on
-the token's row alone, to the last bit.
+One call writes the new keys and values in place and attends, for rows of any kind: decode, prompt chunks, trees of drafts. A query token
+and the heads that share its key/value head are computed by one thread, always with the same operations in the same order: so a result
+depends on the token's row alone, to the last bit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _scales(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
 
 def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
     """float8 as the bytes that it is."""
-    return [jax.lax.bitcast_convert_type(each, jnp.uint8) if each.dtype == jnp.float8_e4m3fn else each for each in pages]
+    return [
+        jax.lax.bitcast_convert_type(each, jnp.uint8) if each.dtype == jnp.float8_e4m3fn else each for each in pages
+    ]
 
 
 def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
@@ -97,21 +99,33 @@ def _options(arguments: Arguments) -> dict[str, Any]:
 
 
 def _supports(device: Any, call: Call) -> str | None:
-    arguments = call.attention
-    reason = first_reason((device.platform != "cpu", "needs a CPU"), (call.interpret, "is not interpreted")) or library.load().reason
-    if reason or arguments is None:
-        return reason
-    width, num_queries = arguments.q_TNH.shape[2], arguments.max_query_len
+    reason = first_reason((device.platform != "cpu", "needs a CPU"), (call.interpret, "is not interpreted"))
+    if reason is None and call.attention is not None:
+        reason = _refusal(call.attention)
+    return reason or library.load().reason or reference.supports(device, call)
+
+
+def _refusal(arguments: Arguments) -> str | None:
+    width, longest = arguments.q_TNH.shape[2], arguments.max_query_len
     return first_reason(
-        (width % LANES or width > MOST_HEAD_WIDTH, f"head width {width} (multiples of {LANES} up to {MOST_HEAD_WIDTH} only)"),
+        (
+            width % LANES or width > MOST_HEAD_WIDTH,
+            f"head width {width} (multiples of {LANES} up to {MOST_HEAD_WIDTH} only)",
+        ),
         (str(arguments.q_TNH.dtype) not in TYPES, f"queries of {arguments.q_TNH.dtype}"),
         (
-            arguments.tree_mask_TQ is not None and num_queries > MOST_QUERY_LEN,
-            f"trees of {num_queries} tokens (up to {MOST_QUERY_LEN})",
+            arguments.tree_mask_TQ is not None and longest > MOST_QUERY_LEN,
+            f"trees of {longest} tokens (up to {MOST_QUERY_LEN})",
         ),
-    ) or reference.supports(device, call)
+    )
 
 
 SET = dataclasses.replace(
-    reference.SET, name="cpu", attend=attend, write_and_attend=write_and_attend, supports=_supports, platforms=("cpu",)
+    reference.SET,
+    name="cpu",
+    attend=attend,
+    write_and_attend=write_and_attend,
+    supports=_supports,
+    platforms=("cpu",),
+    by_name_only=True,
 )

@@ -1,4 +1,4 @@
-// What one call of paged attention is, for the kernels of every instruction set.
+// What one call of paged attention is.
 #pragma once
 
 #include <cstdint>

@@ -14,41 +14,11 @@
 
 namespace jaxpage {
 
-#define JAXPAGE_DECLARE(isa) \
-  namespace isa {            \
-  extern const Kernels kKernels; \
-  }
-#if defined(__x86_64__)
-JAXPAGE_DECLARE(avx2)
-JAXPAGE_DECLARE(avx512)
-#else
-JAXPAGE_DECLARE(base)
-#endif
+namespace JAXPAGE_ISA {
+extern const Kernels kKernels;
+}
 
 namespace {
-
-struct Chosen {
-  const Kernels* kernels;  // null: there are none for this processor
-  const char* name;
-};
-
-Chosen choose() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    return {&avx512::kKernels, "avx512"};
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {&avx2::kKernels, "avx2"};
-  return {nullptr, ""};
-#else
-  return {&base::kKernels, "base"};
-#endif
-}
-
-const Chosen& chosen() {
-  static const Chosen found = choose();
-  return found;
-}
 
 // XLA's threads flush subnormal numbers to zero and the thread that calls may not: a row's bits must not tell who computed it.
 class FlushedSubnormals {
@@ -127,7 +97,6 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
                ffi::Buffer<ffi::F32>& v_scale, int64_t num_written, ffi::Buffer<ffi::S32>& block_table,
                ffi::Buffer<ffi::S32>& context_len, ffi::Buffer<ffi::S32>& query_start, ffi::Buffer<ffi::PRED>& tree_mask,
                ffi::Buffer<ffi::F32>& sinks, ffi::AnyBuffer& out) {
-  if (!chosen().kernels) return ffi::Error::Internal("this processor has no AVX2");
   if (!type_of(q.element_type(), false, &a.query_type) || !type_of(k_pages.element_type(), true, &a.page_type))
     return ffi::Error::InvalidArgument("the types of queries or pages are not known here");
   const auto qd = q.dimensions(), pd = k_pages.dimensions(), td = block_table.dimensions();
@@ -147,7 +116,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   int64_t num_queries = a.query_start[a.num_rows];
   if (num_queries > a.num_tokens) num_queries = a.num_tokens;
-  const Kernels& k = *chosen().kernels;
+  const Kernels& k = JAXPAGE_ISA::kKernels;
   in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
   const int64_t item = a.num_heads * a.head_width * (a.query_type == Type::kF32 ? 4 : 2);
   std::memset(static_cast<char*>(a.out) + num_queries * item, 0, (a.num_tokens - num_queries) * item);  // padding
@@ -236,5 +205,3 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<int64_t>("window"));
 
 }  // namespace jaxpage
-
-extern "C" const char* jaxpage_isa() { return jaxpage::chosen().name; }

@@ -1,6 +1,6 @@
 // Vectors of 16 floats in GCC's and Clang's vector extension: the same operations in the same order on every instruction set.
 //
-// Each file that includes this is compiled once per instruction set, in a namespace of its own (JAXPAGE_ISA).
+// A library is compiled for one instruction set (JAXPAGE_ISA). GCC makes two or four operations of one where vectors are shorter.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Paged attention for one instruction set: compiled once for each, with JAXPAGE_ISA set to its name.
+// Paged attention for the instruction set that JAXPAGE_ISA names.
 //
 // A unit is one query token and the query heads that share a key/value head. It is computed by one thread, always with the same operations in
 // the same order, whatever else is in the step: positions in tiles that begin at multiples of 64, within a tile one after the other.
