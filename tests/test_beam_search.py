@@ -489,7 +489,7 @@ def test_what_cannot_be_honoured_is_refused(llm, prompts):
     with pytest.raises(CapacityError, match="17 sequences at once; max_num_seqs is 16"):
         llm.generate(prompts[0], BeamSearchParams(17), use_tqdm=False)
     for penalty in (400.0, -400.0):
-        with pytest.raises(ValueError, match=f"length_penalty={penalty}: a length of 16"):
+        with pytest.raises(ValueError, match=f"length_penalty={penalty}: 16 tokens"):
             llm.generate(prompts[0], BeamSearchParams(2, length_penalty=penalty), use_tqdm=False)
     (one,) = llm.generate(prompts[0], BeamSearchParams(2, 1, length_penalty=400.0), use_tqdm=False)
     assert len(one.outputs) == 2

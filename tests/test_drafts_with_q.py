@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpage.device.buckets import Bucket, make_menu
-from jaxpage.device.step_inputs import unpack
+from jaxpage.device.step_inputs import TableShape, unpack
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.replay.recorder import _drafts
 from jaxpage.replay.replay import _draft
@@ -100,7 +100,7 @@ def test_a_step_is_told_what_each_draft_was_drawn_from() -> None:
     )
     batch = builder.build(StepPlan(1, rows, samples))
     assert batch.bucket.q_width == MOST_CANDIDATES
-    inputs = unpack(jnp.asarray(batch.packed), batch.bucket, 4)
+    inputs = unpack(jnp.asarray(batch.packed), batch.bucket, TableShape(1, 4))
     ids, odds = np.asarray(inputs.q_ids_TW), np.asarray(inputs.q_TW)
     assert ids.shape == odds.shape == (batch.bucket.num_tokens, MOST_CANDIDATES)
     np.testing.assert_array_equal(ids[3:7, :3], IDS)

@@ -132,7 +132,7 @@ def test_a_beam_search_is_told_whole_and_cannot_be_streamed(built):
             outputs = [await one.whole() for one in await loop.submit([beams, best], stream=False)]
             assert [output.outputs for output in outputs] == [wanted.outputs for wanted in expected]
             for one in (beams, best):
-                with pytest.raises(UnsupportedError, match="known at the end"):
+                with pytest.raises(UnsupportedError, match="known only at the end"):
                     await loop.submit([one], stream=True)
 
     asyncio.run(main())
@@ -330,11 +330,11 @@ def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(bu
     expected = alone(built, order(built))
     engine = built.engine
     owner, name = {
-        "propose": (engine, "propose"),
+        "propose": (engine.speculator, "propose"),
         "plan": (engine.scheduler, "plan"),
         "commit": (engine.scheduler, "commit"),
         "build": (engine.builder, "build"),
-        "detokenize": (engine.metrics, "committed"),
+        "detokenize": (engine.metrics, "stepped"),
     }[place]
     real, num_calls = getattr(owner, name), 0
 
@@ -432,7 +432,7 @@ def test_an_engine_that_cannot_be_made_whole_dies_instead_of_serving_on(built, m
             await one.whole()
         with pytest.raises(EngineFailed) as caught:
             await asyncio.wrap_future(loop.ended)
-        assert "blocks are lost" in str(caught.value.__cause__) and not loop.healthy
+        assert "blocks were not freed" in str(caught.value.__cause__) and not loop.healthy
 
     asyncio.run(main())
     for block in lost:
@@ -542,7 +542,7 @@ def test_whatever_happens_every_block_and_every_place_comes_back(built, actions)
         for place, owner, name in (
             ("device", engine.runner, "run"),
             ("plan", engine.scheduler, "plan"),
-            ("propose", engine, "propose"),
+            ("propose", engine.speculator, "propose"),
         ):
             monkeypatch.setattr(owner, name, _failing_once(getattr(owner, name), place, armed))
 

@@ -234,7 +234,7 @@ def test_chunks_of_a_stream_add_up(llm, prompts, lone):
 
 
 def test_what_cannot_be_honoured_is_refused(llm, prompts):
-    with pytest.raises(UnsupportedError, match="best_of=3: which are the best n=2 is known at the end"):
+    with pytest.raises(UnsupportedError, match="best_of=3: which are the best n=2 is known only at the end"):
         llm.stream(prompts[0], SamplingParams(n=2, best_of=3))
     with llm.stream(prompts[0], SamplingParams(n=2, best_of=2)) as stream:
         next(stream)

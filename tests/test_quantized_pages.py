@@ -70,10 +70,10 @@ def test_what_is_read_is_near_what_was_written(values):
 def test_what_is_no_number_stays_none(dtype, backend, wrong):
     """A vector with one bad entry gives NaN wherever it is seen, in its head, and never a number."""
     rng = np.random.default_rng(1)
-    k, v = rng.standard_normal((2, 2, 2, 8)).astype(np.float32)
+    k, v = rng.standard_normal((2, 2, 2, 16)).astype(np.float32)
     v[1, 0, 3] = wrong
     k_pages, v_pages, k_scale, v_scale = written(k, v, np.array([4, 5], np.int32), dtype=dtype)
-    q = rng.standard_normal((2, 2, 8)).astype(np.float32)
+    q = rng.standard_normal((2, 2, 16)).astype(np.float32)
     table, context, start = np.array([[1]], np.int32), np.array([2], np.int32), np.array([0, 2], np.int32)
     out = np.asarray(
         run(q, k_pages, v_pages, table, context, start, scale=0.3, backend=backend, k_scale=k_scale, v_scale=v_scale)

@@ -39,7 +39,7 @@ def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
         )
     if params.ranks:
         raise UnsupportedError(
-            f"streaming cannot show best_of={params.best_of}: which are the best n={params.n} is known at the end"
+            f"streaming cannot show best_of={params.best_of}: which are the best n={params.n} is known only at the end"
         )
 
 

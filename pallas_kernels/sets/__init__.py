@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 import jax
 
 from pallas_kernels.kernel_set import Call, KernelSet
-from pallas_kernels.sets import mosaic, reference, scan, triton
+from pallas_kernels.sets import cpu, mosaic, reference, scan, triton
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 # In the order in which "auto" tries them. Each has the name of its file, so that names can be listed without importing JAX.
-SETS: dict[str, KernelSet] = {each.name: each for each in (triton.SET, mosaic.SET, scan.SET, reference.SET)}
+SETS: dict[str, KernelSet] = {each.name: each for each in (triton.SET, mosaic.SET, cpu.SET, scan.SET, reference.SET)}
 
 BACKENDS = tuple(SETS)
 DEFINITION = reference.SET.name  # of what the others must give
 XLA_BACKENDS = tuple(name for name, each in SETS.items() if not each.platforms)
-KERNEL_BACKENDS = tuple(name for name, each in SETS.items() if each.platforms)
+KERNEL_BACKENDS = tuple(name for name, each in SETS.items() if "gpu" in each.platforms)
 INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.interpretable)  # on CPU, with interpret=True
 
 
@@ -31,7 +31,8 @@ def candidates(backend: str, platform: str, *, interpret: bool = False) -> tuple
     Raises ValueError where no set has this name.
     """
     if backend == "auto":
-        return tuple(each for each in SETS.values() if (each.platforms if interpret else each.runs_on(platform)))
+        tried = [each for each in SETS.values() if not each.by_name_only]
+        return tuple(each for each in tried if (each.platforms if interpret else each.runs_on(platform)))
     if backend not in SETS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(SETS)}, not {backend!r}")
     return (SETS[backend],)

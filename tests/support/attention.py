@@ -8,11 +8,13 @@ import functools
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 from pallas_kernels import is_quantized, paged_attention
+from pallas_kernels.cpu import library
 
 E4M3 = ml_dtypes.float8_e4m3fn
-SHARED_BACKENDS = ("reference", "scan", "triton")  # that the shared tests run
+SHARED_BACKENDS = ("reference", "scan", "cpu", "triton")  # that the shared tests run
 
 
 @dataclasses.dataclass
@@ -140,5 +142,7 @@ def _run(*arrays, **options):
 
 
 def run(*arrays, backend="auto", **options):
-    """`paged_attention`, compiled; kernels are interpreted."""
+    """`paged_attention`, compiled; kernels for GPUs are interpreted."""
+    if backend == "cpu" and (reason := library.load().reason) is not None:
+        pytest.skip(reason)
     return _run(*arrays, backend=backend, interpret=backend == "triton", **options)

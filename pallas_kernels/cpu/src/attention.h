@@ -1,0 +1,41 @@
+// What one call of paged attention is.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxpage {
+
+constexpr int kMostDrafts = 1024;     // query tokens of a row with a tree
+constexpr int kMostHeadWidth = 256;
+
+enum class Type : int { kF32, kBF16, kF16, kI8, kF8 };
+
+// Letters as in pallas_kernels: T query tokens, B rows, N query heads, K key/value heads, H head width, P blocks, S slots, M blocks of a table.
+struct Attention {
+  Type query_type, page_type;
+  const void* q;      // [T, N, H]
+  const void* k_new;  // [T, K, H], in the queries' type
+  const void* v_new;
+  void* k_pages;  // [P, S, K, H]
+  void* v_pages;
+  float* k_scale;  // [P, S, K] of quantised pages, else null
+  float* v_scale;
+  const int32_t* slots;          // [T]: where each token's key and value go
+  const int32_t* block_table;    // [B, M]
+  const int32_t* context_len;    // [B]
+  const int32_t* query_start;    // [B + 1]
+  const uint8_t* tree_mask;      // [T, Q], or null: causal
+  const float* sinks;            // [N], or null
+  void* out;                     // [T, N, H]
+  int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_width, num_slots, block_size, table_width, mask_width;
+  float scale, softcap;  // softcap 0: none
+  int64_t window;        // 0: none
+};
+
+// The units of work: every token's key and value of one head, then every token's queries that share a key/value head.
+struct Kernels {
+  void (*write)(const Attention&, int64_t token);
+  void (*attend)(const Attention&, int64_t row, int64_t token, int64_t kv_head);
+};
+
+}  // namespace jaxpage

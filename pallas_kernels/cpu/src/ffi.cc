@@ -1,0 +1,207 @@
+// The kernels as XLA calls them: buffers are checked, and the units of work are shared among XLA's own threads.
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+#include "attention.h"
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace jaxpage {
+
+namespace JAXPAGE_ISA {
+extern const Kernels kKernels;
+}
+
+namespace {
+
+// XLA's threads flush subnormal numbers to zero and the thread that calls may not: a row's bits must not tell who computed it.
+class FlushedSubnormals {
+ public:
+#if defined(__x86_64__)
+  FlushedSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushedSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned int before_;
+#elif defined(__aarch64__)
+  FlushedSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | (1ull << 24)));
+  }
+  ~FlushedSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
+#endif
+};
+
+// What a call shares with threads that help it. One that starts late finds nothing to do, perhaps when the call has returned.
+struct Shared {
+  std::atomic<int64_t> next{0};
+  int64_t count, at_once, num_done = 0;
+  const void* work;
+  void (*run)(const void* work, int64_t index);
+  std::mutex mutex;
+  std::condition_variable done;
+
+  void take_part() {
+    FlushedSubnormals flushed;
+    int64_t num_own = 0;
+    for (int64_t first; (first = next.fetch_add(at_once)) < count;)
+      for (int64_t i = first; i < count && i < first + at_once; ++i, ++num_own) run(work, i);
+    if (num_own == 0) return;
+    std::lock_guard<std::mutex> lock(mutex);
+    if ((num_done += num_own) == count) done.notify_all();
+  }
+};
+
+// Calls work(i) for i of [0, count), each once, on the calling thread and on those of the pool that are free. Returns when all have returned.
+template <typename Work>
+void in_parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t at_once, const Work& work) {
+  if (count == 0) return;
+  auto shared = std::make_shared<Shared>();
+  shared->count = count, shared->at_once = at_once, shared->work = &work;
+  shared->run = [](const void* given, int64_t index) { (*static_cast<const Work*>(given))(index); };
+  int64_t helpers = (count + at_once - 1) / at_once - 1;
+  if (helpers > pool.num_threads() - 1) helpers = pool.num_threads() - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([shared] { shared->take_part(); });
+  shared->take_part();
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  shared->done.wait(lock, [&] { return shared->num_done == count; });
+}
+
+namespace ffi = xla::ffi;
+
+bool type_of(ffi::DataType given, bool is_page, Type* type) {
+  switch (given) {
+    case ffi::DataType::F32: *type = Type::kF32; return true;
+    case ffi::DataType::BF16: *type = Type::kBF16; return true;
+    case ffi::DataType::F16: *type = Type::kF16; return true;
+    case ffi::DataType::S8: *type = Type::kI8; return is_page;
+    case ffi::DataType::U8: *type = Type::kF8; return is_page;
+    default: return false;
+  }
+}
+
+using Pages = ffi::Result<ffi::AnyBuffer>;
+using Scales = ffi::Result<ffi::Buffer<ffi::F32>>;
+
+// Reads the pages, behind the writes of `slots` where there are any.
+ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyBuffer& k_pages, ffi::Buffer<ffi::F32>& k_scale,
+               ffi::Buffer<ffi::F32>& v_scale, int64_t num_written, ffi::Buffer<ffi::S32>& block_table,
+               ffi::Buffer<ffi::S32>& context_len, ffi::Buffer<ffi::S32>& query_start, ffi::Buffer<ffi::PRED>& tree_mask,
+               ffi::Buffer<ffi::F32>& sinks, ffi::AnyBuffer& out) {
+  if (!type_of(q.element_type(), false, &a.query_type) || !type_of(k_pages.element_type(), true, &a.page_type))
+    return ffi::Error::InvalidArgument("the types of queries or pages are not known here");
+  const auto qd = q.dimensions(), pd = k_pages.dimensions(), td = block_table.dimensions();
+  if (qd.size() != 3 || pd.size() != 4 || td.size() != 2) return ffi::Error::InvalidArgument("wrong number of axes");
+  if (qd[2] % 16 || qd[2] > kMostHeadWidth) return ffi::Error::InvalidArgument("no kernel for this head width");
+  a.num_tokens = qd[0], a.num_heads = qd[1], a.head_width = qd[2];
+  a.num_rows = td[0], a.table_width = td[1];
+  a.block_size = pd[1], a.num_kv_heads = pd[2], a.num_slots = pd[0] * pd[1];
+  a.q = q.untyped_data(), a.out = out.untyped_data();
+  const bool quantized = k_scale.element_count() > 0;
+  a.k_scale = quantized ? k_scale.typed_data() : nullptr, a.v_scale = quantized ? v_scale.typed_data() : nullptr;
+  a.block_table = block_table.typed_data();
+  a.context_len = context_len.typed_data(), a.query_start = query_start.typed_data();
+  a.tree_mask = tree_mask.element_count() ? reinterpret_cast<const uint8_t*>(tree_mask.typed_data()) : nullptr;
+  a.mask_width = tree_mask.element_count() ? tree_mask.dimensions()[1] : 0;
+  if (a.mask_width > kMostDrafts) return ffi::Error::InvalidArgument("more query tokens of a row with a tree than fit");
+  a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  int64_t num_queries = a.query_start[a.num_rows];
+  if (num_queries > a.num_tokens) num_queries = a.num_tokens;
+  const Kernels& k = JAXPAGE_ISA::kKernels;
+  in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
+  const int64_t item = a.num_heads * a.head_width * (a.query_type == Type::kF32 ? 4 : 2);
+  std::memset(static_cast<char*>(a.out) + num_queries * item, 0, (a.num_tokens - num_queries) * item);  // padding
+  // Units of one key/value head lie one behind the other, so that a prompt's queries find their keys in the cache.
+  in_parallel(pool, num_queries * a.num_kv_heads, 1, [&](int64_t unit) {
+    const int64_t token = unit % num_queries, kv_head = unit / num_queries;
+    int64_t low = 0, high = a.num_rows;  // the row whose queries begin at or before the token
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (a.query_start[middle] <= token ? low : high) = middle;
+    }
+    k.attend(a, low, token, kv_head);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new, ffi::AnyBuffer k_in,
+                            ffi::AnyBuffer v_in, ffi::Buffer<ffi::F32> k_scale_in, ffi::Buffer<ffi::F32> v_scale_in,
+                            ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
+                            ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
+                            ffi::Result<ffi::AnyBuffer> out, Pages k_pages, Pages v_pages, Scales k_scale, Scales v_scale,
+                            float scale, float softcap, int64_t window) {
+  if (k_pages->untyped_data() != k_in.untyped_data() || v_pages->untyped_data() != v_in.untyped_data() ||
+      (k_scale_in.element_count() && (k_scale->untyped_data() != k_scale_in.untyped_data() ||
+                                      v_scale->untyped_data() != v_scale_in.untyped_data())))
+    return ffi::Error::InvalidArgument("the pages must be given away: they are written in place");
+  if (k_new.element_type() != q.element_type() || v_new.element_type() != q.element_type())
+    return ffi::Error::InvalidArgument("queries, keys and values must have one type");
+  Attention a{};
+  a.k_new = k_new.untyped_data(), a.v_new = v_new.untyped_data(), a.slots = slots.typed_data();
+  a.k_pages = k_in.untyped_data(), a.v_pages = v_in.untyped_data();
+  a.scale = scale, a.softcap = softcap, a.window = window;
+  return run(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table, context_len, query_start, tree_mask, sinks,
+             *out);
+}
+
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::Buffer<ffi::F32> k_scale,
+                  ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
+                  ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
+                  ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window) {
+  Attention a{};
+  a.k_pages = k_pages.untyped_data(), a.v_pages = v_pages.untyped_data();
+  a.scale = scale, a.softcap = softcap, a.window = window;
+  return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, *out);
+}
+
+}  // namespace
+
+#define JAXPAGE_READ(binding)                                                                                              \
+  binding.Arg<ffi::Buffer<ffi::S32>>()                                                                                     \
+      .Arg<ffi::Buffer<ffi::S32>>()                                                                                        \
+      .Arg<ffi::Buffer<ffi::S32>>()                                                                                        \
+      .Arg<ffi::Buffer<ffi::PRED>>()                                                                                       \
+      .Arg<ffi::Buffer<ffi::F32>>()                                                                                        \
+      .Ret<ffi::AnyBuffer>()
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_write_and_attend, write_and_attend,
+                              JAXPAGE_READ(ffi::Ffi::Bind()
+                                               .Ctx<ffi::ThreadPool>()
+                                               .Arg<ffi::AnyBuffer>()
+                                               .Arg<ffi::AnyBuffer>()
+                                               .Arg<ffi::AnyBuffer>()
+                                               .Arg<ffi::AnyBuffer>()
+                                               .Arg<ffi::AnyBuffer>()
+                                               .Arg<ffi::Buffer<ffi::F32>>()
+                                               .Arg<ffi::Buffer<ffi::F32>>()
+                                               .Arg<ffi::Buffer<ffi::S32>>())
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
+                              JAXPAGE_READ(ffi::Ffi::Bind()
+                                               .Ctx<ffi::ThreadPool>()
+                                               .Arg<ffi::AnyBuffer>()
+                                               .Arg<ffi::AnyBuffer>()
+                                               .Arg<ffi::AnyBuffer>()
+                                               .Arg<ffi::Buffer<ffi::F32>>()
+                                               .Arg<ffi::Buffer<ffi::F32>>())
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window"));
+
+}  // namespace jaxpage

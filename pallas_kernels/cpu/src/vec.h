@@ -1,0 +1,226 @@
+// Vectors of 16 floats in GCC's and Clang's vector extension: the same operations in the same order on every instruction set.
+//
+// A library is compiled for one instruction set (JAXPAGE_ISA). GCC makes two or four operations of one where vectors are shorter.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace jaxpage {
+namespace JAXPAGE_ISA {
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t Int __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t Half __attribute__((vector_size(32)));
+typedef int8_t Byte __attribute__((vector_size(16)));
+typedef uint8_t UByte __attribute__((vector_size(16)));
+
+constexpr int kLanes = 16;
+
+static inline Vec splat(float x) { return Vec{} + x; }
+static inline Vec as_float(Bits x) { return (Vec)x; }
+static inline Bits as_bits(Vec x) { return (Bits)x; }
+static inline Vec select(Int mask, Vec a, Vec b) { return (Vec)(((Int)a & mask) | ((Int)b & ~mask)); }
+static inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+
+// A vector of numbers as they are stored.
+template <typename Stored>
+struct Load;
+
+template <typename Raw>
+static inline Raw raw_at(const void* at) {
+  Raw raw;
+  std::memcpy(&raw, at, sizeof(Raw));
+  return raw;
+}
+
+struct F32 {
+  typedef float type;
+};
+struct BF16 {
+  typedef uint16_t type;
+};
+struct F16 {
+  typedef uint16_t type;
+};
+struct I8 {
+  typedef int8_t type;
+};
+struct F8 {  // float8_e4m3fn, as its bits
+  typedef uint8_t type;
+};
+
+template <>
+struct Load<F32> {
+  static Vec at(const float* x) { return raw_at<Vec>(x); }
+};
+
+template <>
+struct Load<BF16> {
+  static Vec at(const uint16_t* x) {
+    return as_float(__builtin_convertvector(raw_at<Half>(x), Bits) << 16);
+  }
+};
+
+// Subnormal numbers are made of integers: XLA's threads may take subnormal operands for zero.
+template <>
+struct Load<F16> {
+  static Vec at(const uint16_t* x) {
+    Bits bits = __builtin_convertvector(raw_at<Half>(x), Bits);
+    Bits sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+    Bits normal = (magnitude << 13) + (112u << 23);
+    Vec subnormal = __builtin_convertvector((Int)magnitude, Vec) * splat(0x1p-24f);
+    Bits special = (magnitude << 13) | 0x7f800000u;
+    Vec value = select((Int)(magnitude < 0x400u), subnormal, as_float(normal));
+    value = select((Int)(magnitude >= 0x7c00u), as_float(special), value);
+    return as_float(as_bits(value) | sign);
+  }
+};
+
+template <>
+struct Load<I8> {
+  static Vec at(const int8_t* x) {
+    return __builtin_convertvector(__builtin_convertvector(raw_at<Byte>(x), Int), Vec);
+  }
+};
+
+template <>
+struct Load<F8> {
+  static Vec at(const uint8_t* x) {
+    Bits bits = __builtin_convertvector(raw_at<UByte>(x), Bits);
+    Bits sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
+    Bits normal = (magnitude << 20) + (120u << 23);
+    Vec subnormal = __builtin_convertvector((Int)magnitude, Vec) * splat(0x1p-9f);
+    Vec value = select((Int)(magnitude < 8u), subnormal, as_float(normal));
+    value = select((Int)(magnitude == 0x7fu), as_float(Bits{} + 0x7fc00000u), value);
+    return as_float(as_bits(value) | sign);
+  }
+};
+
+// Stores numbers rounded to the nearest, ties to even.
+template <typename Stored>
+struct Store;
+
+template <>
+struct Store<F32> {
+  static void at(float* x, Vec value) { std::memcpy(x, &value, sizeof(value)); }
+};
+
+template <>
+struct Store<BF16> {
+  static void at(uint16_t* x, Vec value) {
+    Bits bits = as_bits(value);
+    Int is_nan = (Int)((bits & 0x7fffffffu) > 0x7f800000u);
+    Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    rounded = (Bits)select(is_nan, (Vec)((bits >> 16) | 0x40u), (Vec)rounded);
+    Half half = __builtin_convertvector(rounded, Half);
+    std::memcpy(x, &half, sizeof(half));
+  }
+};
+
+static inline uint16_t half_of(float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, 4);
+  uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return sign | 0x7e00u;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // from 65520 on
+  if (magnitude < 0x38800000u) {  // subnormal: the sum rounds where the last bit stands
+    float shifted;
+    std::memcpy(&shifted, &magnitude, 4);
+    shifted += 0.5f;
+    uint32_t moved;
+    std::memcpy(&moved, &shifted, 4);
+    return sign | (moved - 0x3f000000u);
+  }
+  magnitude += 0xc8000fffu + ((magnitude >> 13) & 1u);
+  return sign | (magnitude >> 13);
+}
+
+template <>
+struct Store<F16> {
+  static void at(uint16_t* x, Vec value) {
+    for (int i = 0; i < kLanes; ++i) x[i] = half_of(value[i]);
+  }
+};
+
+// To float8_e4m3fn, of a number up to 448, to the nearest, ties to even.
+static inline uint8_t float8_of(float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, 4);
+  uint32_t sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x43e80000u) return sign | 0x7fu;  // above 464, or no number
+  if (magnitude < 0x3c800000u) {                     // subnormal: the sum rounds where the last bit stands
+    float shifted;
+    std::memcpy(&shifted, &magnitude, 4);
+    shifted += 16384.0f;
+    std::memcpy(&magnitude, &shifted, 4);
+    return sign | (magnitude - 0x46800000u);
+  }
+  magnitude -= 120u << 23;
+  magnitude += 0x7ffffu + ((magnitude >> 20) & 1u);
+  return sign | (magnitude >> 20);
+}
+
+// The sum of the lanes of each of 16 vectors: lane i of the result is of vector i, whatever the others hold.
+static inline Vec sums(Vec* v) {
+#define JAXPAGE_PAIR(a, b, lo, hi) (__builtin_shuffle(a, b, (Int)lo) + __builtin_shuffle(a, b, (Int)hi))
+  const Int lo8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+  const Int hi8 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+  const Int lo4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+  const Int hi4 = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
+  const Int lo2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+  const Int hi2 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+  const Int lo1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+  const Int hi1 = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
+  for (int i = 0; i < 8; ++i) v[i] = JAXPAGE_PAIR(v[i], v[i + 8], lo8, hi8);
+  for (int i = 0; i < 4; ++i) v[i] = JAXPAGE_PAIR(v[i], v[i + 4], lo4, hi4);
+  for (int i = 0; i < 2; ++i) v[i] = JAXPAGE_PAIR(v[i], v[i + 2], lo2, hi2);
+  return JAXPAGE_PAIR(v[0], v[1], lo1, hi1);
+#undef JAXPAGE_PAIR
+}
+
+static inline float sum(Vec v) {
+  float half[8], result;
+  for (int i = 0; i < 8; ++i) half[i] = v[i] + v[i + 8];
+  for (int i = 0; i < 4; ++i) half[i] += half[i + 4];
+  for (int i = 0; i < 2; ++i) half[i] += half[i + 2];
+  result = half[0] + half[1];
+  return result;
+}
+
+static inline float largest(Vec v) {
+  float found = v[0];
+  for (int i = 1; i < kLanes; ++i) found = v[i] > found ? v[i] : found;
+  return found;
+}
+
+// e^x for x up to 88, 0 for what is below -87.3 (and for -inf): a polynomial after the range is reduced, within 2 ulp.
+static inline Vec exp(Vec x) {
+  const Vec given = x;
+  const Int is_zero = x < splat(-87.3f), is_nan = x != x;
+  x = max(x, splat(-87.3f));
+  Vec scaled = x * splat(1.44269504088896341f);
+  Vec magic = splat(12582912.0f);  // 1.5 * 2^23: the sum rounds to an integer
+  Vec whole = (scaled + magic) - magic;
+  Vec rest = x - whole * splat(0.693359375f);
+  rest = rest - whole * splat(-2.12194440e-4f);
+  Vec y = splat(1.9875691500e-4f);
+  y = y * rest + splat(1.3981999507e-3f);
+  y = y * rest + splat(8.3334519073e-3f);
+  y = y * rest + splat(4.1665795894e-2f);
+  y = y * rest + splat(1.6666665459e-1f);
+  y = y * rest + splat(5.0000001201e-1f);
+  y = y * (rest * rest) + rest + splat(1.0f);
+  Int exponent = __builtin_convertvector(whole, Int);
+  Vec power = (Vec)((exponent + 127) << 23);
+  return select(is_nan, given, select(is_zero, splat(0.0f), y * power));
+}
+
+static inline Vec tanh(Vec x) {
+  Vec bounded = max(splat(-15.0f), select(x < splat(15.0f), x, splat(15.0f)));
+  return splat(1.0f) - splat(2.0f) / (exp(bounded + bounded) + splat(1.0f));
+}
+
+}  // namespace JAXPAGE_ISA
+}  // namespace jaxpage

@@ -1,0 +1,131 @@
+"""The kernel set for CPUs in C++ (`pallas_kernels/cpu`), called through XLA's foreign function interface.
+
+One call writes the new keys and values in place and attends, for rows of any kind: decode, prompt chunks, trees of drafts. A query token
+and the heads that share its key/value head are computed by one thread, always with the same operations in the same order: so a result
+depends on the token's row alone, to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.arguments import Arguments
+from pallas_kernels.cpu import library
+from pallas_kernels.kernel_set import Call, first_reason
+from pallas_kernels.sets import reference
+
+LANES = 16  # of a vector: heads are whole ones
+MOST_HEAD_WIDTH = 256
+MOST_QUERY_LEN = 1024  # of a row with a tree of drafts
+TYPES = ("float32", "bfloat16", "float16")
+
+
+def attend(arguments: Arguments) -> jax.Array:
+    """Returns out_TNH in the queries' type."""
+    library.load()
+    pages = (arguments.k_pages, arguments.v_pages, *_scales(arguments))
+    call = jax.ffi.ffi_call("jaxpage_attend", _shape(arguments.q_TNH))
+    out_TNH: jax.Array = call(arguments.q_TNH, *_bits(pages), *_rows(arguments), **_options(arguments))
+    return out_TNH
+
+
+def write_and_attend(
+    k_TKH: jax.Array, v_TKH: jax.Array, slots_T: jax.Array, arguments: Arguments
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The pages are written in place where they are donated."""
+    library.load()
+    dtype = arguments.q_TNH.dtype
+    pages = _bits((arguments.k_pages, arguments.v_pages, *_scales(arguments)))
+    call = jax.ffi.ffi_call(
+        "jaxpage_write_and_attend",
+        (_shape(arguments.q_TNH), *map(_shape, pages)),
+        input_output_aliases={3: 1, 4: 2, 5: 3, 6: 4},
+    )
+    out_TNH, *written = call(
+        arguments.q_TNH,
+        k_TKH.astype(dtype),
+        v_TKH.astype(dtype),
+        *pages,
+        slots_T.astype(jnp.int32),
+        *_rows(arguments),
+        **_options(arguments),
+    )
+    k_pages, v_pages, k_scale, v_scale = written
+    if arguments.k_scale is None:
+        return out_TNH, (k_pages, v_pages)
+    kept = arguments.k_pages.dtype
+    return out_TNH, (*(jax.lax.bitcast_convert_type(each, kept) for each in (k_pages, v_pages)), k_scale, v_scale)
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _scales(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
+    if arguments.k_scale is not None and arguments.v_scale is not None:
+        return arguments.k_scale, arguments.v_scale
+    return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
+
+
+def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """float8 as the bytes that it is."""
+    return [
+        jax.lax.bitcast_convert_type(each, jnp.uint8) if each.dtype == jnp.float8_e4m3fn else each for each in pages
+    ]
+
+
+def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
+    tree, sinks = arguments.tree_mask_TQ, getattr(arguments, "sinks_N", None)
+    return (
+        arguments.block_table_BM.astype(jnp.int32),
+        arguments.context_len_B.astype(jnp.int32),
+        arguments.query_start.astype(jnp.int32),
+        jnp.zeros((0, 0), bool) if tree is None else tree,
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+    )
+
+
+def _options(arguments: Arguments) -> dict[str, Any]:
+    return {
+        "scale": np.float32(arguments.scale),
+        "softcap": np.float32(arguments.logit_softcap or 0.0),
+        "window": np.int64(arguments.sliding_window or 0),
+    }
+
+
+def _supports(device: Any, call: Call) -> str | None:
+    reason = first_reason((device.platform != "cpu", "needs a CPU"), (call.interpret, "is not interpreted"))
+    if reason is None and call.attention is not None:
+        reason = _refusal(call.attention)
+    return reason or library.load().reason or reference.supports(device, call)
+
+
+def _refusal(arguments: Arguments) -> str | None:
+    width, longest = arguments.q_TNH.shape[2], arguments.max_query_len
+    return first_reason(
+        (
+            width % LANES or width > MOST_HEAD_WIDTH,
+            f"head width {width} (multiples of {LANES} up to {MOST_HEAD_WIDTH} only)",
+        ),
+        (str(arguments.q_TNH.dtype) not in TYPES, f"queries of {arguments.q_TNH.dtype}"),
+        (
+            arguments.tree_mask_TQ is not None and longest > MOST_QUERY_LEN,
+            f"trees of {longest} tokens (up to {MOST_QUERY_LEN})",
+        ),
+    )
+
+
+SET = dataclasses.replace(
+    reference.SET,
+    name="cpu",
+    attend=attend,
+    write_and_attend=write_and_attend,
+    supports=_supports,
+    platforms=("cpu",),
+    by_name_only=True,
+)

@@ -1,0 +1,211 @@
+"""The kernels for CPUs: written and attended in one call, bits that depend on the row alone, and engines that run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpage import SamplingParams
+from jaxpage.device.backends import choose_backend
+from jaxpage.errors import UnsupportedError
+from pallas_kernels import SETS, candidates, write_and_attend
+from pallas_kernels.cpu import library
+from tests.support.attention import make_case
+from tests.support.engines import LLAMA, SMALL_POOL, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int8": "float32",
+    "uint8": "bfloat16",
+}  # and queries
+BLOCK_SIZE, HEADS, WIDTH = 8, (6, 2), 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    if (reason := library.load().reason) is not None:
+        pytest.skip(reason)
+
+
+def step(
+    backend: str, page_dtype: str, *, tree: bool = False, num_rows: int = 4, only: int | None = None, **options: Any
+) -> tuple[Any, ...]:
+    """What a set makes of a step of rows behind 5, 70, 0, 130, ... positions, and the pages; slot 0 takes padding."""
+    queries = [5, 1, 3, 17] * (num_rows // 4)
+    contexts = [before + new for before, new in zip([5, 70, 0, 130] * (num_rows // 4), queries, strict=True)]
+    case = make_case(7, contexts, queries, heads=HEADS, width=WIDTH, block_size=BLOCK_SIZE)
+    rng, dtype = np.random.default_rng(3), PAGES[page_dtype]
+    num_tokens = len(case.q_TNH)
+    k, v = (jnp.asarray(rng.standard_normal((num_tokens, HEADS[1], WIDTH)), dtype) for _ in range(2))
+    rows = np.repeat(np.arange(len(queries)), queries)
+    places = np.concatenate([np.arange(c - n, c) for c, n in zip(contexts, queries, strict=True)])
+    slots = np.zeros(num_tokens, np.int32)
+    slots[: len(rows)] = case.block_table_BM[rows, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+    pages = [jnp.asarray(case.k_pages), jnp.asarray(case.v_pages)]
+    scales: dict[str, jax.Array] = {}
+    if page_dtype in ("int8", "uint8"):
+        pages = [jnp.asarray(rng.integers(0, 120, pages[0].shape).astype(page_dtype)) for _ in range(2)]
+        scales = {name: jnp.asarray(rng.random(pages[0].shape[:3]), jnp.float32) for name in ("k_scale", "v_scale")}
+    else:
+        pages = [page.astype(page_dtype) for page in pages]
+    if tree:  # the first token has two children, and the others follow the second
+        mask = np.zeros((num_tokens, 17), bool)
+        for start, count in zip(np.cumsum([0, *queries[:-1]]), queries, strict=True):
+            for place in range(count):
+                mask[start + place, : place + 1] = True
+                mask[start + place, 1] &= place < 2
+        options["tree_mask_TQ"] = mask
+
+    q, table, context = jnp.asarray(case.q_TNH, dtype), case.block_table_BM, case.context_len_B
+    start = case.query_start
+    if only is not None:
+        kept = slice(start[only], start[only + 1])
+        q, k, v, slots = q[kept], k[kept], v[kept], slots[kept]
+        table, context, start = table[only : only + 1], context[only : only + 1], np.array([0, len(slots)], np.int32)
+
+    @jax.jit
+    def run(k_pages: jax.Array, v_pages: jax.Array, scales: dict[str, jax.Array]) -> Any:
+        return write_and_attend(
+            k,
+            v,
+            slots,
+            q_TNH=q,
+            k_pages=k_pages,
+            v_pages=v_pages,
+            block_table_BM=table,
+            context_len_B=context,
+            query_start=start,
+            scale=0.2,
+            max_query_len=17,
+            backend=backend,
+            **scales,
+            **options,
+        )
+
+    out, written = run(*pages, scales)
+    blocks = [
+        np.asarray(each.astype(jnp.float32) if each.dtype == jnp.bfloat16 else each)[1:]
+        for each in written
+        if each is not None
+    ]
+    return np.asarray(out.astype(jnp.float32))[: start[-1]], blocks
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 20},
+    "softcap": {"logit_softcap": 3.0},
+    "tree": {"tree": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("page_dtype", PAGES)
+def test_one_call_writes_and_attends(page_dtype: str, options: dict[str, Any]) -> None:
+    """The oracle is the kernel set that defines what the others do; what is written has its bits."""
+    (want, want_pages), (got, pages) = step("reference", page_dtype, **options), step("cpu", page_dtype, **options)
+    tolerance = 2e-5 if PAGES[page_dtype] == "float32" else 2e-2
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+    for one, other in zip(pages, want_pages, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
+def test_a_row_has_its_bits_among_any_others(page_dtype: str) -> None:
+    together, _ = step("cpu", page_dtype, num_rows=32)
+    queries, start = [5, 1, 3, 17] * 8, 0
+    for row, count in enumerate(queries):
+        if row % 5 == 0:
+            alone, _ = step("cpu", page_dtype, num_rows=32, only=row)
+            np.testing.assert_array_equal(alone, together[start : start + count])
+        start += count
+
+
+def test_auto_leaves_them_out_and_a_name_asks_for_them(tmp_path: Path) -> None:
+    assert SETS["cpu"] in candidates("cpu", "cpu") and SETS["cpu"] not in candidates("auto", "cpu")
+    model = random_checkpoint(tmp_path / "llama", LLAMA)
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(1, 257, length).tolist() for length in (5, 61, 33, 90)]
+    params = [
+        SamplingParams(temperature=t, seed=3, n=n, max_tokens=40, ignore_eos=True)
+        for t, n in ((0, 1), (1, 2), (0, 1), (1, 1))
+    ]
+
+    def texts(**settings: Any) -> Any:
+        with make_llm(model, **settings) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [[(one.token_ids, one.cumulative_logprob) for one in each.outputs] for each in outputs]
+
+    plain = texts(attention_backend="cpu")
+    assert texts(attention_backend="cpu", **SMALL_POOL, preemption_mode="swap") == plain, "path independence"
+    xla = texts(attention_backend="scan")
+    assert [each[0][0] for each in xla][::2] == [each[0][0] for each in plain][::2], "greedy texts"
+
+
+def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    found = library.load.__wrapped__()
+    assert found.reason is not None and "no C++ compiler" in found.reason
+    monkeypatch.setattr(library, "load", lambda: found)
+    with pytest.raises(UnsupportedError, match=r"'cpu' .*no C\+\+ compiler"):
+        choose_backend("cpu", jax.devices()[0])
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(RuntimeError, match="/bin/false failed"):
+        library.compiled("avx2", ())
+
+
+MISTAKES = {
+    "a window that is one too wide": ("unit.last + 1 - a.window", "unit.last - a.window"),
+    "the last position is left out": ("unit.last - tile + 1 : kTile", "unit.last - tile : kTile"),
+    "softcap without its factor": ("* splat(a.softcap);", ";"),
+    "a tree is taken for a chain": ("unit.branch = branch;", "unit.branch = nullptr;"),
+    "scales of keys are forgotten": ("s[j] *= a.k_scale", "s[j] += 0 * a.k_scale"),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
+    sources = tmp_path / "src"
+    sources.mkdir()
+    for source in library.SOURCES.iterdir():
+        text = source.read_text()
+        if source.name == "attention.cc":
+            assert text.count(MISTAKES[mistake][0]) == 1
+            text = text.replace(*MISTAKES[mistake])
+        (sources / source.name).write_text(text)
+    done = _in_process(f"library.SOURCES = Path({str(sources)!r})", tmp_path)
+    assert done.returncode == 1 and "failed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.sweep
+def test_behaviour_is_defined(tmp_path: Path) -> None:
+    extra = '("-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-O1")'
+    done = _in_process(f"library.FLAGS = (*library.FLAGS, *{extra})", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _in_process(change: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """The tests of one call, with another library."""
+    plugin = (
+        "from pathlib import Path\ndef pytest_collection_finish():\n    from pallas_kernels.cpu import library\n    "
+    )
+    (cache / "another_library.py").write_text(plugin + change)
+    variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}:{cache}"}
+    words = ("-n", "0", "-q", "-p", "another_library", "tests/test_cpu_kernels.py", "-k", "one_call")
+    command = [sys.executable, "-m", "pytest", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
