@@ -80,13 +80,13 @@ def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 
 def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
-    tree, sinks = arguments.tree_mask_TQ, getattr(arguments, "sinks_N", None)
+    tree = arguments.tree_mask_TQ
     return (
         arguments.block_table_BM.astype(jnp.int32),
         arguments.context_len_B.astype(jnp.int32),
         arguments.query_start.astype(jnp.int32),
         jnp.zeros((0, 0), bool) if tree is None else tree,
-        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        jnp.zeros(0, jnp.float32),  # attention sinks, which no model here has yet
     )
 
 
