@@ -69,6 +69,7 @@ def _compilation(request):
     name = request.node.path.name
     _FOUND[name] = stopwatch.record(counts)
     usual = "not sweep" in request.config.getoption("markexpr") and not request.config.getoption("--write-durations")
+    usual = usual and not request.config.getoption("--optimized") and durations.is_of_this_python()
     if usual and (problem := durations.over_budget(name, len(counts.asked), _DURATIONS)):
         pytest.fail(problem, pytrace=False)
 

@@ -193,7 +193,7 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("attention_backend", "cpu"),
+        ("attention_backend", "cuda"),
         ("speculative_config", {"method": "lookahead", "acceptance": "typical"}),
         ("tensor_parallel_size", 2),
     ],

@@ -567,7 +567,7 @@ def test_from_config(directory, tmp_path, llm):
 def test_settings_that_are_not_honoured_are_refused(directory):
     for name, value in {
         "tensor_parallel_size": 2,
-        "attention_backend": "cpu",
+        "attention_backend": "cuda",
     }.items():
         with pytest.raises(UnsupportedError, match=name):
             LLM(str(directory), use_tqdm=False, **{name: value})

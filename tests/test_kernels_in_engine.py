@@ -19,7 +19,7 @@ from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.engine.capacity import DeviceSpec, mixes
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings import engine_config
-from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, SETS, XLA_BACKENDS
+from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -75,11 +75,13 @@ def test_kernels_are_interpreted_on_cpu_only():
     assert [choose_backend(name, CPU) for name in ("auto", "scan")] == [Backend("auto"), Backend("scan")]
     for name in INTERPRETABLE_BACKENDS:
         assert choose_backend(name, CPU) == Backend(name, interpret=True)
-    for name in set(BACKENDS) - {*INTERPRETABLE_BACKENDS, *XLA_BACKENDS}:
+    for name in set(KERNEL_BACKENDS) - {*INTERPRETABLE_BACKENDS}:
         with pytest.raises(UnsupportedError, match=f"'{name}' needs a GPU: jax .* does not interpret it"):
             choose_backend(name, CPU)
-    for name in BACKENDS:
+    for name in set(BACKENDS) - {"cpu"}:
         assert choose_backend(name, gpu("9.0")) == Backend(name)
+    with pytest.raises(UnsupportedError, match="'cpu' needs a CPU"):
+        choose_backend("cpu", gpu("9.0"))
 
 
 def test_an_old_gpu_is_refused_the_kernels_that_it_cannot_run():

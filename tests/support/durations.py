@@ -38,6 +38,12 @@ def read() -> dict[str, Record]:
     return json.loads(PATH.read_text())["files"] if PATH.exists() else {}
 
 
+def is_of_this_python() -> bool:
+    """Whether the table was counted with this Python: another one has another JAX, which may share less."""
+    version = json.loads(PATH.read_text())["machine"]["python"] if PATH.exists() else ""
+    return version.split(".")[:2] == platform.python_version().split(".")[:2]
+
+
 def write(found: dict[str, Record]) -> None:
     """Keeps what is there of files that did not run and still exist."""
     files = {name: record for name, record in {**read(), **found}.items() if (PATH.parent / name).exists()}
