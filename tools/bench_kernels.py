@@ -33,7 +33,7 @@ from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, read
 from pallas_kernels.bench.parts import best_of, chosen, contiguous_seconds, measured_ceilings
 from pallas_kernels.bench.record import append_section, section
 from pallas_kernels.bench.tuner import STARTS, OnDevice, Tuned, by_shape, tune
-from pallas_kernels.sets import BACKENDS, DEFINITION, XLA_BACKENDS
+from pallas_kernels.sets import BACKENDS, DEFINITION, GPU_BACKENDS, XLA_BACKENDS
 from pallas_kernels.specs import Spec
 from pallas_kernels.tiles import TUNED, Tiles, read_tuned, write_tuned
 from tools.progress import Bar
@@ -47,7 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--specs", default="all", help='texts of shape names, comma-separated; "short": a list of ten; default: all'
     )
     parser.add_argument("--list", action="store_true", help="list the shapes, and do nothing")
-    backends = ",".join(name for name in BACKENDS if name != DEFINITION)
+    backends = ",".join(name for name in GPU_BACKENDS if name != DEFINITION)
     parser.add_argument("--backends", default=backends, help=f"default: {backends}")
     parser.add_argument("--minutes", type=float, default=9.0, help="what no longer fits is left out; default: 9")
     parser.add_argument("--tune", action="store_true", help="find tiles for the shapes' kinds, and write them")

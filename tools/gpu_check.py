@@ -23,7 +23,7 @@ from pathlib import Path
 from pallas_kernels.bench.check import Check, exit_status, has_gpu
 from pallas_kernels.bench.findings import FAILED, Finding
 from pallas_kernels.bench.record import append_section, as_data, counted, line, section
-from pallas_kernels.sets import BACKENDS
+from pallas_kernels.sets import GPU_BACKENDS
 from tools.progress import Bar
 
 NO_GPU = "There is no GPU here, or JAX does not see it. --interpret runs a miniature on CPU."
@@ -34,7 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="what no longer fits is left out; default: 9")
     parser.add_argument("--record", type=Path, help="Markdown file that gets a section with the verdicts and tables")
     parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
-    parser.add_argument("--backends", default=",".join(BACKENDS), help=f"default: {','.join(BACKENDS)}")
+    parser.add_argument("--backends", default=",".join(GPU_BACKENDS), help=f"default: {','.join(GPU_BACKENDS)}")
     parser.add_argument(
         "--only", default="", help='parts by name, comma-separated: "parity triton,bench"; default: all'
     )
@@ -52,8 +52,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     backends = tuple(arguments.backends.split(","))
-    if unknown := set(backends) - set(BACKENDS):
-        sys.exit(f"--backends: {', '.join(sorted(unknown))} not among {', '.join(BACKENDS)}")
+    if unknown := set(backends) - set(GPU_BACKENDS):
+        sys.exit(f"--backends: {', '.join(sorted(unknown))} not among {', '.join(GPU_BACKENDS)}")
     settings = {
         "minutes": arguments.minutes,
         "interpret": arguments.interpret,

@@ -13,7 +13,7 @@ from pathlib import Path
 from pallas_kernels.bench import pages
 from pallas_kernels.bench.children import Child, run_all
 from pallas_kernels.bench.findings import FAILED, LEFT_OUT, Finding, worst
-from pallas_kernels.sets import BACKENDS, DEFINITION, KERNEL_BACKENDS, XLA_BACKENDS
+from pallas_kernels.sets import DEFINITION, GPU_BACKENDS, KERNEL_BACKENDS, XLA_BACKENDS
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # of the GPU, among processes side by side
@@ -26,7 +26,7 @@ class Check:
 
     minutes: float = 9.0
     interpret: bool = False
-    backends: tuple[str, ...] = BACKENDS
+    backends: tuple[str, ...] = GPU_BACKENDS
     only: tuple[str, ...] = ()
     jobs: int = 4
     directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="gpu_check_")))

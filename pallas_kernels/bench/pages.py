@@ -16,11 +16,11 @@ from pallas_kernels.bench.bounds import Ceilings
 from pallas_kernels.bench.cases import Pages, make_case
 from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, first_line, judged
 from pallas_kernels.bench.timing import median_of_rounds
-from pallas_kernels.sets import DEFINITION, SETS
+from pallas_kernels.sets import DEFINITION, KERNEL_BACKENDS, SETS
 from pallas_kernels.specs import Spec
 
 # Kernel sets that write and move pages in a way of their own: of several that share one, the first.
-KERNELS = tuple({each.write: name for name, each in reversed(SETS.items()) if each.platforms}.values())
+KERNELS = tuple({each.write: name for name, each in reversed(SETS.items()) if name in KERNEL_BACKENDS}.values())
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "uint8")
 NUM_CALLS = 50  # of a timed program
 

@@ -22,6 +22,9 @@ BACKENDS = tuple(SETS)
 DEFINITION = reference.SET.name  # of what the others must give
 XLA_BACKENDS = tuple(name for name, each in SETS.items() if not each.platforms)
 KERNEL_BACKENDS = tuple(name for name, each in SETS.items() if "gpu" in each.platforms)
+GPU_BACKENDS = tuple(
+    name for name, each in SETS.items() if each.runs_on("gpu")
+)  # what checks and benchmarks of GPUs run
 INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.interpretable)  # on CPU, with interpret=True
 
 
