@@ -142,8 +142,7 @@ def _bytes_per_token(plan: MemoryPlan) -> int:
 
 
 def _bytes_per_token_text(plan: MemoryPlan) -> str:
-    beyond = plan.block_bytes - sum(window.block_bytes for window in plan.windows)
-    behind = f"; {beyond // plan.block_size:,} behind the windows" if plan.windows else ""
+    behind = f"; {plan.first_block_bytes // plan.block_size:,} behind the windows" if plan.windows else ""
     return f"{_bytes_per_token(plan):,}{behind}"
 
 

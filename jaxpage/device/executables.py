@@ -124,21 +124,20 @@ class Executables:
 
     def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
         """Copies blocks of a cache group: see `copy_step`."""
-        copy = self._table[f"copy {group}"]
-        return in_groups(
-            pages, self.options.layer_groups, lambda other, own: copy(own, pairs) if other == group else own
-        )
+        return self._moved(pages, group, f"copy {group}", pairs)
 
     def gather(self, pages: KVPages, group: int, blocks: Any) -> jax.Array:
         contents: jax.Array = self._table[f"gather {group}"](self._of_group(pages, group), blocks)
         return contents
 
     def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
-        scatter = self._table[f"scatter {group}"]
+        return self._moved(pages, group, f"scatter {group}", blocks, contents)
+
+    def _moved(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
+        """All layers, after an executable moved blocks of those of one group."""
+        move = self._table[name]
         return in_groups(
-            pages,
-            self.options.layer_groups,
-            lambda other, own: scatter(own, blocks, contents) if other == group else own,
+            pages, self.options.layer_groups, lambda other, own: move(own, *arguments) if other == group else own
         )
 
     def _of_group(self, pages: KVPages, group: int) -> KVPages:

@@ -56,20 +56,24 @@ class MemoryPlan:
     def pool_bytes(self) -> int:
         return self.bytes_of(self.num_blocks)
 
+    @property
+    def first_block_bytes(self) -> int:
+        """Of the layers of the first group."""
+        return self.block_bytes - sum(window.block_bytes for window in self.windows)
+
     def blocks_of_groups(self, num_blocks: int) -> tuple[int, ...]:
         """The blocks of every group, null blocks included, where the first has so many."""
         return (num_blocks, *(min(num_blocks, 1 + window.most_blocks) for window in self.windows))
 
     def bytes_of(self, num_blocks: int) -> int:
         """Of all groups, where the first has so many blocks, the null block included."""
-        further = [window.block_bytes for window in self.windows]
-        sizes = (self.block_bytes - sum(further), *further)
+        sizes = (self.first_block_bytes, *(window.block_bytes for window in self.windows))
         return sum(math.prod(pair) for pair in zip(sizes, self.blocks_of_groups(num_blocks), strict=True))
 
     def most_blocks(self, num_bytes: int) -> int:
         """The blocks that the first group can have, the null block included, where all groups take no more than so many bytes."""
         least = num_bytes // self.block_bytes
-        most = num_bytes // (self.block_bytes - sum(window.block_bytes for window in self.windows))
+        most = num_bytes // self.first_block_bytes
         return least + bisect.bisect_right(range(least + 1, most + 1), num_bytes, key=self.bytes_of)
 
     @property
@@ -101,7 +105,6 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, str]]:
         sequences = (self.num_blocks - 1) / self.blocks_for(self.max_model_len)
         host = f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}"
-        first_bytes = self.block_bytes - sum(window.block_bytes for window in self.windows)
         counts = self.blocks_of_groups(self.num_blocks)[1:]
         return [
             ("device", self.device),
@@ -109,7 +112,7 @@ class MemoryPlan:
             ("weights", gib(self.weights_bytes)),
             ("workspace", gib(self.workspace_bytes)),
             ("KV pool", gib(self.pool_bytes)),
-            ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(first_bytes)} each"),
+            ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(self.first_block_bytes)} each"),
             *(
                 (f"KV blocks, window {window.sliding_window:,}", f"{count - 1:,}, {gib(window.block_bytes)} each")
                 for window, count in zip(self.windows, counts, strict=True)

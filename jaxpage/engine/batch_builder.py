@@ -115,7 +115,7 @@ class BatchBuilder:
             tables[0, index, : len(row.block_table)] = row.block_table
             for group, table in enumerate(row.further_tables, start=1):
                 tables[group, index, : len(table)] = table
-        for group, blocks in enumerate(self.blocks):
+        for group, blocks in enumerate(self.blocks[1:], start=1):
             tables[group] = _counted(tables[group], blocks)
         row_T = np.repeat(np.arange(num_rows), lengths)
         position_T = np.arange(total) - np.repeat(np.array(ends) - lengths, lengths)
@@ -216,8 +216,6 @@ def _num_scored(rows: tuple[Row, ...]) -> int:
 
 def _counted(ids: npt.NDArray[np.int32], blocks: range) -> npt.NDArray[np.int32]:
     """Ids of a pool as the arrays of its layers count them; the null block is 0, and -1 is another pool's."""
-    if blocks.start == 1:
-        return ids
     return np.where(ids == 0, 0, np.where(ids < blocks.start, -1, ids - blocks.start + 1))
 
 

@@ -129,8 +129,7 @@ def plan_memory(
         scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
         workspace_bytes += kv_pages.num_bytes(scratch)
 
-    def at_a_time(group: CacheGroup) -> int:
-        window = longest if group.sliding_window is None else group.sliding_window
+    def at_a_time(window: int) -> int:
         return window_blocks(window, longest_row, config.block_size)
 
     plan = MemoryPlan(
@@ -142,13 +141,13 @@ def plan_memory(
         block_size=config.block_size,
         num_blocks=0,
         max_model_len=longest,
-        most_sequence_blocks=None if first.sliding_window is None else at_a_time(first),
+        most_sequence_blocks=None if first.sliding_window is None else at_a_time(first.sliding_window),
         windows=tuple(
             WindowBlocks(
                 group.sliding_window,
                 group.block_bytes,
-                at_a_time(group),
-                config.max_num_seqs * at_a_time(group),
+                at_a_time(group.sliding_window),
+                config.max_num_seqs * at_a_time(group.sliding_window),
             )
             for group in further
             if group.sliding_window is not None
