@@ -21,6 +21,7 @@ from jaxpage.cli.flags import UsageError
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
+from jaxpage.device.mesh import make_mesh
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
 from jaxpage.engine.capacity import choose_dtype, device_spec_of
@@ -135,7 +136,7 @@ def position_logits(
         )
 
     compiled = jax.jit(step, donate_argnums=1)
-    pages = kv_pages.allocate(kv_pages.page_shapes(files.spec.kv, width + 1, config.block_size, page_dtype))
+    pages = make_mesh().zeros(kv_pages.page_shapes(files.spec.kv, width + 1, config.block_size, page_dtype))
     rows = []
     for start in range(0, len(token_ids), STEP_TOKENS):
         part = token_ids[start : start + STEP_TOKENS]

@@ -57,8 +57,3 @@ def _layer_shapes(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike
     page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
     scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
     return LayerPages(page, page, scale, scale)  # type: ignore[arg-type]
-
-
-def allocate(shapes: KVPages) -> KVPages:
-    """Empty pages of these shapes."""
-    return jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), shapes)
