@@ -52,7 +52,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "determini
 jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
 
 from tests.support import durations  # noqa: E402
-from tests.support.executables import SharedExecutables  # noqa: E402, behind the hook
+from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables  # noqa: E402, behind the hook
 
 _EXECUTABLES = SharedExecutables()
 _DURATIONS = durations.read()
@@ -62,7 +62,7 @@ _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they
 @pytest.fixture(scope="module", autouse=True)
 def _compilation(request):
     """Modules that are marked `optimized`, whose subject is bits, test the code that users run."""
-    optimized = bool(request.node.get_closest_marker("optimized") or request.config.getoption("--optimized"))
+    optimized = request.node.get_closest_marker("optimized") is not None
     stopwatch = durations.Stopwatch()
     with _EXECUTABLES.in_use(optimized=optimized) as counts:
         yield
@@ -79,6 +79,12 @@ def _settled():
     """What is there before a module stays there. The collector would look through a million objects of jax and torch again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_configure(config):
+    """Before XLA reads it: all that is compiled here, by oracles and child processes too."""
+    if not config.getoption("--optimized") and UNOPTIMIZED_FLAGS not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{UNOPTIMIZED_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
 
 def pytest_collection_modifyitems(items):
@@ -100,7 +106,7 @@ def pytest_testnodedown(node, error):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--optimized", action="store_true", help="all engines are compiled as for users: see the mark of this name"
+        "--optimized", action="store_true", help="everything is compiled as for users: see the mark of this name"
     )
     parser.addoption("--write-reference", action="store_true", help="write the pages of docs/reference/ anew")
     parser.addoption(

@@ -18,11 +18,15 @@ from jaxpage.device import executables
 
 # XLA compiles five times as fast, to code that takes two or three times as long: tiny models run for less time than they are compiled.
 # One part for each module: fewer memory maps, and two processes on two cores have no use for more.
-UNOPTIMIZED = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
+# An option, what tests set (in XLA_FLAGS, so child processes have it too), and what users have.
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "xla_backend_optimization_level": (0, 3),
+    "xla_cpu_parallel_codegen_split_count": (1, 32),
 }
+if jax.__version_info__ < (0, 11, 0):  # later ones have no such option
+    _OPTIONS["xla_cpu_use_fusion_emitters"] = (False, True)
+UNOPTIMIZED_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, (value, _) in _OPTIONS.items())
+_AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
 MOST_MAPS = 35_000  # of memory: an executable of XLA on CPU takes 250 to 430 or more, and Linux gives a process 65,530
 _COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
 _OURS = {f"{executables.__name__}.{name}" for name in (*_COMPILERS, "_compiled", "Executables.__init__")}
@@ -56,8 +60,8 @@ class SharedExecutables:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(executables.Executables, "__init__", counted)
-            if not optimized:
-                patch.setattr(executables, "_compiled", _unoptimized)
+            if optimized:
+                patch.setattr(executables, "_compiled", _as_for_users)
             for name in _COMPILERS:
                 compile_one = getattr(executables, name)
                 patch.setattr(executables, name, functools.partial(self._get, counts, (optimized, name), compile_one))
@@ -109,5 +113,6 @@ def _num_maps() -> int:
         return 0  # other systems have no such limit
 
 
-def _unoptimized(function: Any, *shapes: Any) -> Any:
-    return function.lower(*shapes).compile(UNOPTIMIZED)
+def _as_for_users(function: Any, *shapes: Any) -> Any:
+    """Whatever XLA_FLAGS says."""
+    return function.lower(*shapes).compile(_AS_FOR_USERS)
