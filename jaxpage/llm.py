@@ -94,8 +94,8 @@ class LLM:
                 self._calls.add(requests, reporters)
                 unfinished = set(reporters)
                 while unfinished and not interrupts.pending:
-                    news = self._calls.news(unfinished, interrupts)
-                    finished = {request_id for request_id in news if reporters[request_id].finished}
+                    updates = self._calls.step_until_updated(unfinished, interrupts)
+                    finished = {request_id for request_id in updates if reporters[request_id].finished}
                     unfinished -= finished
                     num_tokens += sum(reporters[request_id].num_output_tokens for request_id in finished)
                     bar.update(len(finished))

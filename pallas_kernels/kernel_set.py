@@ -46,7 +46,6 @@ class KernelSet:
     platforms: of JAX, where it runs natively; empty for plain XLA, which runs everywhere.
     interpretable: whether its kernels run on CPU with interpret=True.
     prefers_mixed_steps: whether rows that decode and prompt chunks are best computed in one step.
-    by_name_only: "auto" does not try it.
     """
 
     name: str
@@ -62,7 +61,6 @@ class KernelSet:
     platforms: tuple[str, ...] = ()
     interpretable: bool = False
     prefers_mixed_steps: bool = False
-    by_name_only: bool = False
 
     def runs_on(self, platform: str) -> bool:
         return not self.platforms or platform in self.platforms

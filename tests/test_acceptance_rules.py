@@ -20,11 +20,11 @@ from jaxpage.device import acceptance
 from jaxpage.device.acceptance import decide
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.sampler import Stream, noise_key
-from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, adjustment_shapes
+from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, processor_shapes
 from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from tests.support.distributions import probabilities, z_score
-from tests.support.reference_sampling import adjusted
+from tests.support.reference_sampling import processed
 
 pytestmark = pytest.mark.slow
 
@@ -146,12 +146,12 @@ def step_inputs(
     return StepInputs(**{**given, **fields})
 
 
-def neutral(num_draws: int) -> Adjustments:
-    shapes = adjustment_shapes(num_draws, vocab_size=VOCAB, context=1 + LENGTH + 8)
+def neutral(num_draws: int) -> ProcessorInputs:
+    shapes = processor_shapes(num_draws, vocab_size=VOCAB, context=1 + LENGTH + 8)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
-def adjustments_of(known_BC: jax.Array, token_ids_BQ: jax.Array, parents: tuple[int, ...]) -> Adjustments:
+def processor_inputs_of(known_BC: jax.Array, token_ids_BQ: jax.Array, parents: tuple[int, ...]) -> ProcessorInputs:
     """The grammar's mask behind each token, and its history: what is known, and the drafts that lead to it."""
     num_rows, num_tokens = token_ids_BQ.shape
     words_V = jnp.array([sum(1 << token for token in np.flatnonzero(row)) for row in ALLOWED], jnp.uint32)
@@ -197,9 +197,9 @@ def step_of(shape: Shape, rule: AcceptanceRule) -> Any:
             token_ids_BQ, parents, length_B, seed_B, q_ids_TW=q_ids_TW, q_TW=q_TW, flags=flags, **fields
         )
         known_BC = jnp.where(jnp.arange(1 + LENGTH) < length_B[:, None], text_BC[:, : 1 + LENGTH], VOCAB)
-        adjustments = adjustments_of(known_BC, token_ids_BQ, parents)
+        processor_inputs = processor_inputs_of(known_BC, token_ids_BQ, parents)
         logits_RV = jnp.asarray(TABLE)[token_ids_BQ.reshape(-1)]
-        token_ids_R, paths_BQ = decide(logits_RV, inputs, adjustments, bucket, rule, by_row=False)
+        token_ids_R, paths_BQ = decide(logits_RV, inputs, processor_inputs, bucket, rule, by_row=False)
         counts_B = (paths_BQ >= 0).sum(axis=1)
         places_BQ = jnp.where(paths_BQ >= 0, length_B[:, None] + jnp.arange(num_tokens), width)
         text_BC = text_BC.at[jnp.arange(rows)[:, None], places_BQ].set(token_ids_R[paths_BQ], mode="drop")
@@ -236,7 +236,7 @@ def distribution(output: tuple[int, ...], sampler: dict[str, Any], start: int = 
     cuts = {name: value for name, value in sampler.items() if name not in ("repetition_penalty", "grammar")}
     params = SamplingParams(repetition_penalty=sampler.get("repetition_penalty", 1.0))
     last = (start, *output)[-1]
-    logits = adjusted(TABLE[last], params, [start], output)
+    logits = processed(TABLE[last], params, [start], output)
     if sampler.get("grammar"):
         logits = np.where(ALLOWED[last], logits, -np.inf)
     return probabilities(logits, **cuts)
@@ -335,9 +335,11 @@ ROWS, MOST = 12, 6
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "by_row"))
-def decided(logits_RV: Any, inputs: StepInputs, rule: AcceptanceRule, by_row: bool, adjustments: Any = None) -> Any:
+def decided(
+    logits_RV: Any, inputs: StepInputs, rule: AcceptanceRule, by_row: bool, processor_inputs: Any = None
+) -> Any:
     bucket = Bucket(ROWS * MOST, ROWS, MOST, verifies=True, trees=True, q_width=3)
-    return decide(logits_RV, inputs, adjustments or neutral(ROWS * MOST), bucket, rule, by_row=by_row)
+    return decide(logits_RV, inputs, processor_inputs or neutral(ROWS * MOST), bucket, rule, by_row=by_row)
 
 
 @pytest.mark.parametrize("by_row", [True, False])

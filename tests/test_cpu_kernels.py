@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.device.backends import choose_backend
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import SETS, candidates, write_and_attend
+from pallas_kernels import SETS, candidates, paged_attention, write_and_attend
 from pallas_kernels.cpu import library
 from tests.support.attention import make_case
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
@@ -133,8 +134,8 @@ def test_a_row_has_its_bits_among_any_others(page_dtype: str) -> None:
         start += count
 
 
-def test_auto_leaves_them_out_and_a_name_asks_for_them(tmp_path: Path) -> None:
-    assert SETS["cpu"] in candidates("cpu", "cpu") and SETS["cpu"] not in candidates("auto", "cpu")
+def test_texts_are_those_of_plain_xla(tmp_path: Path) -> None:
+    assert candidates("auto", "cpu")[0] is SETS["cpu"] and SETS["cpu"] not in candidates("auto", "gpu")
     model = random_checkpoint(tmp_path / "llama", LLAMA)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(1, 257, length).tolist() for length in (5, 61, 33, 90)]
@@ -148,21 +149,27 @@ def test_auto_leaves_them_out_and_a_name_asks_for_them(tmp_path: Path) -> None:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             return [[(one.token_ids, one.cumulative_logprob) for one in each.outputs] for each in outputs]
 
-    plain = texts(attention_backend="cpu")
+    plain = texts()
     assert texts(attention_backend="cpu", **SMALL_POOL, preemption_mode="swap") == plain, "path independence"
     xla = texts(attention_backend="scan")
     assert [each[0][0] for each in xla][::2] == [each[0][0] for each in plain][::2], "greedy texts"
 
 
-def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_plain_xla_does_it_and_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
-    found = library.load.__wrapped__()
+    found = library._load.__wrapped__()
     assert found.reason is not None and "no C++ compiler" in found.reason
     monkeypatch.setattr(library, "load", lambda: found)
     with pytest.raises(UnsupportedError, match=r"'cpu' .*no C\+\+ compiler"):
         choose_backend("cpu", jax.devices()[0])
+    case = make_case(7, [5, 20], [1, 3])
+    got, want = (paged_attention(*case.arrays, scale=0.2, max_query_len=3, backend=each) for each in ("auto", "scan"))
+    np.testing.assert_array_equal(got, want)
+    assert re.search(r"plain XLA \(scan\), which is slow: cpu: .*no C\+\+ compiler", caplog.text)
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(RuntimeError, match="/bin/false failed"):
         library.compiled("avx2", ())

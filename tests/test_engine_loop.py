@@ -16,7 +16,7 @@ from jaxpage.engine.build import build_engine
 from jaxpage.errors import CapacityError, JaxpageError, UnsupportedError
 from jaxpage.serving import engine_loop
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.generating import news_of
+from jaxpage.serving.generating import updates_of
 from jaxpage.serving.request_handle import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from tests.support.engines import LLAMA
 from tests.support.gates import Gate
@@ -74,8 +74,8 @@ def alone(built, one):
 async def deltas_of(one):
     """As the server reads a stream. Leaving it ends the request."""
     try:
-        async for news in news_of([one]):
-            for _, delta in news:
+        async for updates in updates_of([one]):
+            for _, delta in updates:
                 yield delta
     finally:
         one.cancel()

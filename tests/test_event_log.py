@@ -676,7 +676,7 @@ class Speller(Letters):
         return {"input_ids": [30] * text.startswith(" ") + [ord(letter) - 97 for letter in text.strip()]}
 
 
-def test_words_and_adjustments_need_no_text(llm: LLM, tmp_path: Path) -> None:
+def test_words_and_processors_need_no_text(llm: LLM, tmp_path: Path) -> None:
     """A log has bad words as tokens, so that a replay forbids what the logged engine forbade; also one that forbids everything."""
     path = tmp_path / "a.jsonl"
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=12, ignore_eos=True, allowed_token_ids=range(6))

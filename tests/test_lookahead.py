@@ -105,8 +105,8 @@ class Published:
         self.pool[first] = [*known, tuple(tail)][-self.sizes.guesses :]
 
     def drop(self) -> None:
-        num_guesses = len(self.columns.popleft())
-        self.columns.append(deque(next(self.fillings) for _ in range(num_guesses)))
+        num_candidates = len(self.columns.popleft())
+        self.columns.append(deque(next(self.fillings) for _ in range(num_candidates)))
 
     def step(self) -> int:
         """Tokens that it gains."""

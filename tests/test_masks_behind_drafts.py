@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from jaxpage import LLM, SamplingParams
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.decoding import grammars as rules
-from jaxpage.engine.adjusting import adjustments_of
 from jaxpage.engine.grammar_compiler import GrammarCompiler
+from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.engine.text import NoText, load_tokenizer
 from jaxpage.scheduling.plan_builder import drafted_samples, sample_of
 from jaxpage.speculation import Proposer
@@ -184,7 +184,7 @@ def test_what_drafts_find_does_not_count(
 # ---- what else stands before a draw
 
 
-def test_draws_behind_drafts_are_adjusted_as_behind_tokens() -> None:
+def test_draws_behind_drafts_are_processed_as_behind_tokens() -> None:
     """Penalties, min_tokens and bad words see the path to a draft as if it were known. The tree branches."""
     asked = Request(
         request_id="a",
@@ -206,7 +206,7 @@ def test_draws_behind_drafts_are_adjusted_as_behind_tokens() -> None:
     paths = [(), *(draft.path(place) for place in range(5))]
     want = tuple(sample_of(0, 1, sequence(*path), asked) for path in paths)
     assert len({sample.suppressed_token_ids for sample in want}) > 2, "nothing is told apart"
-    arrays = [adjustments_of(samples, {}, 8, vocab_size=VOCAB, context=32) for samples in (got, want)]
+    arrays = [processor_inputs_of(samples, {}, 8, vocab_size=VOCAB, context=32) for samples in (got, want)]
     np.testing.assert_array_equal(arrays[0].history_RC, arrays[1].history_RC)
     np.testing.assert_array_equal(arrays[0].mask_RU, arrays[1].mask_RU)
     same = [sample._replace(history=(), drafts=(), offset=0) for sample in got]

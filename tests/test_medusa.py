@@ -117,7 +117,7 @@ def test_heads_that_know_a_part_of_the_vocabulary(tmp_path: Path, dtype: Any) ->
     full = write_vllm(tmp_path / "full", heads, token_map=token_map, truncated_vocab_size=8)
     assert_same(loaded(write_vllm(tmp_path / "cut", cut, token_map=token_map)), loaded(full))
     hidden_BD = np.random.default_rng(1).standard_normal((4, WIDTH))
-    ids_BJW = module(full).guess(jnp.asarray(hidden_BD, jnp.float32), 3)
+    ids_BJW = module(full).top_ids(jnp.asarray(hidden_BD, jnp.float32), 3)
     wanted = [token_map[np.argsort(-reference(head, hidden_BD), axis=1)[:, :3]] for head in cut]
     np.testing.assert_array_equal(ids_BJW, np.stack(wanted, axis=1))
 
@@ -199,7 +199,7 @@ def test_heads_compute_what_the_paper_says(tmp_path: Path, layers: int) -> None:
     for index, wanted in enumerate(logits):
         np.testing.assert_allclose(ours.head_logits(index, hidden_BD), wanted, rtol=1e-4, atol=1e-5)
     wanted_ids = np.stack([np.argsort(-each, axis=1)[:, :4] for each in logits], axis=1)
-    np.testing.assert_array_equal(ours.guess(hidden_BD, 4), wanted_ids)
+    np.testing.assert_array_equal(ours.top_ids(hidden_BD, 4), wanted_ids)
 
 
 # --- trees
@@ -245,7 +245,7 @@ def test_guesses_hold_until_more_is_known() -> None:
     proposer = MedusaProposer(((0,), (1,), (1, 0), (1, 0, 2)))
     group = make_group("a", 0, [5, 6, 7])
     sequence = group.sequences[0]
-    guesses_JW = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.int32)
+    candidates_JW = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.int32)
 
     def drafted(num_drafts: int) -> Draft | None:
         return proposer.propose(group.request, sequence, num_drafts)
@@ -254,7 +254,7 @@ def test_guesses_hold_until_more_is_known() -> None:
         row = Row(sequence.sequence_id, num_known_tokens - 2, (1,), (1,))
         sample = Sample(0, 0, sequence.sequence_id, SamplingParams(), 0, 0, num_known_tokens - 1)
         nothing = np.zeros((1, 0))
-        result = StepResult(nothing, nothing, nothing, nothing, nothing, guesses=guesses_JW[None])  # type: ignore[arg-type]
+        result = StepResult(nothing, nothing, nothing, nothing, nothing, draft_candidates=candidates_JW[None])  # type: ignore[arg-type]
         proposer.observe(StepPlan(1, (row,), (sample,), draft_depth=1), result)
 
     assert drafted(4) is None
@@ -268,7 +268,7 @@ def test_guesses_hold_until_more_is_known() -> None:
     observe(5)
     assert drafted(1) == chain((10,))
     proposer.forget(group)
-    assert drafted(4) is None and not proposer._guesses
+    assert drafted(4) is None and not proposer._candidates
 
 
 # --- the engine
@@ -368,7 +368,7 @@ def run(
     invariants(llm)
     llm.reset_prefix_cache()
     if isinstance(engine.speculator, ProposingSpeculator):
-        assert not engine.speculator.has_failed and not engine.speculator.proposer._guesses  # type: ignore[attr-defined]
+        assert not engine.speculator.has_failed and not engine.speculator.proposer._candidates  # type: ignore[attr-defined]
     return outputs, Count(steps, drafts, right)
 
 
@@ -436,11 +436,11 @@ def test_what_is_aborted_is_forgotten(chains: LLM) -> None:
     engine = chains._engine
     proposer: Any = engine.speculator.proposer  # type: ignore[attr-defined]
     engine.add("a", engine.prepare(None, [1, 2], SAMPLED))
-    while not proposer._guesses:
+    while not proposer._candidates:
         engine.step()
-    assert len(proposer._guesses) == 2, "both samples have what their first draw came with"
+    assert len(proposer._candidates) == 2, "both samples have what their first draw came with"
     engine.abort("a")
-    assert not proposer._guesses
+    assert not proposer._candidates
     invariants(chains)
 
 
@@ -467,8 +467,8 @@ def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LL
             assert len(jax.tree.leaves(shapes[0])) == count, bucket
             if count == 4:
                 rows = bucket.num_rows if bucket.verifies else bucket.num_draws
-                assert shapes[0].guesses.shape == (rows, 3, 1)
-    assert trees._engine.runner.executables.options.drafter.num_guesses == 2
+                assert shapes[0].draft_candidates.shape == (rows, 3, 1)
+    assert trees._engine.runner.executables.options.drafter.num_candidates == 2
 
 
 # --- settings
@@ -514,7 +514,7 @@ def test_more_than_the_heads_guess_is_refused(model: Path, heads: Path, settings
 
 
 @pytest.mark.parametrize(
-    ("settings", "lengths", "choices", "num_guesses"),
+    ("settings", "lengths", "choices", "num_candidates"),
     [
         ({}, (1, 3, 7), best_only(3, 3), 1),
         ({"num_speculative_tokens": 2}, (2,), best_only(3, 2), 1),
@@ -524,13 +524,13 @@ def test_more_than_the_heads_guess_is_refused(model: Path, heads: Path, settings
     ],
 )
 def test_drafts_are_cut_to_shapes_from_their_end(
-    heads: Path, settings: dict[str, Any], lengths: tuple[int, ...], choices: Any, num_guesses: int
+    heads: Path, settings: dict[str, Any], lengths: tuple[int, ...], choices: Any, num_candidates: int
 ) -> None:
     config = EngineConfig(speculative_config={"method": "medusa", "model": str(heads), **settings})  # type: ignore[arg-type]
     assert draft_lengths(config) == lengths
     assert config.speculative_config is not None
     found = open_heads(config.speculative_config, TARGET)
-    assert found.choices == choices and found.num_guesses == num_guesses
+    assert found.choices == choices and found.num_candidates == num_candidates
 
 
 def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> None:
@@ -539,7 +539,7 @@ def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> No
     for more, wrong in (({"medusa_choices": [[7]]}, False), ({"medusa_choices": [[8]]}, True), ({}, False)):
         config = SpeculativeConfig(**settings, **more)  # type: ignore[arg-type]
         if wrong:
-            with pytest.raises(ConfigError, match="asks for guess 9, of 8 tokens in all"):
+            with pytest.raises(ConfigError, match="asks for rank 9, of 8 tokens in all"):
                 open_heads(config, TARGET)
         else:
             assert open_heads(config, TARGET).choices

@@ -179,8 +179,8 @@ def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.Mon
     heard: list[tuple[int, list[int]]] = []
 
     def keeps(plan: StepPlan, result: StepResult) -> None:
-        assert result.guesses is not None
-        for sample, likeliest in zip(plan.samples, result.guesses.tolist(), strict=False):
+        assert result.draft_candidates is not None
+        for sample, likeliest in zip(plan.samples, result.draft_candidates.tolist(), strict=False):
             row, offset, path = plan.rows[sample.row], sample.offset, list[int]()
             while row.parents and offset:
                 path.insert(0, row.token_ids[offset])
@@ -189,13 +189,13 @@ def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.Mon
             texts.append((sequence.token_ids[: row.start + offset + 1] + path, likeliest))
         observe(plan, result)
 
-    def hears(salts: Any, token_ids: Any, likeliest_BW: np.ndarray) -> None:
-        heard.extend(zip(token_ids, likeliest_BW.tolist(), strict=True))
+    def hears(salts: Any, token_ids: Any, top_ids_BW: np.ndarray) -> None:
+        heard.extend(zip(token_ids, top_ids_BW.tolist(), strict=True))
 
     observe = proposer.observe
     with monkeypatch.context() as patch:
         patch.setattr(proposer, "observe", keeps)
-        patch.setattr(proposer, "heard", hears)
+        patch.setattr(proposer, "on_top_k", hears)
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, cache_salt="of transformers")
         llm.generate(PROMPTS[:2], params, use_tqdm=False)
     assert len(texts) == len(heard) > 20

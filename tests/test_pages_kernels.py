@@ -80,8 +80,10 @@ def check_write(function, dtype, slots, seed=0, width=H):
     """Every slot outside the null block, to the bit; in the null block, what was there or what some padding token brought."""
     (k, v), pages = vectors(seed, width), new_pages(dtype, seed, width)
     got = [np.asarray(array).reshape(P * S, K, -1) for array in function(k, v, pages, np.array(slots, np.int32))]
-    news = [kept_as(k, dtype), kept_as(v, dtype)]
-    for array, old, new in zip(got, pages, [kept for kept, _ in news] + [scale for _, scale in news], strict=False):
+    updates = [kept_as(k, dtype), kept_as(v, dtype)]
+    for array, old, new in zip(
+        got, pages, [kept for kept, _ in updates] + [scale for _, scale in updates], strict=False
+    ):
         want, null = old.reshape(P * S, K, -1).copy(), {}
         for token, slot in enumerate(slots):
             value = new[token].reshape(K, -1)

@@ -127,7 +127,7 @@ def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert per_token["float32", "auto", 1] is None, "32 GB of weights"
 
 
-def test_the_workspace_holds_scored_tiles_and_neutral_adjustments(
+def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A prompt is scored 64 tokens at a time however few sequences run; what stands in for penalties is as wide as a context."""

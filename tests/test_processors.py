@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import SamplingParams
-from jaxpage.device.adjustments import adjust
 from jaxpage.device.buckets import Bucket, BucketMenu
+from jaxpage.device.logits_processors import process_logits
 from jaxpage.device.sampler import draw
-from jaxpage.device.step_inputs import MAX_BIASES, Adjustments, TableShape, adjustment_shapes, unpack
-from jaxpage.engine.adjusting import adjustments_of
+from jaxpage.device.step_inputs import MAX_BIASES, ProcessorInputs, TableShape, processor_shapes, unpack
 from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.errors import UnsupportedError
@@ -31,7 +31,7 @@ from jaxpage.step.request import Request, Sequence
 from jaxpage.step.token_masks import mask_of
 from tests.support.engines import BLOCKS_OF_4, LLAMA, SMALL_POOL, LogitsWitness, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
-from tests.support.reference_sampling import adjusted, drawn, ends_with
+from tests.support.reference_sampling import drawn, ends_with, processed
 
 # ---- the step's part alone: requests as plans know them, logits of our own
 
@@ -46,29 +46,33 @@ BUILDER = BatchBuilder(
 )
 EOS = frozenset({0})
 NEUTRAL = jax.tree.map(
-    lambda shape: np.zeros(shape.shape, shape.dtype), adjustment_shapes(NUM_ROWS, vocab_size=VOCAB, context=CONTEXT)
+    lambda shape: np.zeros(shape.shape, shape.dtype), processor_shapes(NUM_ROWS, vocab_size=VOCAB, context=CONTEXT)
 )
 
 
 @functools.partial(jax.jit, static_argnames="by_row")
-def on_device(logits, packed, adjustments, by_row):
+def on_device(logits, packed, processor_inputs, by_row):
     inputs = unpack(packed, BUCKET, TableShape(1, 2))
-    return adjust(logits, inputs, adjustments, by_row=by_row), draw(logits, inputs, adjustments, by_row=by_row)
+    return process_logits(logits, inputs, processor_inputs, by_row=by_row), draw(
+        logits, inputs, processor_inputs, by_row=by_row
+    )
 
 
 def run_step(logits, requests, outputs, by_row=True):
-    """Adjusted logits and draws of one step, in which request i has said outputs[i]."""
+    """Processed logits and draws of one step, in which request i has said outputs[i]."""
     rows, samples = [], []
     for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
         known = [*request.prompt_token_ids, *output]
         samples.append(sample_of(index, 1, Sequence(index, 0, len(request.prompt_token_ids), known), request))
         rows.append(Row(index, len(known) - 1, (known[-1],), (1, 2)))
     batch = BUILDER.build(StepPlan(0, tuple(rows), tuple(samples)))
-    filled = Adjustments(*(own if it is None else it for it, own in zip(batch.adjustments, NEUTRAL, strict=True)))
+    filled = ProcessorInputs(
+        *(own if it is None else it for it, own in zip(batch.processor_inputs, NEUTRAL, strict=True))
+    )
     padded = np.zeros((NUM_ROWS, VOCAB), np.float32)
     padded[: len(rows)] = logits
-    adjusted_BV, token_ids = on_device(padded, batch.packed, filled, by_row)
-    return np.asarray(adjusted_BV)[: len(rows)], np.asarray(token_ids)[: len(rows)]
+    processed_BV, token_ids = on_device(padded, batch.packed, filled, by_row)
+    return np.asarray(processed_BV)[: len(rows)], np.asarray(token_ids)[: len(rows)]
 
 
 def make_request(params, prompt=(5, 6, 7, 7), words=(), seed=3):
@@ -112,19 +116,19 @@ ONE_BY_ONE = {
 
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("name", ONE_BY_ONE)
-def test_adjusted_logits_by_definition(name, by_row):
+def test_processed_logits_by_definition(name, by_row):
     params, words = ONE_BY_ONE[name]
     request = make_request(params, words=words)
     for seed in range(3):
         logits = random_logits(seed, VOCAB)
         got, _ = run_step(logits[None], [request], [OUTPUT], by_row)
-        want = adjusted(logits, params, request.prompt_token_ids, OUTPUT, eos=EOS, words=words)
+        want = processed(logits, params, request.prompt_token_ids, OUTPUT, eos=EOS, words=words)
         np.testing.assert_allclose(got[0], want, rtol=2e-6, atol=1e-5)
         np.testing.assert_array_equal(got[0][want == logits], logits[want == logits])  # to the last bit
         assert (name == "late end") == (want == logits).all()
 
 
-def test_adjusted_logits_as_transformers_has_them():
+def test_processed_logits_as_transformers_has_them():
     torch = pytest.importorskip("torch")
     import transformers as hf
 
@@ -197,7 +201,7 @@ def test_any_requests_together(asked, seed):
         alone, alone_id = run_step(logits[row][None], [request], [output])
         assert alone[0].tobytes() == got[row].tobytes() and alone_id[0] == token_ids[row]
         words, prompt = request.bad_word_token_ids, request.prompt_token_ids
-        want = adjusted(logits[row], request.params, prompt, output, eos=EOS, words=words)
+        want = processed(logits[row], request.params, prompt, output, eos=EOS, words=words)
         with np.errstate(over="ignore"):
             np.testing.assert_allclose(got[row], want, rtol=1e-5, atol=2e-5)
         if np.isfinite(want).any():
@@ -225,7 +229,7 @@ def test_masks_of_a_grammar_are_met_by_the_rest():
     grammar = np.zeros(3, np.uint32)
     for token_id in (0, 31, 40, 64, 74):
         grammar[token_id // 32] |= np.uint32(1 << token_id % 32)
-    made = adjustments_of((sample, sample), {1: grammar}, 4, vocab_size=VOCAB, context=CONTEXT)
+    made = processor_inputs_of((sample, sample), {1: grammar}, 4, vocab_size=VOCAB, context=CONTEXT)
     bits = (made.mask_RU[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
     admitted = [np.flatnonzero(row.reshape(-1)[:VOCAB]).tolist() for row in bits]
     assert admitted == [sorted({*range(30, 70)} - {40}), [31, 64], [*range(VOCAB)], [*range(VOCAB)]]
@@ -365,7 +369,7 @@ def test_every_pair_draws_what_float64_draws(lone, pairs):
         params = pairs[names]
         for index, token_id in enumerate(output.token_ids):
             said, words = output.token_ids[:index], spell(params.bad_words)
-            want = adjusted(logits[index], params, PROMPT, said, words=words)
+            want = processed(logits[index], params, PROMPT, said, words=words)
             assert drawn(want, params, params.seed, 0, len(PROMPT) + index) == token_id, (names, index)
             raw = logits[index].astype(np.float64)
             logprobs = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())

@@ -48,7 +48,7 @@ def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(
     for draws, seed in heard:
         salts, token_ids = zip(*draws, strict=True)
         rows = likely(len(draws), seed)
-        proposer.heard(salts, token_ids, rows)
+        proposer.on_top_k(salts, token_ids, rows)
         known.update(zip(draws, rows.tolist(), strict=True))
     for salt in (None, "a"):
         want: list[tuple[int, ...]] = []
@@ -73,22 +73,22 @@ def test_salts_that_nobody_uses_give_way(monkeypatch: pytest.MonkeyPatch) -> Non
         groups = [make_group("one", 0, [3], cache_salt=salt) for salt in salts]
         return [proposer.propose(group.request, group.sequences[0], 1) is not None for group in groups]
 
-    proposer.heard(["b", "a", "c"], [3] * 3, likely(3, 0))
+    proposer.on_top_k(["b", "a", "c"], [3] * 3, likely(3, 0))
     assert drafts("b", "a", "c", None) == [True, True, False, False]
-    proposer.heard(["a", "c", None], [3] * 3, likely(3, 0))
+    proposer.on_top_k(["a", "c", None], [3] * 3, likely(3, 0))
     assert drafts("b", "a", "c", None) == [
         True,
         True,
         False,
         True,
     ]  # b was used a step ago, and there is room without a salt
-    proposer.heard(["a", "c"], [3] * 2, likely(2, 0))
+    proposer.on_top_k(["a", "c"], [3] * 2, likely(2, 0))
     assert drafts("b", "a", "c", None) == [False, True, True, True]
 
 
 def test_models_of_fewer_tokens_than_are_kept() -> None:
     proposer = RecyclingProposer(VOCAB, tree=True)
-    proposer.heard([None], [3], np.array([[3, 1, 4]], np.int32))
+    proposer.on_top_k([None], [3], np.array([[3, 1, 4]], np.int32))
     group = make_group("one", 0, [3])
     draft = proposer.propose(group.request, group.sequences[0], 9)
     assert (

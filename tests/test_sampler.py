@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities, truncate
-from jaxpage.device.step_inputs import NUM_FLAGS, Flags, TableShape, adjustment_shapes, packed_size, unpack, views
+from jaxpage.device.step_inputs import NUM_FLAGS, Flags, TableShape, packed_size, processor_shapes, unpack, views
 from tests.support.distributions import kept, probabilities, z_score
 
 NUM_ROWS, VOCAB = 512, 8
@@ -96,13 +96,13 @@ def flags_of(**flags):
 
 
 TABLES = TableShape(1, 1)
-SHAPES = adjustment_shapes(NUM_ROWS, vocab_size=VOCAB, context=12)
+SHAPES = processor_shapes(NUM_ROWS, vocab_size=VOCAB, context=12)
 NEUTRAL = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), SHAPES)
 
 
 @functools.partial(jax.jit, static_argnames="by_row")
-def run_draw(logits, packed, adjustments=NEUTRAL, by_row=True):
-    return draw(logits, unpack(packed, BUCKET, TABLES), adjustments, by_row=by_row)
+def run_draw(logits, packed, processor_inputs=NEUTRAL, by_row=True):
+    return draw(logits, unpack(packed, BUCKET, TABLES), processor_inputs, by_row=by_row)
 
 
 LOGITS = np.array([0.3, -1.0, 2.0, 0.0, 1.5, -3.0, 0.7, 1.9], np.float32)

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxpage.engine.adjusting import adjustments_of
+from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, Prefix, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
@@ -796,7 +796,7 @@ def test_min_tokens_suppresses_every_token_that_would_end_the_sequence() -> None
         driver.step(go_on)
     samples = [plan.samples[0] for plan in driver.plans]
     assert [(s.is_early, s.suppressed_token_ids) for s in samples] == [(True, (EOS,)), (True, (EOS,)), (False, ())]
-    masked = adjustments_of(tuple(samples), {}, 3, vocab_size=NUM_TOKEN_IDS, context=16).mask_RU
+    masked = processor_inputs_of(tuple(samples), {}, 3, vocab_size=NUM_TOKEN_IDS, context=16).mask_RU
     assert [[i for i in range(NUM_TOKEN_IDS) if not mask[i // 32] >> i % 32 & 1] for mask in masked] == [
         [1, 3, EOS],
         [1, 3, EOS],

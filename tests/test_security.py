@@ -294,7 +294,7 @@ def test_templates_of_a_model_cannot_leave_their_sandbox(
         except ApiError as error:
             assert error.status == 400 and not OF_THE_MACHINE.search(error.message)
         else:
-            prompt = exchange.jobs[0].prompt
+            prompt = exchange.prompts[0].prompt
             assert isinstance(prompt, str) and not re.search("<class|<module|built-in|subprocess|CANARY", prompt), (
                 prompt
             )

@@ -86,7 +86,7 @@ class Moves:
 
     def step(self, bucket, draft_depth=None):
         nothing = np.zeros((bucket.num_rows, 5), np.int32)
-        return lambda parameters, pages, packed, adjustments: (StepOutput(nothing, nothing, nothing), pages)
+        return lambda parameters, pages, packed, processor_inputs: (StepOutput(nothing, nothing, nothing), pages)
 
 
 def make_runner(kind="float32", runner=Runner, seed=0):

@@ -52,7 +52,7 @@ def read(kind: Any, response: dict[str, Any]) -> Any:
 def streamed(
     exchange: Exchange, outputs: Sequence[RequestOutput], scripts: Sequence[Sequence[Scripted]]
 ) -> list[dict[str, Any]]:
-    """All chunks. The jobs take turns, as in an engine."""
+    """All chunks. The prompt_requests take turns, as in an engine."""
     running = [deltas(whole, script) for whole, script in zip(outputs, scripts, strict=True)]
     chunks = []
     while running:
@@ -125,9 +125,9 @@ def test_a_streamed_completion_is_the_whole(name: str, fields: dict[str, Any]) -
             Scripted(TEXTS[: 6 - index], "length" if index else "stop", None if index else "x")
             for index in range(num_choices)
         ]
-        for _ in exchange.jobs
+        for _ in exchange.prompts
     ]
-    outputs = [output(exchange, script, job=job) for job, script in enumerate(scripts)]
+    outputs = [output(exchange, script, prompt=prompt) for prompt, script in enumerate(scripts)]
     whole = exchange.whole(outputs)
     read(Completion, whole)
     stream = completion(**fields, stream=True, stream_options={"include_usage": True})
@@ -135,7 +135,7 @@ def test_a_streamed_completion_is_the_whole(name: str, fields: dict[str, Any]) -
     for chunk in chunks:
         read(Completion, chunk)
     assert {chunk["id"] for chunk in chunks} == {stream.id} and stream.id.startswith("cmpl-")
-    assert len(whole["choices"]) == num_choices * len(exchange.jobs)
+    assert len(whole["choices"]) == num_choices * len(exchange.prompts)
     found = joined(chunks)
     for choice in whole["choices"]:
         assert {**found[choice["index"]], "index": choice["index"], "delta": None}.items() >= {
@@ -152,7 +152,9 @@ def test_a_streamed_completion_is_the_whole(name: str, fields: dict[str, Any]) -
 def test_what_a_completion_says() -> None:
     exchange = completion(prompt=["ab", "c"], n=2, echo=True)
     scripts = [[Scripted(["x", "y"]), Scripted(["z"], "length")], [Scripted(["u"], stop_reason="!"), Scripted(["v"])]]
-    whole = read(Completion, exchange.whole([output(exchange, script, job=job) for job, script in enumerate(scripts)]))
+    whole = read(
+        Completion, exchange.whole([output(exchange, script, prompt=prompt) for prompt, script in enumerate(scripts)])
+    )
     assert [choice.text for choice in whole.choices] == ["abxy", "abz", "cu", "cv"]
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     assert [choice.finish_reason for choice in whole.choices] == ["stop", "length", "stop", "stop"]
@@ -201,7 +203,7 @@ def test_offsets_are_places_in_the_text(text: str, is_cut: bool) -> None:
 
 def test_nothing_but_the_prompt() -> None:
     exchange = completion(prompt=[300, 301], echo=True, logprobs=1, max_tokens=0)
-    assert exchange.jobs[0].params.max_tokens == 1
+    assert exchange.prompts[0].params.max_tokens == 1
     whole = exchange.whole([output(exchange, [Scripted(["x"])])])
     choice = whole["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (tokenizer().decode([300, 301]), "length")
@@ -334,7 +336,7 @@ def test_an_answer_can_be_sent_back_as_it_came(name: str, settings: Any, fields:
     for message in (raw, of_client, {**of_client, "annotations": []}, parsed, delta, by_router):
         exchange = chat({**settings, "strict_requests": True, "tokenizer": RECALLING}, messages=[USER, message])
         assert exchange.ignored_fields == ()
-        prompts.add(exchange.jobs[0].prompt)
+        prompts.add(exchange.prompts[0].prompt)
     (prompt,) = {re.sub(r"call_\w+", "call", str(prompt)) for prompt in prompts}
     assert ("Hm" in prompt) == ("thinking" in name)
 

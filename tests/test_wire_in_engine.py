@@ -12,7 +12,7 @@ import pytest
 from jaxpage import LLM
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.exchange import Exchange, Job, open_chat, open_completion
+from jaxpage.serving.wire.exchange import Exchange, PromptRequest, open_chat, open_completion
 from tests.support.engines import invariants
 from tests.support.running import SMALL
 from tests.support.wire import context
@@ -38,16 +38,18 @@ def server(llm: LLM) -> ModelContext:
     return context(max_model_len=256, tokenizer=llm.tokenizer, tool_parser="hermes")
 
 
-def prompt_of(llm: LLM, job: Job) -> Any:
-    if not isinstance(job.prompt, str):
-        return list(job.prompt)
-    ids = llm.tokenizer(job.prompt, add_special_tokens=job.add_special_tokens)["input_ids"]
-    return {"prompt": job.prompt, "prompt_token_ids": ids}
+def prompt_of(llm: LLM, prompt_request: PromptRequest) -> Any:
+    if not isinstance(prompt_request.prompt, str):
+        return list(prompt_request.prompt)
+    ids = llm.tokenizer(prompt_request.prompt, add_special_tokens=prompt_request.add_special_tokens)["input_ids"]
+    return {"prompt": prompt_request.prompt, "prompt_token_ids": ids}
 
 
 def generated(llm: LLM, exchange: Exchange) -> dict[str, Any]:
-    prompts = [prompt_of(llm, job) for job in exchange.jobs]
-    return exchange.whole(llm.generate(prompts, [job.params for job in exchange.jobs], use_tqdm=False))
+    prompts = [prompt_of(llm, prompt_request) for prompt_request in exchange.prompts]
+    return exchange.whole(
+        llm.generate(prompts, [prompt_request.params for prompt_request in exchange.prompts], use_tqdm=False)
+    )
 
 
 def opened(server: ModelContext, fields: dict[str, Any]) -> Exchange:
@@ -70,8 +72,12 @@ STREAMS: list[dict[str, Any]] = [
 def test_what_is_streamed_is_the_whole(llm: LLM, server: ModelContext, fields: dict[str, Any]) -> None:
     whole = generated(llm, opened(server, fields))
     stream = opened(server, {**fields, "stream": True, "stream_options": {"include_usage": True}})
-    (job,) = stream.jobs
-    chunks = [chunk for delta in llm.stream(prompt_of(llm, job), job.params) for chunk in stream.chunks(0, delta)]
+    (prompt_request,) = stream.prompts
+    chunks = [
+        chunk
+        for delta in llm.stream(prompt_of(llm, prompt_request), prompt_request.params)
+        for chunk in stream.chunks(0, delta)
+    ]
     chunks += stream.last_chunks()
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # what was cached differs
     assert [chunks[-1]["usage"][name] for name in counts] == [whole["usage"][name] for name in counts]
@@ -105,7 +111,7 @@ def test_the_best_hypotheses_come_first(llm: LLM, server: ModelContext) -> None:
     body = {"prompt": "Once", "use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 6}
     exchange = opened(server, body)
     whole = generated(llm, exchange)
-    (wanted,) = llm.generate("Once", exchange.jobs[0].params, use_tqdm=False)
+    (wanted,) = llm.generate("Once", exchange.prompts[0].params, use_tqdm=False)
     assert [choice["text"] for choice in whole["choices"]] == [one.text for one in wanted.outputs]
     assert len(whole["choices"]) == 2
 

@@ -269,7 +269,7 @@ def test_a_pattern_that_only_looks_as_if_it_looked_around_is_taken(pattern: str)
     re.compile(pattern)
     assert open_completion(
         completion(response_format=schema_format({"type": "string", "pattern": pattern})), context()
-    ).jobs
+    ).prompts
 
 
 @pytest.mark.parametrize("pattern", [r"(a)\1", r"(a)\\\1", "[a](?=b)", r"\[(?!b)", r"(?<n>a)\k<n>", "(?<=a)b"])
@@ -292,7 +292,7 @@ def test_another_model_is_not_found(name: str) -> None:
         assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
     else:
         assert error.status == 400
-    assert open_completion(completion(model="other-name"), context()).jobs
+    assert open_completion(completion(model="other-name"), context()).prompts
 
 
 ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -325,8 +325,8 @@ def test_what_is_accepted_comes_to_the_engine(kind: str, fields: dict[str, Any],
         if kind == "completion"
         else open_chat(chat(**fields), context())
     )
-    (job,) = exchange.jobs
-    assert {name: getattr(job.params, name) for name in wanted} == wanted
+    (prompt_request,) = exchange.prompts
+    assert {name: getattr(prompt_request.params, name) for name in wanted} == wanted
     assert exchange.ignored_fields == ()
 
 
@@ -346,20 +346,20 @@ def test_every_field_of_a_request_has_a_test_that_refuses_a_value() -> None:
 
 def test_the_models_defaults_stand_behind_the_request() -> None:
     defaults = {"temperature": 0.7, "top_p": 0.9}
-    params = open_completion(completion(top_p=0.5), context(sampling_defaults=defaults)).jobs[0].params
+    params = open_completion(completion(top_p=0.5), context(sampling_defaults=defaults)).prompts[0].params
     assert isinstance(params, SamplingParams)
     assert (params.temperature, params.top_p) == (0.7, 0.5)
 
 
 def test_lengths_when_nothing_is_said() -> None:
-    assert open_completion(completion(), context()).jobs[0].params.max_tokens == 16
-    assert open_chat(chat(), context()).jobs[0].params.max_tokens is None
-    assert open_chat(chat(max_tokens=7), context()).jobs[0].params.max_tokens == 7
-    assert open_chat(chat(max_tokens=7, max_completion_tokens=7), context()).jobs[0].params.max_tokens == 7
+    assert open_completion(completion(), context()).prompts[0].params.max_tokens == 16
+    assert open_chat(chat(), context()).prompts[0].params.max_tokens is None
+    assert open_chat(chat(max_tokens=7), context()).prompts[0].params.max_tokens == 7
+    assert open_chat(chat(max_tokens=7, max_completion_tokens=7), context()).prompts[0].params.max_tokens == 7
 
 
 @pytest.mark.parametrize(
-    ("prompt", "jobs"),
+    ("prompt", "prompts"),
     [
         ("a", ["a"]),
         (["a", "b"], ["a", "b"]),
@@ -369,17 +369,17 @@ def test_lengths_when_nothing_is_said() -> None:
         ("<|im_end|><|endoftext|>", ["<|im_end|><|endoftext|>"]),
     ],
 )
-def test_every_form_of_prompt(prompt: Any, jobs: list[Any]) -> None:
+def test_every_form_of_prompt(prompt: Any, prompts: list[Any]) -> None:
     exchange = open_completion(completion(prompt=prompt, add_special_tokens=False), context())
-    assert [job.prompt for job in exchange.jobs] == jobs
-    assert not any(job.add_special_tokens for job in exchange.jobs)
+    assert [prompt_request.prompt for prompt_request in exchange.prompts] == prompts
+    assert not any(prompt_request.add_special_tokens for prompt_request in exchange.prompts)
 
 
 def test_a_beam_search_is_as_wide_as_best_of() -> None:
     body = completion(use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping=True, max_tokens=9)
     wanted = BeamSearchParams(4, max_tokens=9, length_penalty=0.5, early_stopping=True, n=2)
-    assert open_completion({**body, "temperature": 0.0, "seed": 5}, context()).jobs[0].params == wanted
-    assert open_chat(chat(use_beam_search=True, n=3), context()).jobs[0].params == BeamSearchParams(
+    assert open_completion({**body, "temperature": 0.0, "seed": 5}, context()).prompts[0].params == wanted
+    assert open_chat(chat(use_beam_search=True, n=3), context()).prompts[0].params == BeamSearchParams(
         3, n=3, max_tokens=None
     )
 
@@ -422,11 +422,11 @@ def test_what_asks_for_nothing_passes_where_nothing_unknown_does(opens: Any, new
     exchange = opens(new(**fields), context(strict_requests=True))
     asked = {name: fields[name] for name in ("n", "stream") if name in fields}
     assert exchange.ignored_fields == ()
-    assert exchange.jobs == opens(new(**asked), context()).jobs
+    assert exchange.prompts == opens(new(**asked), context()).prompts
 
 
 def test_an_empty_prompt_behind_an_echo_has_nothing_to_choose_the_best_of() -> None:
-    assert open_completion(completion(max_tokens=0, echo=True, best_of=1), context(strict_requests=True)).jobs
+    assert open_completion(completion(max_tokens=0, echo=True, best_of=1), context(strict_requests=True)).prompts
 
 
 ENDPOINTS = [
@@ -481,7 +481,7 @@ def test_the_document_says_what_asks_for_nothing() -> None:
 
 def test_a_model_without_tokenizer_takes_token_ids() -> None:
     bare = context(tokenizer=None)
-    assert open_completion(completion(prompt=[1, 2]), bare).jobs[0].prompt == (1, 2)
+    assert open_completion(completion(prompt=[1, 2]), bare).prompts[0].prompt == (1, 2)
     for body in (completion(), completion(prompt=[1], echo=True)):
         with pytest.raises(ApiError, match="no tokenizer"):
             open_completion(body, bare)
@@ -497,16 +497,16 @@ def test_the_template_renders_what_was_said() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "1"},
     ]
-    assert open_chat(chat(messages=messages), context()).jobs[0].prompt == (
+    assert open_chat(chat(messages=messages), context()).prompts[0].prompt == (
         '<|system|>Be\nkind<|user|><|assistant|><|assistant|>f({"a": 1})<|tool|>2<|assistant|>'
     )
     for nothing in ("", " \n", "{}"):
         call["function"]["arguments"] = nothing
-        assert "<|assistant|>f({})" in open_chat(chat(messages=messages), context()).jobs[0].prompt
+        assert "<|assistant|>f({})" in open_chat(chat(messages=messages), context()).prompts[0].prompt
     thinks = chat(chat_template_kwargs={"enable_thinking": True})
-    assert open_chat(thinks, context()).jobs[0].prompt == "<|user|>Hello<|assistant|><think>\n"
+    assert open_chat(thinks, context()).prompts[0].prompt == "<|user|>Hello<|assistant|><think>\n"
     goes_on = chat(messages=[USER, {"role": "assistant", "content": "He"}], continue_final_message=True)
-    assert open_chat(goes_on, context()).jobs[0].prompt == "<|user|>Hello<|assistant|>He"
+    assert open_chat(goes_on, context()).prompts[0].prompt == "<|user|>Hello<|assistant|>He"
 
 
 SSTI = [
@@ -535,7 +535,7 @@ def test_a_template_that_reads_a_variable_does_not_lend_the_renderers_arguments(
     for name in ("chat_template", "tokenize", "bos_token", "sanitize_control_tokens"):
         error = refused(open_chat, chat(chat_template_kwargs={name: "evil"}), tokenizer=lends)
         assert "is not a variable" in error.message
-    assert open_chat(chat(chat_template_kwargs={"mood": "good"}), context(tokenizer=lends)).jobs[0].prompt == "good"
+    assert open_chat(chat(chat_template_kwargs={"mood": "good"}), context(tokenizer=lends)).prompts[0].prompt == "good"
 
 
 def test_a_surrogate_that_only_the_template_lays_open_is_refused() -> None:

@@ -267,7 +267,7 @@ def held_to(choice: Any, schema: dict[str, Any]) -> Any:
     tools = [{"name": "f", "parameters": schema}, {"name": "g", "parameters": another}]
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "tool_choice": choice}
     body["tools"] = [{"type": "function", "function": function} for function in tools]
-    return json.loads(open_chat(body, context(tool_parser="hermes")).jobs[0].params.structured_outputs[1])
+    return json.loads(open_chat(body, context(tool_parser="hermes")).prompts[0].params.structured_outputs[1])
 
 
 def refused_parameters(schema: Any, choice: Any) -> ApiError:
@@ -345,13 +345,15 @@ def opened(choice: Any, **settings: Any) -> Any:
 
 def test_what_a_choice_of_tools_asks_of_the_engine() -> None:
     named = opened({"type": "function", "function": {"name": "g"}}, tool_parser=None)
-    assert json.loads(named.jobs[0].params.structured_outputs[1]) == RECURSIVE
+    assert json.loads(named.prompts[0].params.structured_outputs[1]) == RECURSIVE
     problem = ValueError("structured_outputs={'json': ...} is refused: x")
     assert named.refusal(problem).param == "tools[1].function.parameters"
     assert opened("required").refusal(problem).param == "tools"
-    assert json.loads(opened("required").jobs[0].params.structured_outputs[1])["items"]
-    assert opened("auto").jobs[0].params.structured_outputs is None
-    assert opened("auto").jobs[0].prompt.startswith("[f][g]") and not opened("none").jobs[0].prompt.startswith("[f]")
+    assert json.loads(opened("required").prompts[0].params.structured_outputs[1])["items"]
+    assert opened("auto").prompts[0].params.structured_outputs is None
+    assert opened("auto").prompts[0].prompt.startswith("[f][g]") and not opened("none").prompts[0].prompt.startswith(
+        "[f]"
+    )
 
 
 @pytest.mark.parametrize("function", [{}, {"parameters": {}}, {"parameters": RECURSIVE}])
@@ -360,15 +362,15 @@ def test_the_model_is_shown_the_schema_that_it_is_held_to(function: dict[str, An
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
     body |= {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
     body["tool_choice"] = {"type": "function", "function": {"name": "f"}}
-    (job,) = open_chat(body, context(tokenizer=shows)).jobs
-    assert json.loads(job.prompt) == json.loads(job.params.structured_outputs[1])
+    (prompt_request,) = open_chat(body, context(tokenizer=shows)).prompts
+    assert json.loads(prompt_request.prompt) == json.loads(prompt_request.params.structured_outputs[1])
 
 
 def test_marks_that_are_special_tokens_are_kept_in_the_text() -> None:
-    assert opened("auto").jobs[0].params.skip_special_tokens
+    assert opened("auto").prompts[0].params.skip_special_tokens
     special = with_template(chatml().chat_template)
     special.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
-    assert not opened("auto", tokenizer=special).jobs[0].params.skip_special_tokens
+    assert not opened("auto", tokenizer=special).prompts[0].params.skip_special_tokens
 
 
 def test_a_template_without_tools_has_none_to_choose_from() -> None:

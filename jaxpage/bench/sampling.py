@@ -1,4 +1,4 @@
-"""What a draw costs: cut-offs by bisection, by the likeliest tokens and by sorting; and steps that adjust logits beside plain ones."""
+"""What a draw costs: cut-offs by bisection, by the likeliest tokens and by sorting; and steps that process logits beside plain ones."""
 
 from __future__ import annotations
 

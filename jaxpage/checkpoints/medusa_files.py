@@ -1,4 +1,4 @@
-"""The files of Medusa heads: opened from headers alone and fitted to the model that they shall guess for, then loaded."""
+"""The files of Medusa heads: opened from headers alone and fitted to the model that they predict for, then loaded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MedusaFiles:
     token_map: (
         npt.NDArray[np.int32] | None
     )  # of heads that know a part of the vocabulary: the id of each of their tokens
-    accuracies: Accuracies | None  # of each head: how often its best guess is right, its second, and so on
+    accuracies: Accuracies | None  # of each head: how often its best prediction is right, its second, and so on
 
     def num_bytes(self, dtype: str) -> int:
         return self.plan.num_bytes(dtype) + (0 if self.token_map is None else self.token_map.nbytes)
@@ -66,7 +66,7 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
     How many there are the tensors say: published configs have it wrong. Raises one CheckpointError listing all that does not fit.
 
     Args:
-        model_width, vocab_size: of the model that the heads guess for.
+        model_width, vocab_size: of the model that the heads predict for.
     """
     problems = Problems(directory)
     config = check_config(directory, problems)

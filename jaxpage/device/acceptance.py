@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.sampler import Stream, are_finite, distributions, draw, each_row, noise_key, with_noise
-from jaxpage.device.step_inputs import Adjustments, StepInputs
+from jaxpage.device.step_inputs import ProcessorInputs, StepInputs
 from jaxpage.device.verify import accept, follow, last_of
 from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.shapes import NOT_FINITE
@@ -24,7 +24,7 @@ from jaxpage.shapes import NOT_FINITE
 def decide(
     logits_RV: Float[Array, "R V"],
     inputs: StepInputs,
-    adjustments: Adjustments,
+    processor_inputs: ProcessorInputs,
     bucket: Bucket,
     rule: AcceptanceRule,
     *,
@@ -36,9 +36,9 @@ def decide(
     behind what is on none.
     """
     if rule.name == "coupled":
-        drawn_R = draw(logits_RV, inputs, adjustments, by_row=by_row)
+        drawn_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
         return drawn_R, accept(drawn_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
-    log_p_RV = distributions(logits_RV, inputs, adjustments, by_row=by_row)
+    log_p_RV = distributions(logits_RV, inputs, processor_inputs, by_row=by_row)
     if rule.name == "rejection":
         paths_BQ, drawn_B = rejection(log_p_RV, inputs, bucket.max_query_len, by_row=by_row)
     else:

@@ -76,14 +76,16 @@ class HeadDrafter:
     """Medusa's heads: of each the W likeliest tokens [J, W], all at once or none."""
 
     graph: Any  # their nnx graph definition
-    num_guesses: int  # W
+    num_candidates: int  # W
     num_layers: ClassVar[int] = 0
     aux_layers: ClassVar[tuple[int, ...]] = ()
 
     def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array, KVPages]:
         hidden_BD = target.hidden_TD[target.inputs.drawn_token_R[target.last_B]]
-        guess = functools.partial(nnx.merge(self.graph, parameters["drafter"]).guess, hidden_BD, self.num_guesses)
-        return _if_wanted(target, guess), pages
+        top_ids = functools.partial(
+            nnx.merge(self.graph, parameters["drafter"]).top_ids, hidden_BD, self.num_candidates
+        )
+        return _if_wanted(target, top_ids), pages
 
 
 @dataclass(frozen=True)

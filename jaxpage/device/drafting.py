@@ -73,7 +73,7 @@ class ModelDrafter:
         return 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
 
     def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array | None, KVPages]:
-        """Guesses [B, J, G, Y]: see `_draft_ahead`."""
+        """Candidates [B, J, G, Y]: see `_draft_ahead`."""
         drafting = _Drafting(join(self.graph, parameters), self, target)
         output_TD, pages = _extend(drafting, pages)
         if target.bucket.trees:  # the right drafts of a chain are in place

@@ -24,29 +24,29 @@ from jaxpage.device.drafter import DeviceDrafter, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.mesh import DeviceMesh
 from jaxpage.device.moving import gather_blocks, scatter_blocks
-from jaxpage.device.step_inputs import Adjustments, adjustment_shapes, packed_size
+from jaxpage.device.step_inputs import ProcessorInputs, packed_size, processor_shapes
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 
 logger = logging.getLogger(__name__)
 
 
 class CompiledStep(NamedTuple):
-    """The executable of a bucket. `neutral` lies on the device and stands in for what a step does not adjust.
+    """The executable of a bucket. `neutral` lies on the device and stands in for what a step does not process_logits.
 
     off: the drafter whose parameters and layers it does not take: it is the target's alone.
     """
 
     executable: Any
-    neutral: Adjustments
+    neutral: ProcessorInputs
     off: DeviceDrafter | None = None
 
     def __call__(
-        self, parameters: Any, pages: KVPages, packed: Any, adjustments: Adjustments | None = None
+        self, parameters: Any, pages: KVPages, packed: Any, processor_inputs: ProcessorInputs | None = None
     ) -> tuple[StepOutput, KVPages]:
         filled = self.neutral
-        if adjustments is not None:
-            filled = Adjustments(
-                *(own if given is None else given for given, own in zip(adjustments, filled, strict=True))
+        if processor_inputs is not None:
+            filled = ProcessorInputs(
+                *(own if given is None else given for given, own in zip(processor_inputs, filled, strict=True))
             )
         pages, others = split_layers(pages, self.off)
         if self.off is not None:
@@ -177,7 +177,7 @@ def step_call(bucket: Bucket, options: StepOptions) -> tuple[Any, tuple[Any, ...
     """The jitted step of a bucket, and the shapes of what it takes behind the parameters and the pages, which are donated."""
     packed = jax.ShapeDtypeStruct((packed_size(bucket, options.tables),), jnp.int32)
     step = functools.partial(model_step, bucket=bucket, options=options)
-    return jax.jit(step, donate_argnums=1), (packed, _adjustment_shapes(bucket.num_draws, options))
+    return jax.jit(step, donate_argnums=1), (packed, _processor_shapes(bucket.num_draws, options))
 
 
 def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
@@ -189,13 +189,13 @@ def _compiled(function: Any, *shapes: Any) -> Any:
     return function.lower(*shapes).compile()
 
 
-def _adjustment_shapes(num_draws: int, options: StepOptions) -> Adjustments:
-    return adjustment_shapes(num_draws, vocab_size=options.vocab_size, context=options.context)
+def _processor_shapes(num_draws: int, options: StepOptions) -> ProcessorInputs:
+    return processor_shapes(num_draws, vocab_size=options.vocab_size, context=options.context)
 
 
-def _neutral(num_draws: int, options: StepOptions, mesh: DeviceMesh) -> Adjustments:
+def _neutral(num_draws: int, options: StepOptions, mesh: DeviceMesh) -> ProcessorInputs:
     return jax.tree.map(
-        lambda shape: mesh.put(np.zeros(shape.shape, shape.dtype)), _adjustment_shapes(num_draws, options)
+        lambda shape: mesh.put(np.zeros(shape.shape, shape.dtype)), _processor_shapes(num_draws, options)
     )
 
 

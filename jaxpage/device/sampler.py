@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpage.device.adjustments import adjust
-from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
+from jaxpage.device.logits_processors import process_logits
+from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs
 from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 
 NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
@@ -73,14 +73,14 @@ def noise_key(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, s
 
 
 def draw(
-    logits_BV: Float[Array, "B V"], inputs: StepInputs, adjustments: Adjustments, *, by_row: bool
+    logits_BV: Float[Array, "B V"], inputs: StepInputs, processor_inputs: ProcessorInputs, *, by_row: bool
 ) -> Int[Array, "B"]:
     """One token id per row; NOT_FINITE or NOTHING_ALLOWED where none can be chosen.
 
     by_row: a loop over rows instead of one wide computation: on CPU greedy rows then cost no noise, and a row's sums have one shape.
     """
     is_finite_B = are_finite(logits_BV)
-    logits_BV = adjust(logits_BV, inputs, adjustments, by_row=by_row)
+    logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=by_row)
 
     def random() -> jax.Array:
         return each_row(functools.partial(_draw_row, by_row=by_row), (logits_BV, *draws_of(inputs)), by_row=by_row)
@@ -166,11 +166,11 @@ def with_noise(logits_V: Float[Array, "V"], key: jax.Array) -> Int[Array, ""]:
 
 
 def distributions(
-    logits_BV: Float[Array, "B V"], inputs: StepInputs, adjustments: Adjustments, *, by_row: bool
+    logits_BV: Float[Array, "B V"], inputs: StepInputs, processor_inputs: ProcessorInputs, *, by_row: bool
 ) -> Float[Array, "B V"]:
     """Log probabilities of what `draw` draws: of a greedy row 0 for its token. All -inf where no token can be chosen."""
     is_finite_B = are_finite(logits_BV)
-    logits_BV = adjust(logits_BV, inputs, adjustments, by_row=by_row)
+    logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=by_row)
     rows = (logits_BV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
     log_p_BV = each_row(functools.partial(_distribution, by_row=by_row), rows, by_row=by_row)
     return jnp.where(is_finite_B[:, None], log_p_BV, -jnp.inf)

@@ -69,7 +69,7 @@ class Flags:
     RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, DRAFT_DEPTH = range(NUM_FLAGS)
 
 
-class Adjustments(NamedTuple):
+class ProcessorInputs(NamedTuple):
     """What changes the logits of a draw before it is drawn. Wide, and rarely wanted: none of it travels when no draw of a step asks."""
 
     mask_RU: Any  # uint32: a bit per token id: see jaxpage/step/token_masks.py
@@ -97,9 +97,9 @@ def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def adjustment_shapes(num_draws: int, *, vocab_size: int, context: int) -> Adjustments:
-    """Shapes and types of the adjustments of a step with so many draws. `context`: C, positions of the longest sequence."""
-    return Adjustments(
+def processor_shapes(num_draws: int, *, vocab_size: int, context: int) -> ProcessorInputs:
+    """Shapes and types of the processor_inputs of a step with so many draws. `context`: C, positions of the longest sequence."""
+    return ProcessorInputs(
         mask_RU=jax.ShapeDtypeStruct((num_draws, num_mask_words(vocab_size)), jnp.uint32),
         bias_ids_RE=jax.ShapeDtypeStruct((num_draws, min(MAX_BIASES, vocab_size)), jnp.int32),
         bias_RE=jax.ShapeDtypeStruct((num_draws, min(MAX_BIASES, vocab_size)), jnp.float32),

@@ -18,7 +18,7 @@ from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
-from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs, TableShape, unpack
+from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, unpack
 from jaxpage.device.verify import last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.settings.draft_settings import AcceptanceRule
@@ -47,7 +47,7 @@ class StepOutput(NamedTuple):
     drawn: jax.Array  # [R, 3 + 2 W], of the draws
     scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
     paths: jax.Array  # [B, Q] of a step that verifies, from `decide`; empty otherwise
-    guesses: jax.Array | None = None  # see `DeviceDrafter.step`
+    draft_candidates: jax.Array | None = None  # see `DeviceDrafter.step`
 
 
 class Drawn(NamedTuple):
@@ -64,7 +64,7 @@ def model_step(
     parameters: Any,
     pages: KVPages,
     packed: jax.Array,
-    adjustments: Adjustments,
+    processor_inputs: ProcessorInputs,
     *,
     bucket: Bucket,
     options: StepOptions,
@@ -77,10 +77,10 @@ def model_step(
     """
     inputs = unpack(packed, bucket, options.tables)
     pages, own_pages = split_layers(pages, options.drafter)
-    output, target, pages = _target_step(parameters["target"], pages, inputs, adjustments, bucket, options)
+    output, target, pages = _target_step(parameters["target"], pages, inputs, processor_inputs, bucket, options)
     if options.drafter is not None:
-        guesses, own_pages = options.drafter.step(parameters, target, own_pages)
-        output = output._replace(guesses=guesses)
+        draft_candidates, own_pages = options.drafter.step(parameters, target, own_pages)
+        output = output._replace(draft_candidates=draft_candidates)
     return output, pages + own_pages
 
 
@@ -88,7 +88,7 @@ def _target_step(
     parameters: Any,
     pages: KVPages,
     inputs: StepInputs,
-    adjustments: Adjustments,
+    processor_inputs: ProcessorInputs,
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[StepOutput, TargetStep, KVPages]:
@@ -96,10 +96,10 @@ def _target_step(
     model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
     logits_RV = model.logits(hidden_TD[inputs.drawn_token_R])
     if bucket.verifies:
-        token_ids_R, paths = decide(logits_RV, inputs, adjustments, bucket, options.acceptance, by_row=by_row)
+        token_ids_R, paths = decide(logits_RV, inputs, processor_inputs, bucket, options.acceptance, by_row=by_row)
         last_B = last_of(paths)
     else:
-        token_ids_R = draw(logits_RV, inputs, adjustments, by_row=by_row)
+        token_ids_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
         paths, last_B = jnp.zeros((0, 0), jnp.int32), jnp.arange(bucket.num_rows)
     drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)

@@ -87,7 +87,7 @@ class Admission:
         if params.structured_outputs and self._spell is None:
             kind, _ = params.structured_outputs
             raise ValueError(f"structured_outputs of {kind!r} needs text, but the model has no tokenizer")
-        self._check_adjustments(params)
+        self._check_processor_inputs(params)
         words = self._words(params)
         self._check_choice(params, words)
         return CheckedParams(asked, params, words)
@@ -138,7 +138,7 @@ class Admission:
             is_prefix=prepared.is_prefix,
         )
 
-    def _check_adjustments(self, params: SamplingParams) -> None:
+    def _check_processor_inputs(self, params: SamplingParams) -> None:
         if len(params.logit_bias) > MAX_BIASES:
             raise UnsupportedError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIASES} are allowed")
         self._check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device.buckets import Bucket, BucketMenu
-from jaxpage.device.step_inputs import Adjustments, Flags, TableShape, packed_size, views
-from jaxpage.engine.adjusting import adjustments_of
+from jaxpage.device.step_inputs import Flags, ProcessorInputs, TableShape, packed_size, views
+from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.step.plan import Row, Sample, StepPlan, depths_of
 from jaxpage.step.token_masks import Mask
 
@@ -31,7 +31,7 @@ class Batch:
 
     bucket: Bucket
     packed: npt.NDArray[np.int32]
-    adjustments: Adjustments  # None for each that no draw asks for
+    processor_inputs: ProcessorInputs  # None for each that no draw asks for
     swap_out: tuple[Move, ...]  # each [num_swapped, 2]: (block, host block), padded with the null blocks of both sides
     swap_in: tuple[Move, ...]  # each [num_swapped, 2]: (host block, block), padded likewise
     copies: tuple[Move, ...]  # each [num_copies, 2], padded with the null block
@@ -78,19 +78,21 @@ class BatchBuilder:
             self._fill_scored(fields, plan.rows)
         self._fill_draws(fields, plan.samples)
         context = self.tables.width * self.block_size
-        adjustments = adjustments_of(plan.samples, masks, bucket.num_draws, vocab_size=self.vocab_size, context=context)
-        if adjustments.history_RC is not None:
+        processor_inputs = processor_inputs_of(
+            plan.samples, masks, bucket.num_draws, vocab_size=self.vocab_size, context=context
+        )
+        if processor_inputs.history_RC is not None:
             self._fill_penalties(fields, plan.samples)
-        fields["flags"][Flags.MASKED] = adjustments.mask_RU is not None
-        fields["flags"][Flags.BIASED] = adjustments.bias_RE is not None
-        fields["flags"][Flags.PENALISED] = adjustments.history_RC is not None
+        fields["flags"][Flags.MASKED] = processor_inputs.mask_RU is not None
+        fields["flags"][Flags.BIASED] = processor_inputs.bias_RE is not None
+        fields["flags"][Flags.PENALISED] = processor_inputs.history_RC is not None
         fields["flags"][Flags.SCORED] = num_scored
         fields["flags"][Flags.DRAFT_DEPTH] = -1 if plan.draft_depth is None else plan.draft_depth
         self._check(fields)
         return Batch(
             bucket,
             packed,
-            adjustments,
+            processor_inputs,
             swap_out=_moves("swap_out", plan.swap_out, self.blocks, self.host_blocks, self.menu.num_swapped),
             swap_in=_moves("swap_in", plan.swap_in, self.host_blocks, self.blocks, self.menu.num_swapped),
             copies=_moves("copies", plan.copies, self.blocks, self.blocks, self.menu.num_copies),

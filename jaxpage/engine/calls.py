@@ -1,4 +1,4 @@
-"""The calls that share one engine: each adds its requests, steps the engine until there is news of them, and cleans up behind itself."""
+"""The calls that share one engine: each adds its requests, steps the engine until they have updates, and cleans up behind itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Calls:
         self._engine = engine
         self._lock = threading.RLock()
         self._numbers = itertools.count()  # of requests
-        self._changed: set[str] = set()  # requests that have news since somebody looked
+        self._changed: set[str] = set()  # requests that have updates since somebody looked
         self._closed = False
 
     def check_open(self) -> None:
@@ -70,20 +70,20 @@ class Calls:
                 request_id = f"{kind}-{next(self._numbers)}"
                 reporters[request_id] = self._engine.add(request_id, request)
 
-    def news(self, request_ids: set[str], interrupts: Interrupts) -> set[str]:
-        """Steps the engine, for everybody, until there is news of one of these requests, or an interrupt.
+    def step_until_updated(self, request_ids: set[str], interrupts: Interrupts) -> set[str]:
+        """Steps the engine, for everybody, until there are updates of one of these requests, or an interrupt.
 
-        Returns those that have news.
+        Returns those that have updates.
         """
         with self._lock:
-            while not (news := self._changed & request_ids) and not interrupts.pending:
+            while not (updates := self._changed & request_ids) and not interrupts.pending:
                 self.check_open()
                 groups = self._engine.step()
                 self._changed.update(group.request.request_id for group in groups)
                 if not groups and not self._engine.has_unfinished:
                     raise RuntimeError(f"nothing is left to do, but {sorted(request_ids)} have not finished")
-            self._changed -= news
-            return news
+            self._changed -= updates
+            return updates
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Aborts what has not finished: an error, an interrupt or a closed stream leaves no block behind."""
@@ -102,7 +102,7 @@ class Calls:
                 self.add([prefix._replace(is_prefix=True)], reporters, kind="prefix")
                 [(request_id, reporter)] = reporters.items()
                 while not reporter.num_output_tokens and not reporter.finished and not interrupts.pending:
-                    self.news({request_id}, interrupts)
+                    self.step_until_updated({request_id}, interrupts)
                 if reporter.finished:
                     raise RuntimeError(f"the prefix could not be computed: {reporter.whole().outputs[0].stop_reason}")
                 if interrupts.pending:
@@ -186,7 +186,7 @@ class RequestStream(Iterator[RequestOutput]):
         finished = True
         with held_interrupts() as interrupts:
             try:
-                self._calls.news({request_id}, interrupts)
+                self._calls.step_until_updated({request_id}, interrupts)
                 chunk = reporter.delta()
                 finished = chunk.finished
             finally:

@@ -21,7 +21,7 @@ from jaxpage.device.sizing import (
     choose_num_host_blocks,
     gib,
 )
-from jaxpage.device.step_inputs import adjustment_shapes
+from jaxpage.device.step_inputs import processor_shapes
 from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError
@@ -233,10 +233,10 @@ def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ..
 
 def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
     """Before compilation: logits with what draws or scores make of them, a dozen activations of the widest step, in float32, and the
-    arrays that stand in for adjustments."""
+    arrays that stand in for processor_inputs."""
     num_draws = {bucket.num_draws for bucket in menu.buckets}
     tokens = max(bucket.num_tokens for bucket in menu.buckets)
     logits = max(9 * max(num_draws), 3 * min(tokens, SCORED_AT_ONCE)) * spec.vocab_size
-    shapes = [adjustment_shapes(draws, vocab_size=spec.vocab_size, context=context) for draws in num_draws]
+    shapes = [processor_shapes(draws, vocab_size=spec.vocab_size, context=context) for draws in num_draws]
     neutral: int = sum(math.prod(array.shape) for each in shapes for array in each)
     return 4 * (logits + 24 * tokens * spec.model_width + neutral)

@@ -68,14 +68,14 @@ class DrafterFiles(Protocol):
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """Medusa's heads, and the tree of their guesses that is drafted."""
+    """Medusa's heads, and the tree of their drafts that is drafted."""
 
     files: MedusaFiles
     choices: Choices
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
 
     @property
-    def num_guesses(self) -> int:
+    def num_candidates(self) -> int:
         """W: of each head, that any draft uses."""
         return 1 + max(rank for path in self.choices for rank in path)
 
@@ -86,7 +86,7 @@ class HeadFiles:
         return load_medusa(self.files, dtype, put, progress=progress)
 
     def make(self, target: Target) -> HeadDrafter:
-        return HeadDrafter(abstract(MedusaHeads(self.files.spec, dtype=target.dtype))[0], self.num_guesses)
+        return HeadDrafter(abstract(MedusaHeads(self.files.spec, dtype=target.dtype))[0], self.num_candidates)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def tree_shape(menu: BucketMenu) -> TreeShape:
 
 
 def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
-    """Raises also ConfigError: more is asked of the heads than they guess."""
+    """Raises also ConfigError: more is asked of the heads than they predict."""
     directory, spec = resolve_model(_model(config), hub_files=MEDUSA_FILES), target.spec
     files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
     num_heads, wanted = files.spec.num_heads, config.num_speculative_tokens
@@ -152,13 +152,13 @@ def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
     if deepest > num_heads or (wanted != "auto" and len(choices) < wanted):
         asked = f"medusa_choices goes {deepest} deep" if deepest > num_heads else f"num_speculative_tokens is {wanted}"
         raise ConfigError(
-            f"speculative_config: {asked}, but of the {num_heads} heads in {directory} each guesses one place, which gives "
+            f"speculative_config: {asked}, but of the {num_heads} heads in {directory} each predicts one place, which gives "
             f"{len(choices)} drafts at most"
         )
     heads = HeadFiles(files, choices)
-    if heads.num_guesses > files.num_tokens:
+    if heads.num_candidates > files.num_tokens:
         raise ConfigError(
-            f"speculative_config: medusa_choices asks for guess {heads.num_guesses}, of {files.num_tokens} tokens in all"
+            f"speculative_config: medusa_choices asks for rank {heads.num_candidates}, of {files.num_tokens} tokens in all"
         )
     return heads
 
@@ -175,7 +175,9 @@ def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDraf
     positions, needed = files.spec.max_position_embeddings, target.spec.max_position_embeddings
     if positions < needed:
         logger.warning(
-            "the draft model's positions end at %d, the model's at %d: behind that it guesses badly", positions, needed
+            "the draft model's positions end at %d, the model's at %d: behind that its drafts are poor",
+            positions,
+            needed,
         )
     if files.spec.vocab_size != target.spec.vocab_size:
         _check_padding(files, target)

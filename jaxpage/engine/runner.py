@@ -42,14 +42,14 @@ class Runner:
         for group, pairs in batch.copies:
             self._pages = self.executables.copy(self._pages, group, pairs)
         step = self.executables.step(batch.bucket, batch.draft_depth)
-        output, self._pages = step(self._parameters, self._pages, batch.packed, batch.adjustments)
+        output, self._pages = step(self._parameters, self._pages, batch.packed, batch.processor_inputs)
         result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
         if batch.num_scored:
             result = replace(result, scored=StepResult(*unpack_drawn(np.asarray(output.scored), batch.num_scored)))
         if batch.bucket.verifies:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
-        if output.guesses is not None:
-            result = replace(result, guesses=np.asarray(output.guesses))
+        if output.draft_candidates is not None:
+            result = replace(result, draft_candidates=np.asarray(output.draft_candidates))
         self._under_way = False
         return result
 

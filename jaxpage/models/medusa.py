@@ -1,4 +1,4 @@
-"""Medusa-1 heads: small networks on the model's last hidden state that guess the tokens behind the next one.
+"""Medusa-1 heads: small networks on the model's last hidden state that predict the tokens behind the next one.
 
 Cai et al. 2024, arXiv:2401.10774: head j takes h through residual blocks h + SiLU(W h + b), then through a token table of its own. Both
 published formats of the weights are known here: of the authors, and of vLLM.
@@ -68,13 +68,13 @@ class MedusaHeads(nnx.Module):
             x_BD = x_BD + jax.nn.silu(block(x_BD))
         return self.tables[min(head, len(self.tables) - 1)].logits(x_BD)
 
-    def guess(self, hidden_BD: Float[Array, "B D"], num_guesses: int) -> Int[Array, "B J W"]:
+    def top_ids(self, hidden_BD: Float[Array, "B D"], num_candidates: int) -> Int[Array, "B J W"]:
         """The token ids that each head takes for the likeliest, best first.
 
         Args:
-            hidden_BD: behind the model's final norm. Head j guesses the token j + 2 behind the one that stands there.
-            num_guesses: W, at most the rows of a table.
+            hidden_BD: behind the model's final norm. Head j predictions the token j + 2 behind the one that stands there.
+            num_candidates: W, at most the rows of a table.
         """
         logits = [self.head_logits(head, hidden_BD) for head in range(len(self.blocks))]
-        ids_BJW = jnp.stack([jax.lax.top_k(each, num_guesses)[1] for each in logits], axis=1).astype(jnp.int32)
+        ids_BJW = jnp.stack([jax.lax.top_k(each, num_candidates)[1] for each in logits], axis=1).astype(jnp.int32)
         return ids_BJW if self.token_map is None else self.token_map[...][ids_BJW]

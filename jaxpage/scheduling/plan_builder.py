@@ -107,7 +107,7 @@ def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -
         len(known),
         num_logprobs=request.num_logprobs,
     )
-    return _adjusted(sample, request, known) if request.adjusts else sample  # most are not
+    return _processed(sample, request, known) if request.processes_logits else sample  # most are not
 
 
 def drafted_samples(sample: Sample, draft: Draft, sequence: Sequence, request: Request) -> list[Sample]:
@@ -118,14 +118,14 @@ def drafted_samples(sample: Sample, draft: Draft, sequence: Sequence, request: R
     suppresses = bool(request.params.min_tokens or request.bad_word_token_ids)
     samples = []
     for index, depth in enumerate(draft.depths):  # several draws for every token that comes out: each is made in one go
-        path = draft.path(index) if request.adjusts else ()
+        path = draft.path(index) if request.processes_logits else ()
         suppressed = suppression(request, [*sequence.token_ids, *path]) if suppresses else (False, ())
         who = (row, 1 + index, sequence_id, params, seed, sample_index, position + depth)
         samples.append(Sample(*who, *suppressed, num_logprobs, history, num_prompt_tokens, path))
     return samples
 
 
-def _adjusted(sample: Sample, request: Request, known: list[int]) -> Sample:
+def _processed(sample: Sample, request: Request, known: list[int]) -> Sample:
     is_early, suppressed = suppression(request, known)
     return sample._replace(
         is_early=is_early,

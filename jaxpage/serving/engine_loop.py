@@ -22,10 +22,10 @@ from jaxpage.errors import CapacityError, JaxpageError
 from jaxpage.serving.request_handle import (
     DeadlineExceeded,
     EngineFailed,
-    News,
     QueueFull,
     RequestHandle,
     ShuttingDown,
+    Update,
     copy_error,
     send,
 )
@@ -65,7 +65,7 @@ class EngineLoop:
         self._num_open = 0  # requests that have a place
         self._turn_began: float | None = None  # None while there is nothing to do
         self._live: dict[str, RequestHandle] = {}  # from here on: of the thread
-        self._news: list[News] = []
+        self._updates: list[Update] = []
         self._drained: list[Future[None]] = []
         self._is_stopping = False
 
@@ -219,8 +219,8 @@ class EngineLoop:
         with self._lock:
             self._refusal, self._is_over = error, True
         for one in self._live.values():
-            self._news.append((one, copy_error(error)))
-        self._send_news()
+            self._updates.append((one, copy_error(error)))
+        self._send_updates()
         while not self._inbox.empty():
             _, future = self._inbox.get()
             if future is not None and future.set_running_or_notify_cancel():
@@ -229,7 +229,7 @@ class EngineLoop:
             self.ended.set_result(None)
 
     def _turn(self) -> None:
-        """What others ask, a step, and the news of it."""
+        """What others ask, a step, and what came of it."""
         if not self.engine.has_unfinished:
             self._turn_began = None
             self._obey(*self._inbox.get())
@@ -239,7 +239,7 @@ class EngineLoop:
         self._end_what_is_late()
         if self.engine.has_unfinished and not self._is_stopping:
             self._step()
-        self._send_news()
+        self._send_updates()
 
     def _obey(self, function: Callable[[Engine], Any], future: Future[Any] | None) -> None:
         """What our own orders raise is fatal; what others' functions raise is theirs."""
@@ -259,7 +259,7 @@ class EngineLoop:
             return
         for group in groups:
             if (one := self._live.get(group.request.request_id)) is not None:
-                one.has_news = True
+                one.is_updated = True
                 self._offer(one)
 
     def _recover(self, error: Exception) -> None:
@@ -291,18 +291,18 @@ class EngineLoop:
         self._offer(one)
 
     def _offer(self, one: RequestHandle) -> None:
-        """Makes the next delta of what has news, or the whole of what has finished, if somebody waits for it."""
+        """Makes the next delta of what was updated, or the whole of what has finished, if somebody waits for it."""
         reporter = one.reporter
-        if reporter is None or not one.is_wanted or not (one.has_news if one.stream else reporter.finished):
+        if reporter is None or not one.is_wanted or not (one.is_updated if one.stream else reporter.finished):
             return
-        one.is_wanted = one.has_news = False
+        one.is_wanted = one.is_updated = False
         try:
             output = reporter.delta() if one.stream else reporter.whole()
         except Exception as error:
             logger.error("the output of request %s cannot be reported", one.request_id, exc_info=error)
             self._end(one, EngineFailed("The engine failed to report the output"))
             return
-        self._news.append((one, output))
+        self._updates.append((one, output))
         if output.finished:
             self._end(one)
 
@@ -325,9 +325,9 @@ class EngineLoop:
         if self._live.pop(one.request_id, None) is not None:
             self._calls.end([one.request_id])
         if why is not None:
-            self._news.append((one, why))
+            self._updates.append((one, why))
         else:
-            one.has_news = True  # for who still waits: that it was aborted
+            one.is_updated = True  # for who still waits: that it was aborted
             self._offer(one)
         self._tell_if_drained()
 
@@ -345,9 +345,9 @@ class EngineLoop:
         for one in list(self._live.values()):
             self._end(one, copy_error(why))
 
-    def _send_news(self) -> None:
-        news, self._news = self._news, []
-        send(news)
+    def _send_updates(self) -> None:
+        updates, self._updates = self._updates, []
+        send(updates)
 
     def _stop(self, engine: Engine) -> None:
         self._is_stopping = True

@@ -74,7 +74,7 @@ class Generating:
 
     async def _submitted(self, exchange: Exchange, arrived: float) -> list[RequestHandle]:
         try:
-            requests = await self._preparing.requests(exchange.jobs)
+            requests = await self._preparing.requests(exchange.prompts)
             _check_prompt_logprobs(requests)
             return await self._loop.submit(requests, stream=exchange.stream, name=exchange.id, arrived=arrived)
         except Exception as error:
@@ -89,8 +89,8 @@ class Generating:
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
         scope["state"]["comment"] = COMMENT  # for who looks whether the client is still there
         try:
-            async with aclosing(news_of(submitted)) as news:
-                async for deltas in news:
+            async with aclosing(updates_of(submitted)) as updates:
+                async for deltas in updates:
                     if any(delta.prompt_logprobs for _, delta in deltas):  # long, once
                         part = await asyncio.to_thread(_events, exchange, deltas)
                     else:
@@ -126,14 +126,14 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def news_of(submitted: list[RequestHandle]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+async def updates_of(submitted: list[RequestHandle]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
     """What is new of streamed requests, each with its place among them; nothing at all after a long silence."""
     waited = {one.next_delta(): index for index, one in enumerate(submitted)}
     while waited:
         done, _ = await asyncio.wait(waited, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        news = [(waited.pop(future), future.result()) for future in done]
-        yield news
-        for index, delta in news:
+        updates = [(waited.pop(future), future.result()) for future in done]
+        yield updates
+        for index, delta in updates:
             if not delta.finished:
                 waited[submitted[index].next_delta()] = index
 

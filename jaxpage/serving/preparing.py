@@ -16,7 +16,7 @@ from jaxpage.engine.calls import prepared
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.prompts import Prompt
 from jaxpage.serving.request_handle import QueueFull
-from jaxpage.serving.wire.exchange import Job
+from jaxpage.serving.wire.exchange import PromptRequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 _Result = TypeVar("_Result")
@@ -70,15 +70,16 @@ class Preparing:
         """The same for what is not on its way to the engine: what is does not wait behind it."""
         return await self._aside.run(function)
 
-    async def requests(self, jobs: Sequence[Job]) -> list[PreparedRequest]:
-        """Of one exchange: its jobs share their parameters.
+    async def requests(self, prompt_requests: Sequence[PromptRequest]) -> list[PreparedRequest]:
+        """Of one exchange, whose prompts share their parameters.
 
-        Raises QueueFull, and what is wrong with one of the jobs: see `Admission` and `Engine.compiled`.
+        Raises QueueFull, and what is wrong with one of the prompts: see `Admission` and `Engine.compiled`.
         """
-        params = jobs[0].params
+        params = prompt_requests[0].params
         checked = await self._reading.run(partial(self._engine.admission.check_params, params))
         requests = [
-            await self._reading.run(partial(self._prepared, job, checked)) for job in jobs
+            await self._reading.run(partial(self._prepared, prompt_request, checked))
+            for prompt_request in prompt_requests
         ]  # others come in between
         if (asked := getattr(params, "structured_outputs", None)) is None:
             return requests
@@ -100,6 +101,10 @@ class Preparing:
         self._aside.close()
         self._grammars.close()
 
-    def _prepared(self, job: Job, checked: CheckedParams) -> PreparedRequest:
-        text, token_ids = (job.prompt, None) if isinstance(job.prompt, str) else (None, job.prompt)
-        return prepared(self._engine, Prompt(text, token_ids), checked, add_special_tokens=job.add_special_tokens)
+    def _prepared(self, prompt_request: PromptRequest, checked: CheckedParams) -> PreparedRequest:
+        text, token_ids = (
+            (prompt_request.prompt, None) if isinstance(prompt_request.prompt, str) else (None, prompt_request.prompt)
+        )
+        return prepared(
+            self._engine, Prompt(text, token_ids), checked, add_special_tokens=prompt_request.add_special_tokens
+        )

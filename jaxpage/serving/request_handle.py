@@ -63,7 +63,7 @@ class RequestHandle:
         self._waiting: asyncio.Future[RequestOutput] | None = None  # this and the error: on the event loop
         self._error: JaxpageError | None = None
         self.reporter: Reporter | None = None  # from here on: on the engine's thread
-        self.is_wanted = self.has_news = self.is_over = False
+        self.is_wanted = self.is_updated = self.is_over = False
 
     async def whole(self) -> RequestOutput:
         """All of it, once it has finished. Who gives up waiting has ended the request.
@@ -93,25 +93,25 @@ class RequestHandle:
         """Ends the request before the engine's next step; its blocks are free. Of one that has ended nothing is left to do."""
         self._loop.end(self)
 
-    def arrived(self, news: RequestOutput | JaxpageError) -> None:
+    def arrived(self, update: RequestOutput | JaxpageError) -> None:
         """On the event loop: what the engine sent. An error comes without being asked for, and stays."""
-        if isinstance(news, JaxpageError):
-            self._error = news
+        if isinstance(update, JaxpageError):
+            self._error = update
         if self._waiting is None or self._waiting.done():
             return
-        if isinstance(news, JaxpageError):
-            _fail(self._waiting, news)
+        if isinstance(update, JaxpageError):
+            _fail(self._waiting, update)
         else:
-            self._waiting.set_result(news)
+            self._waiting.set_result(update)
 
 
-News = tuple[RequestHandle, RequestOutput | JaxpageError]
+Update = tuple[RequestHandle, RequestOutput | JaxpageError]
 
 
-def send(news: Iterable[News]) -> None:
+def send(updates: Iterable[Update]) -> None:
     """Wakes each event loop once, for all that is new of its requests."""
-    by_home: defaultdict[asyncio.AbstractEventLoop, list[News]] = defaultdict(list)
-    for one, item in news:
+    by_home: defaultdict[asyncio.AbstractEventLoop, list[Update]] = defaultdict(list)
+    for one, item in updates:
         by_home[one.home].append((one, item))
     for home, items in by_home.items():
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
@@ -123,6 +123,6 @@ def _fail(future: asyncio.Future[RequestOutput], error: JaxpageError) -> None:
     future.exception()  # seen: asyncio logs no complaint if nobody waits for it any more
 
 
-def _arrive(news: list[News]) -> None:
-    for one, item in news:
+def _arrive(updates: list[Update]) -> None:
+    for one, item in updates:
         one.arrived(item)

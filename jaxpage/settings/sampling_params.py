@@ -160,7 +160,7 @@ class SamplingParams:
         return 0 if self.logprobs is None and self.ranks else self.logprobs
 
     @functools.cached_property  # asked for at every step
-    def adjusts(self) -> bool:
+    def processes_logits(self) -> bool:
         """Whether anything changes the logits before temperature and truncation. Most requests leave them as they are."""
         given = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens, self.structured_outputs)
         return self.penalises or any(given)

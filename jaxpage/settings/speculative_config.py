@@ -34,7 +34,7 @@ BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 TYPICAL = ("typical_acceptance_posterior_threshold", "typical_acceptance_posterior_alpha")
 
 
-# A draft of a tree: its rank among what the first head guesses, the rank of the next one's guess behind it, and so on.
+# A draft of a tree: its rank among what the first head predicts, the rank of the next one's prediction behind it, and so on.
 Choice = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST_DRAFTS)], ...], Field(min_length=1)]
 
 
@@ -50,7 +50,7 @@ class SpeculativeConfig(BaseModel):
     method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "lookahead", "token_recycling"]
     model: str | None = None  # of the methods that have weights of their own: where they are
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
-    tree: bool = False  # drafts may branch: several guesses of what comes next, verified at once
+    tree: bool = False  # drafts may branch: several for one position, verified at once
     acceptance: Literal["coupled", "rejection", "typical"] = "coupled"
     typical_acceptance_posterior_threshold: Annotated[float, Field(ge=0, lt=1)] | None = None  # see AcceptanceRule
     typical_acceptance_posterior_alpha: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -213,4 +213,4 @@ def _result(plan: StepPlan) -> StepResult:
     """Nobody looks at what was drawn."""
     ids, floats = np.zeros(len(plan.samples), np.int32), np.zeros(len(plan.samples), np.float32)
     tops = np.zeros((len(plan.samples), 0))
-    return StepResult(ids, floats, ids, tops.astype(np.int32), tops.astype(np.float32), guesses=ids)
+    return StepResult(ids, floats, ids, tops.astype(np.int32), tops.astype(np.float32), draft_candidates=ids)

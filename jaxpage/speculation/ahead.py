@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxpage.speculation.proposal import GuessProposer
+from jaxpage.speculation.proposal import DeviceProposer
 from jaxpage.step.draft import Candidates, Draft
 from jaxpage.step.request import Request, Sequence
 
 
-class AheadProposer(GuessProposer):
-    """Its guesses are [J, G, Y]: of each candidate the token, the place in [J * Y] of the one before it, and the bits of its score; and of
-    one that was drawn the ids and the bits of the probabilities of what it was drawn from.
+class AheadProposer(DeviceProposer):
+    """Its candidates are [J, G, Y]: of each candidate the token, the place in [J * Y] of the one before it, and the bits of its score;
+    and of one that was drawn the ids and the bits of the probabilities of what it was drawn from.
     """
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """The candidates with the highest scores. None is above that of the one before it, so that they hang together (EAGLE-2)."""
-        guesses = self.guesses_behind(sequence)
-        if guesses is None:
+        candidates = self.candidates_behind(sequence)
+        if candidates is None:
             return None
-        token_ids, parents, bits, *drawn_from = guesses.transpose(1, 0, 2).reshape(guesses.shape[1], -1)
+        token_ids, parents, bits, *drawn_from = candidates.transpose(1, 0, 2).reshape(candidates.shape[1], -1)
         scores = bits.view(np.float32)
         best = np.argsort(-scores, kind="stable")[:num_drafts]
         places = best[scores[best] > -np.inf].tolist()

@@ -32,7 +32,9 @@ PROBE_SHARE = 0.006  # of the time: what probes may lose
 PROBE_INTERVAL = 16  # steps from one probe to the next, at least; and from one decision to the next while speculation is off, at most
 MEMORY = 64  # drafts that an average of acceptance remembers
 PRIOR = 16  # drafts of its own with which the average of a sequence weighs as much as that of all
-GUESS = 4.0  # drafts that a first guess weighs: one half; of a place that was seldom seen, the place before it
+FIRST_WEIGHT = (
+    4.0  # drafts that the assumed rate weighs: one half; of a place that was seldom seen, the place before it
+)
 GAIN = 0.1  # of a moving average of costs: what one measurement counts
 
 Shape = tuple[int, int]  # rows, query tokens in all; as many as rows where there are no drafts
@@ -70,8 +72,8 @@ class Costs:
 class Acceptance:
     """How often drafts are accepted, by place: 0 is whether any was found; 1 + i is draft i, where those before it were accepted."""
 
-    def __init__(self, guess: float) -> None:
-        self._all = [[GUESS, GUESS], [GUESS * guess, GUESS]]  # accepted, seen
+    def __init__(self, first_rate: float) -> None:
+        self._all = [[FIRST_WEIGHT, FIRST_WEIGHT], [FIRST_WEIGHT * first_rate, FIRST_WEIGHT]]  # accepted, seen
         self._own: dict[int, list[list[float]]] = {}
 
     def add(self, sequence_id: int, place: int, accepted: float) -> None:
@@ -85,7 +87,9 @@ class Acceptance:
         rates: list[float] = []
         for place in range(num_places):
             accepted, seen = self._all[place] if place < len(self._all) else (0.0, 0.0)
-            rates.append(accepted / seen if place < 2 else (accepted + GUESS * rates[-1]) / (seen + GUESS))
+            rates.append(
+                accepted / seen if place < 2 else (accepted + FIRST_WEIGHT * rates[-1]) / (seen + FIRST_WEIGHT)
+            )
         return rates
 
     def rates(self, sequence_id: int, average: Sequence[float]) -> list[float]:

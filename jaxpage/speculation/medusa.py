@@ -1,4 +1,4 @@
-"""Drafts out of what the model's Medusa heads guess, arranged as a tree that does not change (Cai et al. 2024, arXiv:2401.10774)."""
+"""Drafts out of what the model's Medusa heads predict, arranged as a tree that does not change (Cai et al. 2024, arXiv:2401.10774)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Sequence as Ordered
 
 import numpy as np
 
-from jaxpage.speculation.proposal import GuessProposer
+from jaxpage.speculation.proposal import DeviceProposer
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence
 
-Choices = tuple[tuple[int, ...], ...]  # of each draft: the ranks of the guesses that lead to it, its own last
+Choices = tuple[tuple[int, ...], ...]  # of each draft: the ranks of the predictions that lead to it, its own last
 
-# Where nobody has measured heads: the chance that the first head's best guess is right, and what is left of that for each later head. An
-# assumption, of a shape that published heads have.
+# Where nobody has measured heads: the chance that the first head's best prediction is right, and what is left of it for each later head.
+# An assumption, of a shape that published heads have.
 ASSUMED_FIRST = 0.6
 ASSUMED_DECLINE = 0.8
-RANKS = 10  # guesses of a head that a tree searched here may use
+RANKS = 10  # predictions of a head that a tree searched here may use
 
 
 def assumed_accuracies(num_heads: int) -> tuple[tuple[float, ...], ...]:
-    """Of each head: how often its best guess is right, its second, and so on.
+    """Of each head: how often its best prediction is right, its second, and so on.
 
-    Every guess has the same chance where none before it was right.
+    Every prediction has the same chance where none before it was right.
     """
     chances = [ASSUMED_FIRST * ASSUMED_DECLINE**head for head in range(num_heads)]
     return tuple(tuple(chance * (1 - chance) ** rank for rank in range(RANKS)) for chance in chances)
@@ -37,7 +37,7 @@ def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
     best tree, and its first n drafts are the best tree of n.
 
     Args:
-        accuracies: of each head, from 0 to 1: how often its best guess is right, its second, and so on.
+        accuracies: of each head, from 0 to 1: how often its best prediction is right, its second, and so on.
     """
     choices: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # the root
@@ -61,7 +61,7 @@ def likeliest_first(choices: Choices, accuracies: Ordered[Ordered[float]]) -> Ch
 
 
 def best_only(num_heads: int, num_drafts: int) -> Choices:
-    """The chain of every head's best guess."""
+    """The chain of every head's best prediction."""
     return tuple((0,) * depth for depth in range(1, min(num_heads, num_drafts) + 1))
 
 
@@ -72,8 +72,8 @@ def choices_of(given: Choices | None, accuracies: Ordered[Ordered[float]], num_d
     return search(accuracies, num_drafts) if tree else best_only(len(accuracies), num_drafts)
 
 
-class MedusaProposer(GuessProposer):
-    """Drafts the same tree of the heads' guesses [J, W] each time: of head j the W likeliest tokens, best first."""
+class MedusaProposer(DeviceProposer):
+    """Drafts the same tree of the heads' predictions [J, W] each time: of head j the W likeliest tokens, best first."""
 
     def __init__(self, choices: Choices) -> None:
         """choices: every path stands behind the one that it goes on from."""
@@ -84,8 +84,8 @@ class MedusaProposer(GuessProposer):
         self._ranks = np.array([path[-1] for path in choices])
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
-        guesses_JW = self.guesses_behind(sequence)
-        if guesses_JW is None:
+        candidates_JW = self.candidates_behind(sequence)
+        if candidates_JW is None:
             return None
-        token_ids = guesses_JW[self._heads[:num_drafts], self._ranks[:num_drafts]]
+        token_ids = candidates_JW[self._heads[:num_drafts], self._ranks[:num_drafts]]
         return Draft(tuple(token_ids.tolist()), self._parents[:num_drafts])

@@ -23,7 +23,7 @@ class Target(NamedTuple):
     """The model that is drafted for, and what is known of the drafter beside it."""
 
     vocab_size: int
-    choices: Choices = ()  # of heads: the tree of their guesses
+    choices: Choices = ()  # of heads: the tree of their drafts
 
 
 class Method(NamedTuple):

@@ -13,9 +13,9 @@ from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 
 class Proposer:
-    """Guesses what follows. A wrong guess costs time. It changes no text with acceptance "coupled", and no distribution with "rejection".
+    """Drafts what follows. A wrong draft costs time. It changes no text with acceptance "coupled", and no distribution with "rejection".
 
-    A guess shows in how long steps take. So what one request is told must not come from another, unless both have the same `cache_salt`.
+    A draft shows in how long steps take. So what one request is told must not come from another, unless both have the same `cache_salt`.
     """
 
     num_together: int = 1  # drafts of a sequence that are asked for and verified all or not at all
@@ -29,38 +29,40 @@ class Proposer:
         raise NotImplementedError
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """A step ran, and what came of it is in the sequences: what was drawn behind drafts, and what a device drafter guesses next."""
+        """A step ran, and what came of it is in the sequences: what was drawn behind drafts, and the candidates of a device drafter."""
 
     def forget(self, group: SequenceGroup) -> None:
         """The request has ended. Its sequences are as it left them; there may be some that nobody asked about."""
 
 
-class GuessProposer(Proposer):
+class DeviceProposer(Proposer):
     """Drafts out of what a device drafter guessed beside the last draw of each sequence.
 
-    Guesses hold as long as no token is known beyond the one drawn in that step, so a sequence that was swapped out keeps them, one that is
-    recomputed gets new ones, and a fork has those of the draw that it began with.
+    Candidates hold as long as no token is known beyond the one drawn in that step, so a sequence that was swapped out keeps them, one
+    that is recomputed gets new ones, and a fork has those of the draw that it began with.
     """
 
     def __init__(self) -> None:
-        self._guesses: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}  # by sequence id; with the known tokens
+        self._candidates: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}  # by sequence id; with the known tokens
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        if not plan.draft_depth or result.guesses is None:
+        if not plan.draft_depth or result.draft_candidates is None:
             return
         last = range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
-        for index, guesses in zip(last, result.guesses, strict=False):  # behind the last there may be padding
+        for index, candidates in zip(
+            last, result.draft_candidates, strict=False
+        ):  # behind the last there may be padding
             sample = plan.samples[index]
-            self._guesses[sample.sequence_id] = sample.position + 1, guesses
+            self._candidates[sample.sequence_id] = sample.position + 1, candidates
 
-    def guesses_behind(self, sequence: Sequence) -> npt.NDArray[np.int32] | None:
+    def candidates_behind(self, sequence: Sequence) -> npt.NDArray[np.int32] | None:
         """Those that still hold."""
-        num_known_tokens, guesses = self._guesses.get(sequence.sequence_id, (0, None))
-        return guesses if num_known_tokens == len(sequence.token_ids) else None
+        num_known_tokens, candidates = self._candidates.get(sequence.sequence_id, (0, None))
+        return candidates if num_known_tokens == len(sequence.token_ids) else None
 
     def forget(self, group: SequenceGroup) -> None:
         for sequence_id in group.sequence_ids:
-            self._guesses.pop(sequence_id, None)
+            self._candidates.pop(sequence_id, None)
 
 
 def verified_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Row, list[int]]]:

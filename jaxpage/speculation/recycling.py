@@ -32,7 +32,7 @@ ACCURACIES = (0.48, 0.07, 0.045, 0.025, 0.025, 0.017, 0.015, 0.01)
 
 @dataclass
 class _Table:
-    likeliest_VW: npt.NDArray[np.int32]  # -1: not known
+    top_ids_VW: npt.NDArray[np.int32]  # -1: not known
     used: int = 0  # the last step in which it was
 
 
@@ -54,7 +54,7 @@ class RecyclingProposer(Proposer):
         table = self._tables.get(request.params.cache_salt)
         if table is None:
             return None
-        table_VW = table.likeliest_VW
+        table_VW = table.top_ids_VW
         behind = {-1: table_VW[sequence.token_ids[-1]].tolist()}  # by place in the template
         places, token_ids, parents = {-1: -1}, list[int](), list[int]()
         for index, (parent, rank) in enumerate(self._template):
@@ -69,24 +69,26 @@ class RecyclingProposer(Proposer):
         return Draft(tuple(token_ids), tuple(parents)) if token_ids else None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        if plan.draft_depth and result.guesses is not None:  # what is likely behind each draw
+        if plan.draft_depth and result.draft_candidates is not None:  # what is likely behind each draw
             token_ids = [plan.rows[sample.row].token_ids[sample.offset] for sample in plan.samples]
             salts = [sample.params.cache_salt for sample in plan.samples]
-            self.heard(salts, token_ids, result.guesses[: len(token_ids)])
+            self.on_top_k(salts, token_ids, result.draft_candidates[: len(token_ids)])
 
-    def heard(self, salts: TokenIds[str | None], token_ids: TokenIds[int], likeliest_BW: npt.NDArray[np.int32]) -> None:
+    def on_top_k(
+        self, salts: TokenIds[str | None], token_ids: TokenIds[int], top_ids_BW: npt.NDArray[np.int32]
+    ) -> None:
         """
         Args:
             salts: of each draw: `cache_salt` of its request.
             token_ids: of each draw: the token behind which it stands. Of equal tokens the last counts.
-            likeliest_BW: of each draw: the W likeliest tokens, best first.
+            top_ids_BW: of each draw: the W likeliest tokens, best first.
         """
         self._step += 1
-        width = likeliest_BW.shape[1]
+        width = top_ids_BW.shape[1]
         for salt in dict.fromkeys(salts):
             if (table_VW := self._table(salt)) is not None:
                 draws = [place for place, each in enumerate(salts) if each == salt]
-                table_VW[np.array(token_ids)[draws], :width] = likeliest_BW[draws]
+                table_VW[np.array(token_ids)[draws], :width] = top_ids_BW[draws]
 
     def _table(self, salt: str | None) -> npt.NDArray[np.int32] | None:
         """None: too many others are in use. Else with a salt for each request every step would make tables anew."""
@@ -100,4 +102,4 @@ class RecyclingProposer(Proposer):
             table = self._tables[salt] = _Table(np.full((self._vocab_size, NUM_RECYCLED), -1, np.int32))
         table.used = self._step
         self._tables.move_to_end(salt)
-        return table.likeliest_VW
+        return table.top_ids_VW

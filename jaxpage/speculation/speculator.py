@@ -187,7 +187,7 @@ class ProposingSpeculator:
                 num_drafts = plan.num_tokens - num_rows
                 self.controller.measured(num_rows, num_drafts, num_tokens, seconds, asking, plan.draft_depth)
         if self._sync is not None:
-            self._sync.ran(plan, num_tokens, report.result.guesses is not None)
+            self._sync.ran(plan, num_tokens, report.result.draft_candidates is not None)
 
     def _learn(self, controller: Controller, plan: StepPlan, edits: Iterable[Edit]) -> None:
         """Which drafts were right."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from jaxpage.settings.draft_settings import SuffixDecoding
 from jaxpage.speculation.proposal import Proposer
-from jaxpage.speculation.suffix_tree import NOTHING, Guess, SuffixTree
+from jaxpage.speculation.suffix_tree import NOTHING, ScoredDraft, SuffixTree
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
@@ -48,7 +48,7 @@ class _Written:
 
 
 class SuffixProposer(Proposer):
-    """Asks the tree of the sequence and those of its salt; the guess with the highest score wins, the sequence's own of equals."""
+    """Asks the tree of the sequence and those of its salt; the draft with the highest score wins, the sequence's own of equals."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class SuffixProposer(Proposer):
         own = self._asked(sequence)
         salt, token_ids = request.params.cache_salt, sequence.token_ids
         self._left -= self._shared.take(salt, sequence, self._left)
-        guess = NOTHING
+        best_draft = NOTHING
         if self._grow(own, token_ids) and own.tree is not None:
-            guess = self._best(own.tree, own.tree.ends(0), num_drafts, guess)
+            best_draft = self._best(own.tree, own.tree.ends(0), num_drafts, best_draft)
         for tree, places in self._shared.places(salt, sequence):
-            guess = self._best(tree, places, num_drafts, guess)
-        return guess.draft if guess.token_ids else None
+            best_draft = self._best(tree, places, num_drafts, best_draft)
+        return best_draft.draft if best_draft.token_ids else None
 
     def forget(self, group: SequenceGroup) -> None:
         for sequence in group.sequences:
@@ -119,13 +119,13 @@ class SuffixProposer(Proposer):
             own.tree = None
         return stop == len(token_ids)
 
-    def _best(self, tree: SuffixTree, places: TokenIds[int], num_drafts: int, best: Guess) -> Guess:
-        """The better of `best` and what the tree says: of its guesses that with the highest score, from the longest match of equals.
+    def _best(self, tree: SuffixTree, places: TokenIds[int], num_drafts: int, best: ScoredDraft) -> ScoredDraft:
+        """The better of `best` and what the tree says: of its drafts that with the highest score, from the longest match of equals.
 
         places: behind the last 1, 2, ... tokens.
         """
         settings = self._settings
-        last = (0, 0)  # of the guess before: how often what it goes by occurs, and how long it could be
+        last = (0, 0)  # of the draft before: how often what it goes by occurs, and how long it could be
         for length in range(len(places), 0, -1):
             place, depth = places[length - 1], tree.depth - length
             most = min(num_drafts, int(length * settings.max_spec_factor))
@@ -134,11 +134,11 @@ class SuffixProposer(Proposer):
                 continue  # no token is more than certain; and what occurs in the same places goes on in the same way
             last = count, size
             if self._branches:
-                guess = tree.tree(place, most, depth, settings.min_token_prob)
+                found = tree.tree(place, most, depth, settings.min_token_prob)
             else:
-                guess = tree.path(place, size, settings.min_token_prob)
-            if guess.score > best.score:
-                best = guess
+                found = tree.path(place, size, settings.min_token_prob)
+            if found.score > best.score:
+                best = found
         return best
 
 

@@ -19,7 +19,7 @@ _TOKEN_BITS = 32  # of an edge's key: node << 32 | token
 _INDEX_BITS = 32  # of a leaf
 
 
-class Guess(NamedTuple):
+class ScoredDraft(NamedTuple):
     """Tokens that may follow, and how many of them are likely to be right: the sum of their probabilities by the counts."""
 
     token_ids: list[int]
@@ -32,7 +32,7 @@ class Guess(NamedTuple):
         return chain(token_ids) if self.parents is None else Draft(token_ids, tuple(self.parents))
 
 
-NOTHING = Guess([], None, 0.0)
+NOTHING = ScoredDraft([], None, 0.0)
 
 
 class SuffixTree:
@@ -162,7 +162,7 @@ class SuffixTree:
         """How often the run before a place occurs."""
         return self._counts[place] if place >= 0 else 1
 
-    def path(self, place: int, num_tokens: int, least: float) -> Guess:
+    def path(self, place: int, num_tokens: int, least: float) -> ScoredDraft:
         """The most frequent token behind the place, the most frequent behind that one, and so on.
 
         Args:
@@ -185,9 +185,9 @@ class SuffixTree:
             rest = self._texts[text][index : min(index + num_tokens - len(token_ids), self._sizes[text])]
             token_ids += rest
             score += probability * len(rest)
-        return Guess(token_ids, None, score)
+        return ScoredDraft(token_ids, None, score)
 
-    def tree(self, place: int, num_tokens: int, depth: int, least: float) -> Guess:
+    def tree(self, place: int, num_tokens: int, depth: int, least: float) -> ScoredDraft:
         """The likeliest tokens behind the place, whichever way they lead; no deeper than `depth`. The rest as for `path`."""
         token_ids: list[int] = []
         parents: list[int] = []
@@ -204,7 +204,7 @@ class SuffixTree:
                 for token, behind, share in self._following(place):
                     item = (minus_probability * share, next(number), token, len(token_ids) - 1, at + 1, behind)
                     heapq.heappush(heap, item)
-        return Guess(token_ids, parents, score)
+        return ScoredDraft(token_ids, parents, score)
 
     def _following(self, place: int) -> Iterator[tuple[int, int, float]]:
         """The tokens behind a place, the places behind them, and how often each follows."""

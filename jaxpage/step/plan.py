@@ -135,5 +135,5 @@ class StepResult:
     paths: npt.NDArray[np.int32] | None = (
         None  # [B, Q] of rows with drafts: the draws that count, in order; -1 behind the last
     )
-    guesses: npt.NDArray[np.int32] | None = None  # of a device drafter, for its proposer; padded at the end
+    draft_candidates: npt.NDArray[np.int32] | None = None  # of a device drafter, for its proposer; padded at the end
     scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored

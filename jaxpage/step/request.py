@@ -40,9 +40,9 @@ class Request:
         return self.eos_token_ids.union(self.params.stop_token_ids)
 
     @cached_property
-    def adjusts(self) -> bool:
+    def processes_logits(self) -> bool:
         """Whether anything but temperature and truncation stands between the logits and a draw."""
-        return self.params.adjusts or bool(self.bad_word_token_ids)
+        return self.params.processes_logits or bool(self.bad_word_token_ids)
 
     @cached_property
     def bad_token_ids(self) -> frozenset[int]:

@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import jax
 
 logger = logging.getLogger(__name__)
+_LOADING = threading.Lock()
 
 SOURCES = Path(__file__).parent / "src"
 FUNCTIONS = ("jaxpage_attend", "jaxpage_write_and_attend")
@@ -39,9 +41,14 @@ class Library(NamedTuple):
     reason: str | None = None
 
 
-@functools.cache
 def load() -> Library:
     """Registers the functions with XLA. What cannot be compiled or loaded is no error here: see `Library.reason`."""
+    with _LOADING:  # functions are traced by several threads
+        return _load()
+
+
+@functools.cache
+def _load() -> Library:
     found = instruction_set()
     if found is None:
         return Library("", f"this processor ({platform.machine()}) has neither AVX2 nor NEON")

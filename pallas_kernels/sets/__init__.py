@@ -34,8 +34,7 @@ def candidates(backend: str, platform: str, *, interpret: bool = False) -> tuple
     Raises ValueError where no set has this name.
     """
     if backend == "auto":
-        tried = [each for each in SETS.values() if not each.by_name_only]
-        return tuple(each for each in tried if (each.platforms if interpret else each.runs_on(platform)))
+        return tuple(each for each in SETS.values() if (each.interpretable if interpret else each.runs_on(platform)))
     if backend not in SETS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(SETS)}, not {backend!r}")
     return (SETS[backend],)

@@ -127,5 +127,4 @@ SET = dataclasses.replace(
     write_and_attend=write_and_attend,
     supports=_supports,
     platforms=("cpu",),
-    by_name_only=True,
 )

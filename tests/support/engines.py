@@ -164,13 +164,13 @@ class LogitsWitness:
         return getattr(self._real, name)
 
     def step(self, bucket: Any, draft_depth: int | None = None) -> Any:
-        def run(parameters: Any, pages: Any, packed: Any, adjustments: Any) -> Any:
+        def run(parameters: Any, pages: Any, packed: Any, processor_inputs: Any) -> Any:
             if bucket not in self._jitted:
                 self._jitted[bucket] = jax.jit(functools.partial(self._logits_of, bucket))
             logits = np.asarray(self._jitted[bucket](parameters, pages, packed))
             for sample, row in zip(self._samples, logits, strict=False):
                 self.logits[sample.sequence_id, sample.position] = row
-            return self._real.step(bucket, draft_depth)(parameters, pages, packed, adjustments)
+            return self._real.step(bucket, draft_depth)(parameters, pages, packed, processor_inputs)
 
         return run
 

@@ -124,7 +124,7 @@ class Engines:
                 break
             if step in (2, 4, 9):
                 give_way(engine.scheduler)
-            llm._calls.news({request_id}, _Never())
+            llm._calls.step_until_updated({request_id}, _Never())
         llm._calls.end(reporters)
         assert sum(engine.scheduler.num_preemptions.values()) > before
         return reporter.whole()

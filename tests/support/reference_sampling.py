@@ -15,7 +15,7 @@ from tests.support.distributions import kept
 Logits = npt.NDArray[np.float64]
 
 
-def adjusted(
+def processed(
     logits: npt.NDArray[np.floating],
     params: SamplingParams,
     prompt: Sequence[int],
@@ -46,7 +46,7 @@ def ends_with(known: Sequence[int], end: Sequence[int]) -> bool:
 
 
 def drawn(logits: Logits, params: SamplingParams, seed: int, sample_index: int, position: int) -> int:
-    """The token of adjusted logits: the first of the largest, with noise unless the request is greedy."""
+    """The token of processed logits: the first of the largest, with noise unless the request is greedy."""
     if params.greedy:
         return int(logits.argmax())
     scaled = logits / params.temperature

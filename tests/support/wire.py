@@ -75,9 +75,9 @@ def logprobs(token_ids: Sequence[int], wanted: int | None) -> list[dict[int, Log
     return entries
 
 
-def output(exchange: Exchange, scripts: Sequence[Scripted], *, job: int = 0) -> RequestOutput:
-    """What the engine would give for a job, whole. Texts are the scripts', whatever the tokens are."""
-    prompt, params = exchange.jobs[job].prompt, exchange.jobs[job].params
+def output(exchange: Exchange, scripts: Sequence[Scripted], *, prompt: int = 0) -> RequestOutput:
+    """What the engine would give for a prompt, whole. Texts are the scripts', whatever the tokens are."""
+    prompt, params = exchange.prompts[prompt].prompt, exchange.prompts[prompt].params
     ids = tokenizer()(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
     wanted, of_prompt = getattr(params, "logprobs", None), getattr(params, "prompt_logprobs", None)
     completions = [

@@ -11,8 +11,8 @@ from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError, as_api_error
 from jaxpage.serving.wire.fields import GenerationRequest
-from jaxpage.serving.wire.job import Job
 from jaxpage.serving.wire.logprobs import Entries, bounded, likeliest
+from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.step.strategy import NO_TOKEN_LEFT
 
 
@@ -28,16 +28,16 @@ class Answer:
         self,
         request: GenerationRequest,
         context: ModelContext,
-        jobs: list[Job],
+        prompts: list[PromptRequest],
         ignored_fields: tuple[str, ...],
     ) -> None:
         self.id = f"{self._prefix}-{uuid.uuid4().hex}"
         self.stream = bool(request.stream)
-        self.jobs = jobs
+        self.prompts = prompts
         self.ignored_fields = ignored_fields
         self._request = request
         self._context = context
-        self._num_choices = request.n or 1  # of each job
+        self._num_choices = request.n or 1  # of each prompt
         self._created = int(time.time())
         self._usage = Usage()
         self._ended: set[int] = set()  # choices of a stream
@@ -114,10 +114,10 @@ class Answer:
 
 
 class Usage:
-    """Tokens of all jobs so far."""
+    """Tokens of all prompts so far."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, tuple[int, int]] = {}  # by job: tokens, and how many of them the prefix cache had
+        self._prompts: dict[int, tuple[int, int]] = {}  # by prompt: tokens, and how many of them the prefix cache had
         self._num_generated = 0
 
     def add(self, job_index: int, output: RequestOutput) -> None:

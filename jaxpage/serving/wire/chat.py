@@ -11,9 +11,9 @@ from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.fields import ChatCompletionRequest
-from jaxpage.serving.wire.job import Job
 from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
 from jaxpage.serving.wire.pieces import Piece, PieceParser, Thinking
+from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
 from jaxpage.serving.wire.templates import render
@@ -31,8 +31,8 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     tools = tool_use(request, context)
     params = _params(request, context, tools, max_tokens)
     prompt = context.checked_prompt(render(request, context, tools.shown), "messages")
-    job = Job(prompt, params, bool(request.add_special_tokens))
-    return ChatAnswer(request, context, job, ignored, tools)
+    prompt_request = PromptRequest(prompt, params, bool(request.add_special_tokens))
+    return ChatAnswer(request, context, prompt_request, ignored, tools)
 
 
 def _check_logprobs(request: ChatCompletionRequest) -> None:
@@ -74,18 +74,18 @@ class ChatAnswer(Answer):
         self,
         request: ChatCompletionRequest,
         context: ModelContext,
-        job: Job,
+        prompt_request: PromptRequest,
         ignored_fields: tuple[str, ...],
         tools: ToolUse,
     ) -> None:
-        super().__init__(request, context, [job], ignored_fields)
+        super().__init__(request, context, [prompt_request], ignored_fields)
         self._parameter_names = {
             **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
             "beam_width": "n",
             "structured_outputs": tools.parameter or format_parameter(request),
         }
         self._is_named = tools.is_named
-        self._new_reader = self._readers(job, context, tools)
+        self._new_reader = self._readers(prompt_request, context, tools)
         self._texts = TokenTexts(context.tokenizer)
         self._readers_by_choice: dict[int, _Reader] = {}  # of a stream
 
@@ -106,12 +106,14 @@ class ChatAnswer(Answer):
             response["prompt_token_ids"] = outputs[0].prompt_token_ids
         return response
 
-    def _readers(self, job: Job, context: ModelContext, tools: ToolUse) -> Callable[[], _Reader]:
+    def _readers(self, prompt_request: PromptRequest, context: ModelContext, tools: ToolUse) -> Callable[[], _Reader]:
         several = self._request.parallel_tool_calls is not False
-        is_free = getattr(job.params, "structured_outputs", None) is None  # a grammar leaves no room for reasoning
+        is_free = (
+            getattr(prompt_request.params, "structured_outputs", None) is None
+        )  # a grammar leaves no room for reasoning
         if context.reasoning_parser is None or not is_free:
             return lambda: _Reader(tools.new_parser(), several=several)
-        is_open = str(job.prompt).rstrip().endswith(Thinking.OPEN)
+        is_open = str(prompt_request.prompt).rstrip().endswith(Thinking.OPEN)
         return lambda: _Reader(Thinking(tools.new_parser(), is_open=is_open), several=several)
 
     def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:

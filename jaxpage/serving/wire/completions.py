@@ -10,8 +10,8 @@ from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.fields import CompletionRequest
-from jaxpage.serving.wire.job import Job
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
+from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -28,8 +28,8 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
     _check_tokens(request, context)
     params = _params(request, context)
     add_special_tokens = request.add_special_tokens is not False
-    jobs = [Job(prompt, params, add_special_tokens) for prompt in prompts]
-    return CompletionAnswer(request, context, jobs, ignored)
+    prompt_requests = [PromptRequest(prompt, params, add_special_tokens) for prompt in prompts]
+    return CompletionAnswer(request, context, prompt_requests, ignored)
 
 
 def _prompts(request: CompletionRequest, context: ModelContext) -> list[str | tuple[int, ...]]:
@@ -74,8 +74,10 @@ class CompletionAnswer(Answer):
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
     _request: CompletionRequest
 
-    def __init__(self, request: CompletionRequest, context: ModelContext, jobs: list[Job], ignored: tuple[str, ...]):
-        super().__init__(request, context, jobs, ignored)
+    def __init__(
+        self, request: CompletionRequest, context: ModelContext, prompts: list[PromptRequest], ignored: tuple[str, ...]
+    ):
+        super().__init__(request, context, prompts, ignored)
         self._parameter_names = {
             "prompt_token_ids": "prompt",
             "beam_width": "n",
@@ -84,7 +86,7 @@ class CompletionAnswer(Answer):
         }
         self._texts = TokenTexts(context.tokenizer)
         self._begun: set[int] = set()  # choices of a stream that have their prompt
-        self._prompt_logprobs: dict[int, Entries] = {}  # by job: they come once
+        self._prompt_logprobs: dict[int, Entries] = {}  # by prompt: they come once
         self._offsets: dict[int, TextOffsets] = {}  # by choice
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ class ModelContext:
         return self.max_model_len * longest
 
     def checked_prompt(self, prompt: str | list[int], param: str) -> str | tuple[int, ...]:
-        """The prompt of a job. Raises ApiError for one that is too long on the face of it, or text where there is no tokenizer."""
+        """The prompt of a request. Raises ApiError for one that is too long on the face of it, or text where there is no tokenizer."""
         if not isinstance(prompt, str):
             return tuple(prompt)
         if self.tokenizer is None:

@@ -8,25 +8,25 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.chat import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.job import Job
+from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.tokenizing import detokenize, tokenize
 
-__all__ = ["Exchange", "Job", "detokenize", "open_chat", "open_completion", "tokenize"]
+__all__ = ["Exchange", "PromptRequest", "detokenize", "open_chat", "open_completion", "tokenize"]
 
 
 class Exchange(Protocol):
-    """A request that was understood. The server runs its jobs, all or none, and gives what comes of them back in here.
+    """A request that was understood. The server runs its prompts, all or none, and gives what comes of them back in here.
 
-    For one thread at a time. A stream is `chunks` for every delta of every job, in any order among jobs, then `last_chunks`.
+    For one thread at a time. A stream is `chunks` for every delta of every prompt, in any order among prompts, then `last_chunks`.
     """
 
     id: str
     stream: bool
-    jobs: list[Job]  # one or more; they share one object of parameters, which is checked once
+    prompts: list[PromptRequest]  # one or more; they share one object of parameters, which is checked once
     ignored_fields: tuple[str, ...]  # unknown ones, as paths; safe in a header
 
     def refusal(self, error: Exception) -> ApiError:
-        """What the client is told of an error that the engine has with a job: `as_api_error`, in the client's terms."""
+        """What the client is told of an error that the engine has with a prompt: `as_api_error`, in the client's terms."""
         ...
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
@@ -38,5 +38,5 @@ class Exchange(Protocol):
         ...
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Not streamed: the response, of one output for each job. Raises ApiError where the engine failed."""
+        """Not streamed: the response, of one output for each prompt. Raises ApiError where the engine failed."""
         ...

@@ -1,4 +1,4 @@
-"""The adjustments of a step's draws as arrays: what may be drawn, what is favoured, and what has been said already."""
+"""The processor_inputs of a step's draws as arrays: what may be drawn, what is favoured, and what has been said already."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.device.step_inputs import Adjustments, adjustment_shapes
+from jaxpage.device.step_inputs import ProcessorInputs, processor_shapes
 from jaxpage.step.plan import Sample
 from jaxpage.step.token_masks import Mask, mask_of, mask_of_ids
 
-NOTHING = Adjustments(None, None, None, None)
+NOTHING = ProcessorInputs(None, None, None, None)
 _ALL = np.uint32(0xFFFFFFFF)
 
 
-def adjustments_of(
+def processor_inputs_of(
     samples: tuple[Sample, ...], masks: Mapping[int, Mask], num_draws: int, *, vocab_size: int, context: int
-) -> Adjustments:
+) -> ProcessorInputs:
     """None in place of what no draw of the step asks for.
 
     Args:
         masks: by place among the samples: what may be drawn besides what the sample itself says.
         num_draws: R, of the arrays.
     """
-    asking = [(i, s) for i, s in enumerate(samples) if s.params.adjusts or s.suppressed_token_ids or i in masks]
+    asking = [
+        (i, s) for i, s in enumerate(samples) if s.params.processes_logits or s.suppressed_token_ids or i in masks
+    ]
     if not asking:
         return NOTHING
     masked = [
@@ -37,7 +39,7 @@ def adjustments_of(
     ]
     biased = [(index, sample.params.logit_bias) for index, sample in asking if sample.params.logit_bias]
     penalised = [(index, sample) for index, sample in asking if sample.params.penalises]
-    shapes = adjustment_shapes(num_draws, vocab_size=vocab_size, context=context)
+    shapes = processor_shapes(num_draws, vocab_size=vocab_size, context=context)
     mask_RU: Any = None
     if masked:
         mask_RU = np.full(shapes.mask_RU.shape, _ALL, np.uint32)
@@ -60,7 +62,7 @@ def adjustments_of(
                 last, known_C = sample.history, np.array(sample.history, np.int32)
             history_RC[index, : len(last)] = known_C
             history_RC[index, len(last) : len(last) + len(sample.drafts)] = sample.drafts
-    return Adjustments(mask_RU, ids_BE, bias_RE, history_RC)
+    return ProcessorInputs(mask_RU, ids_BE, bias_RE, history_RC)
 
 
 def _mask(words: Mask, sample: Sample, mask: Mask | None, vocab_size: int) -> None:

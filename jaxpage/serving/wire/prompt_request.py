@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
-class Job(NamedTuple):
+class PromptRequest(NamedTuple):
     """One prompt for the engine. Text is encoded by the server, off the event loop."""
 
     prompt: str | tuple[int, ...]

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpage.device.step_inputs import Adjustments, Flags, StepInputs
+from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs
 from jaxpage.step.token_masks import MASK_BITS
 
 
-def adjust(
-    logits_BV: Float[Array, "B V"], inputs: StepInputs, adjustments: Adjustments, *, by_row: bool
+def process_logits(
+    logits_BV: Float[Array, "B V"], inputs: StepInputs, processor_inputs: ProcessorInputs, *, by_row: bool
 ) -> Float[Array, "B V"]:
     """The logits that are drawn from.
 
@@ -23,7 +23,7 @@ def adjust(
     """
     flags = inputs.flags
 
-    def adjust_row(logits_V: jax.Array, given: Adjustments, *penalties: jax.Array) -> jax.Array:
+    def process_row(logits_V: jax.Array, given: ProcessorInputs, *penalties: jax.Array) -> jax.Array:
         logits_V = jax.lax.cond(flags[Flags.MASKED] > 0, lambda: _masked(logits_V, given.mask_RU), lambda: logits_V)
         logits_V = jax.lax.cond(
             flags[Flags.BIASED] > 0, lambda: _biased(logits_V, given.bias_ids_RE, given.bias_RE), lambda: logits_V
@@ -34,20 +34,20 @@ def adjust(
 
     rows = (
         logits_BV,
-        adjustments,
+        processor_inputs,
         inputs.num_prompt_tokens_R,
         inputs.repetition_penalty_R,
         inputs.frequency_penalty_R,
         inputs.presence_penalty_R,
     )
 
-    def adjusted() -> jax.Array:
+    def processed() -> jax.Array:
         if by_row:
-            return jax.lax.map(lambda row: adjust_row(*row), rows)
-        return jax.vmap(adjust_row)(*rows)
+            return jax.lax.map(lambda row: process_row(*row), rows)
+        return jax.vmap(process_row)(*rows)
 
     num_kinds = flags[Flags.MASKED] + flags[Flags.BIASED] + flags[Flags.PENALISED]
-    return jax.lax.cond(num_kinds > 0, adjusted, lambda: logits_BV)
+    return jax.lax.cond(num_kinds > 0, processed, lambda: logits_BV)
 
 
 def _masked(logits_V: jax.Array, words_U: jax.Array) -> jax.Array:
