@@ -30,8 +30,6 @@ from tests.support.tokenizers import write_tokenizer
 from tests.test_event_log import logged, records_of, replayed
 from tests.test_speculation_log import results_of
 
-pytestmark = pytest.mark.slow
-
 TOKENS = np.array([17, 40, 41, 66, 90, 133, 200, 251])  # all that requests below may draw
 PROMPT, NUM_TOKENS, NUM_REQUESTS = [3, 1, 4, 1, 5], 3, 400
 MOST = 5

@@ -26,8 +26,6 @@ from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from tests.support.distributions import probabilities, z_score
 from tests.support.reference_sampling import processed
 
-pytestmark = pytest.mark.slow
-
 VOCAB, START, LENGTH, NUM_GENERATIONS = 8, 2, 3, 20_000
 REJECTION, TYPICAL = AcceptanceRule("rejection"), AcceptanceRule("typical")
 rng = np.random.default_rng(11)

@@ -13,8 +13,6 @@ from tests.support.beams import all_hypotheses, naive_search
 from tests.support.engines import invariants, make_llm
 from tests.support.hf_models import save_model, torch
 
-pytestmark = pytest.mark.slow
-
 WIDTHS = (1, 2, 4, 6, 8)
 PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 EARLY = (False, True, "never")

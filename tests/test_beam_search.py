@@ -27,8 +27,6 @@ from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, 
 from tests.support.engines import ENGINES, LLAMA, SMALL_POOL, WIDE, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.slow
-
 PROMPT = (5, 6, 7)
 
 

@@ -19,8 +19,6 @@ from jaxpage.bench.report import Measurement, environment, json_line, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.slow
-
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -17,8 +17,6 @@ from jaxpage.bench.serve import Places, summary
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_bench import LLAMA
 
-pytestmark = pytest.mark.slow
-
 
 class FakeServer:
     """A server that streams as many tokens as it is asked for, and remembers which streams were open together."""

@@ -16,7 +16,6 @@ from jaxpage.bench.engine_process import EngineInTurns, engine_process
 from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, Run, table
 from jaxpage.errors import JaxpageError, ModelNotFoundError
 
-pytestmark = pytest.mark.optimized  # as in a process of its own
 TEXT = Path(__file__).parent / "support" / "alice.txt"
 SMALL = EngineConfig(model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, num_blocks=9)
 

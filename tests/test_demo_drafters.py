@@ -42,8 +42,6 @@ from tools.demo_model.model import (
     rotate,
 )
 
-pytestmark = pytest.mark.slow
-
 TOY = ModelSpec(vocabulary=48, width=32, layers=4, heads=2, kv_heads=1, feed_forward=48, max_positions=64)
 TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 FREQUENT = np.sort(np.random.default_rng(3).permutation(48)[:40])
@@ -387,7 +385,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 @pytest.mark.parametrize(
     ("method", "name", "settings", "at_least"),
     [
-        ("medusa", "medusa", {"num_speculative_tokens": 4}, 1.3),
+        pytest.param("medusa", "medusa", {"num_speculative_tokens": 4}, 1.3, marks=pytest.mark.sweep),
         ("medusa", "medusa", {"num_speculative_tokens": 7, "tree": True}, 1.5),
         ("draft_model", "draft", {"num_speculative_tokens": 4}, 2.5),
         ("eagle3", "eagle3", {"num_speculative_tokens": 4}, 2.5),

@@ -109,7 +109,6 @@ _COMPILES = "from jaxpage.cli import main; main(['compile', '--model', sys.argv[
 _SERVES = "from jaxpage import LLM; LLM(sys.argv[2], max_num_seqs=2).generate([[1, 2, 3]], use_tqdm=False)"
 
 
-@pytest.mark.slow
 def test_a_second_start_finds_every_executable(tmp_path):
     """In another process, with other free memory: what `jaxpage compile` compiles is what an engine with the same settings takes."""
     model = random_checkpoint(tmp_path / "model", LLAMA)

@@ -23,8 +23,6 @@ from tests.support.drafts import random_draft
 from tests.support.fake_device import NUM_TOKEN_IDS, Driver, FakeDevice, alone, make_group
 from tests.test_scheduler import STATE_MACHINE, Scheduling, Searching, make_driver
 
-pytestmark = pytest.mark.slow
-
 MOST_DRAFTS = 9
 
 

@@ -19,8 +19,6 @@ from tests.support.eagle import Eagle, Eagle3, torch, write
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 
-pytestmark = pytest.mark.slow
-
 SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 HEAD = {**LLAMA, "num_hidden_layers": 1, "rms_norm_eps": 1e-3, "rope_theta": 500.0}
 TAPS = (1, 0, 1)
@@ -39,6 +37,12 @@ CASES = [
     Case("eagle", False, "eagle"),
     Case("eagle3", True, "eagle3"),
 ]
+
+
+def _param(case: Case) -> Any:
+    """EAGLE-1 differs from EAGLE-3 in its numbers alone, which tests/test_eagle.py has."""
+    marks = [pytest.mark.sweep] if case.method == "eagle" else []
+    return pytest.param(case, id=f"{case.method}-{'tree' if case.tree else 'chain'}", marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,7 @@ def start(root: Path, case: Case, **settings: Any) -> LLM:
     return make_llm(root / "target", speculative_config=config, max_num_seqs=2, max_num_batched_tokens=32, **settings)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.method}-{'tree' if case.tree else 'chain'}")
+@pytest.fixture(scope="module", params=[_param(case) for case in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
@@ -262,7 +266,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 
 
 def test_a_step_in_which_the_drafter_is_off_is_that_of_the_target_alone(root: Path) -> None:
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64}
     config = {"method": "eagle3", "model": str(root / "eagle3"), "num_speculative_tokens": "auto"}
     with (
         make_llm(root / "target", speculative_config=config, **sizes) as llm,

@@ -20,8 +20,6 @@ from jaxpage.speculation.speculator import filter_drafts
 from jaxpage.step.draft import Candidates, Draft
 from jaxpage.step.plan import Row, Sample, StepPlan
 
-pytestmark = pytest.mark.slow
-
 IDS = np.array([[5, 3, -1], [3, 5, -1], [7, 8, 9], [2, -1, 1]], np.int32)
 ODDS = np.array([[0.5, 0.5, 0], [0.75, 0.25, 0], [0.2, 0.3, 0.5], [0.4, 0, 0.6]], np.float32)
 DRAFT = Draft((5, 3, 8, 1), (-1, -1, 0, 1), Candidates(IDS, ODDS))

@@ -27,8 +27,6 @@ from tests.support.eagle import LAYERS, TARGET, Eagle, Eagle3, write
 from tests.support.hf_models import save_model
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 
-pytestmark = pytest.mark.slow
-
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 LENGTH, WIDTH, VOCAB = 24, LAYERS["hidden_size"], LAYERS["vocab_size"]

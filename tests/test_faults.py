@@ -25,8 +25,6 @@ from jaxpage.memory import BlockPool
 from jaxpage.serving.config import ServerConfig
 from tests.support.running import Running, running, wait_until
 
-pytestmark = pytest.mark.slow
-
 # Greedy or seeded: each has one right answer, whoever is beside it.
 COMMON: dict[str, Any] = {"model": "demo", "max_tokens": 6, "ignore_eos": True}
 REQUESTS: tuple[dict[str, Any], ...] = (

@@ -39,8 +39,6 @@ from tests.support.wire import CHATML
 from tests.test_wire_body import REFUSED as BODIES
 from tests.test_wire_requests import CHAT_REFUSED, COMMON_REFUSED, COMPLETION_REFUSED, USER, schema_format, tool
 
-pytestmark = pytest.mark.slow
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KEY = "a-key-of-this-test"
 VOCAB, MAX_LEN = 2048, 512
@@ -384,6 +382,7 @@ def optimised_server(model: str, directory: Path) -> Iterator[tuple[str, Path]]:
     assert status == 0
 
 
+@pytest.mark.sweep
 def test_the_same_without_asserts(model: str, tmp_path: Path) -> None:
     with optimised_server(model, tmp_path) as (address, said), client_of(address) as client:
         promises = Promises(client)

@@ -19,8 +19,6 @@ from jaxpage.serving.wire import tokenizing
 from tests.support.holding import Steps, held, stepped
 from tests.support.running import WAIT_SECONDS, Running, metrics, running, wait_until
 
-pytestmark = pytest.mark.slow
-
 MAX_QUEUED = 160
 COMMON: dict[str, Any] = {"model": "demo", "max_tokens": 8}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

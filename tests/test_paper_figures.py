@@ -15,8 +15,6 @@ from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import FakeDevice
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.slow
-
 A, B = 1, 2  # the paper's requests
 FOUR_SCORE = ["Four", "score", "and", "seven", "years", "ago", "our", "fathers", "brought", "forth"]
 BEST_OF_TIMES = ["It", "was", "the", "best", "of", "times", "it", "was"]

@@ -24,8 +24,6 @@ from tests.support.engines import (
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
-pytestmark = pytest.mark.slow
-
 PARAMS = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2)
 MOST = 8
 SIZE = 16

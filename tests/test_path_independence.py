@@ -27,7 +27,7 @@ from tests.support.engines import (
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
-pytestmark = [pytest.mark.slow, pytest.mark.optimized]
+pytestmark = pytest.mark.optimized
 
 NUM_TOKENS = 40
 KINDS = {

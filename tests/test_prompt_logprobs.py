@@ -21,8 +21,6 @@ from tests.support.running import SMALL
 from tests.support.sweeps import few
 from tests.test_demo import DEMO
 
-pytestmark = pytest.mark.slow
-
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=3)
 SILENT = dataclasses.replace(PARAMS, prompt_logprobs=None)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

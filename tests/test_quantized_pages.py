@@ -22,8 +22,6 @@ from tests.support.attention import SHARED_BACKENDS, dequantized, make_case, ora
 from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.slow
-
 DTYPES = ("int8", "uint8", "float8_e4m3fn")
 
 

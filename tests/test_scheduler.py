@@ -40,8 +40,6 @@ from tests.support.fake_device import (
     scores_alone,
 )
 
-pytestmark = pytest.mark.slow
-
 
 def make_driver(
     *,

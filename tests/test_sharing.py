@@ -11,8 +11,6 @@ from jaxpage.bench.workloads import WorkItem
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.slow
-
 SIZE, PROMPT, OUTPUT = 16, 40, 30
 
 

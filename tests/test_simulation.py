@@ -28,8 +28,6 @@ from jaxpage.simulation.simulator import Simulator
 from jaxpage.simulation.traces import Arrival, poisson_trace
 from jaxpage.step.plan import StepPlan
 
-pytestmark = pytest.mark.slow
-
 # A step takes a second, whatever it does; a block takes a hundred to swap.
 ONE_SECOND = AnalyticCost(
     step=1.0, sequence=0, weights=0, token=0, context_token=0, copies_per_block=10, copy=10, copied_token=0

@@ -15,8 +15,6 @@ import pytest
 from tools.soak import Look, Tally, broken, judge
 from tools.soak_requests import Ask, asks
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[1]
 WARM = Look(
     resident_bytes=1000 << 20,

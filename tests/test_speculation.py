@@ -25,8 +25,6 @@ from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import write_tokenizer
 
-pytestmark = pytest.mark.optimized
-
 advancing = importlib.import_module("jaxpage.decoding.advance")  # the package has a function of that name
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
 

@@ -25,6 +25,7 @@ from jaxpage.speculation import controller as controlling
 from jaxpage.speculation.controller import PROBE_SHARE, Acceptance, Controller, Costs
 from jaxpage.step.draft import chain
 from jaxpage.step.limits import StepLimits
+from tests.support.sweeps import few
 
 # A model of 14 GB on an A100: 7 ms to read the weights, as long as arithmetic takes for 156 tokens. And a CPU, where that is so for two.
 A100 = ShapedDevice(fixed=1.5e-3, weights=7e-3, token=7e-3 / 156)
@@ -67,8 +68,7 @@ def measure(device: ShapedDevice, rates: tuple[float, ...], num_rows: int) -> tu
     return progress, progress.tokens_per_second / max(fixed), progress.tokens_per_second / fixed[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", few(DEVICES, ["CPU", "A100 with a head"]))
 def test_no_batch_loses(device: str) -> None:
     """Of all cells the mean is within 2 % of the best fixed number."""
     shares = []
@@ -91,7 +91,6 @@ def of_none(rates: tuple[float, ...], num_rows: int, seed: int) -> float:
     return loop.run(400).tokens_per_second / expected(CPU, loop.limits, rates, num_rows, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
 def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: int) -> None:
     shares = [of_none(PROFILES[profile], num_rows, seed) for profile in ("seldom", "often") for seed in range(4)]
@@ -99,7 +98,6 @@ def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: i
     assert min(shares) >= 0.95
 
 
-@pytest.mark.slow
 def test_the_simulated_device_counts_right() -> None:
     """A fixed number of drafts gives what the sum says: so the sum may stand for it elsewhere."""
     for num_rows, num_drafts in ((1, 3), (5, 1), (16, 7)):
@@ -110,7 +108,6 @@ def test_the_simulated_device_counts_right() -> None:
         loop.scheduler.check()
 
 
-@pytest.mark.slow
 def test_unequal_sequences_have_unequal_drafts() -> None:
     """One in four is nearly always right, the others hardly ever: more than any number for all gives."""
 
@@ -140,7 +137,6 @@ def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -
     return 20 * 100
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("device", "num_rows"), [("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)])
 def test_it_follows_a_change(device: str, num_rows: int) -> None:
     away, back = (recovery(DEVICES[device], num_rows, *rates) for rates in ((0.9, 0.0), (0.0, 0.9)))
@@ -148,7 +144,6 @@ def test_it_follows_a_change(device: str, num_rows: int) -> None:
     assert away <= 120 and back <= 600
 
 
-@pytest.mark.slow
 def test_a_device_drafter_that_loses_is_off_and_is_on_again_when_it_pays() -> None:
     """Requests of 400 tokens: it begins anew with a new one."""
     loop = loop_of(HEAD, lambda place, step: (0.0 if step < 4000 else 0.9,) * 7, 2)
@@ -161,7 +156,6 @@ def test_a_device_drafter_that_loses_is_off_and_is_on_again_when_it_pays() -> No
     assert loop.run(300).tokens_per_second > 2 * none
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["A100", "A100 with a head"])
 def test_the_best_shape_is_found_though_it_was_measured_too_dear(device: str) -> None:
     """No kind of probe keeps the others waiting for good."""
@@ -178,7 +172,6 @@ def test_the_best_shape_is_found_though_it_was_measured_too_dear(device: str) ->
     assert tokens_per_second(2.0) > 0.94 * tokens_per_second(1.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "found"), [(1, 0.0), (1, 0.02), (4, 0.02)])
 def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows: int, found: float) -> None:
     """A proposer that takes as long as half a step and finds something once in fifty asks, or never, is asked no more."""
@@ -202,7 +195,6 @@ def trusts_the_start(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Costs, "add", lambda *_: None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "seen"),
     [
@@ -219,7 +211,6 @@ def test_a_mistake_is_seen(
     assert seen()
 
 
-@pytest.mark.slow
 def test_the_same_events_give_the_same_choices() -> None:
     def choices() -> list[tuple[int, int]]:
         return loop_of(CPU, lambda place, step: PROFILES["falling"], 5).run(300).shapes
@@ -227,7 +218,6 @@ def test_the_same_events_give_the_same_choices() -> None:
     assert choices() == choices()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_outputs", [8, 20])
 def test_short_requests_are_probed(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
     """Steps in which nothing is decided must not end between two requests each time."""

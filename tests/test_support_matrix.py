@@ -13,8 +13,6 @@ from jaxpage.support import support_matrix
 from tests.support.engines import invariants
 from tests.support.matrix import FEATURES, Engines, beam_cases, cell, markdown, sampling_cases
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parent.parent
 FIELDS = [field.name for kind in (SamplingParams, BeamSearchParams) for field in dataclasses.fields(kind)]
 PARAMETERS = list(dict.fromkeys(FIELDS))

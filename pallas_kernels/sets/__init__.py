@@ -29,12 +29,14 @@ INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.inter
 
 
 def candidates(backend: str, platform: str, *, interpret: bool = False) -> tuple[KernelSet, ...]:
-    """The sets to try, in order: that of this name, or for "auto" those that run on the platform; to be interpreted, those with kernels.
+    """The sets to try, in order: that of this name, or for "auto" those that run on the platform; to be interpreted, those with kernels for GPUs.
 
     Raises ValueError where no set has this name.
     """
     if backend == "auto":
-        return tuple(each for each in SETS.values() if (each.interpretable if interpret else each.runs_on(platform)))
+        return tuple(
+            each for each in SETS.values() if ("gpu" in each.platforms if interpret else each.runs_on(platform))
+        )
     if backend not in SETS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(SETS)}, not {backend!r}")
     return (SETS[backend],)
