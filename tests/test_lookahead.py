@@ -34,8 +34,6 @@ from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.optimized
-
 Model = Callable[[Sequence[int]], int]  # the token behind a text
 VOCAB = 1 << 20
 

@@ -25,8 +25,6 @@ from tests.support.scripted import draft_with
 from tests.support.tokenizers import write_tokenizer
 from tests.test_speculation import PROMPTS, REQUESTS, everything
 
-pytestmark = pytest.mark.optimized
-
 # Seven drafts each. Engines are built for token recycling: their steps tell what is likely behind each draw, if they are asked to.
 METHODS: dict[str, dict[str, Any]] = {
     "lookahead": {"num_speculative_tokens": 7, "lookahead_window": 2, "lookahead_ngram": 3},

@@ -17,8 +17,6 @@ from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer
 from jaxpage.step.draft import Draft
 from tests.support.fake_device import make_group
 
-pytestmark = pytest.mark.optimized
-
 VOCAB = 6
 TREE = search([recycling.ACCURACIES] * recycling.MOST_LEVELS, MOST_DRAFTS)
 
