@@ -77,7 +77,7 @@ def compile_for(function: Any, *arguments: Any, gpu: str = "h200", **keywords: A
     with _described(mesh):
         lowered = function.lower(*arguments, **keywords)
         with _no_cache():
-            return lowered.compile()
+            return lowered.compile({"xla_backend_optimization_level": 3})  # as by default, whatever XLA_FLAGS says
 
 
 @contextlib.contextmanager

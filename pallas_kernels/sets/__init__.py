@@ -29,7 +29,7 @@ INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.inter
 
 
 def candidates(backend: str, platform: str, *, interpret: bool = False) -> tuple[KernelSet, ...]:
-    """The sets to try, in order: that of this name, or for "auto" those that run on the platform; to be interpreted, those with kernels for GPUs.
+    """The sets to try, in order: that of this name, or for "auto" those that run on the platform; to interpret, those for GPUs.
 
     Raises ValueError where no set has this name.
     """
