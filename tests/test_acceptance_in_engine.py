@@ -31,7 +31,7 @@ from tests.test_event_log import logged, records_of, replayed
 from tests.test_speculation_log import results_of
 
 TOKENS = np.array([17, 40, 41, 66, 90, 133, 200, 251])  # all that requests below may draw
-PROMPT, NUM_TOKENS, NUM_REQUESTS = [3, 1, 4, 1, 5], 3, 400
+PROMPT, NUM_TOKENS, NUM_REQUESTS = [3, 1, 4, 1, 5], 3, 240
 MOST = 5
 TREE, CHAIN = (-1, -1, 0, 0, 1), (-1, 0, 1)
 SETTINGS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128, "block_size": 4, "num_blocks": 129}
@@ -139,7 +139,7 @@ def test_texts_follow_the_distribution(kind: str, sampler: str, llm: LLM, log_pr
     counts = counted(texts_of(llm, asked(NUM_REQUESTS, n=4, **SAMPLERS[sampler])))
     assert counts.sum() == NUM_REQUESTS * 4
     assert abs(z_score(counts, expected(log_probabilities, **SAMPLERS[sampler]))) < 4
-    assert llm.stats()["spec_decode_num_accepted_tokens_total"] - before > 60
+    assert llm.stats()["spec_decode_num_accepted_tokens_total"] - before > 36
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +157,9 @@ def test_drafts_that_a_model_draws_change_no_distribution(
     sampler: str, drawing: LLM, log_probabilities: list[np.ndarray]
 ) -> None:
     before = drawing.stats()["spec_decode_num_accepted_tokens_total"]
-    counts = counted(texts_of(drawing, asked(640, n=4, **SAMPLERS[sampler])))
+    counts = counted(texts_of(drawing, asked(400, n=4, **SAMPLERS[sampler])))
     assert abs(z_score(counts, expected(log_probabilities, **SAMPLERS[sampler]))) < 4
-    assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 150
+    assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 90
 
 
 def test_a_model_that_draws_from_something_else_shows(
@@ -175,7 +175,7 @@ def test_a_model_that_draws_from_something_else_shows(
     monkeypatch.setattr(drafting, "draw_draft", lie)
     monkeypatch.setattr(Candidates, "check", lambda *_: None)
     with start_drawing(directory, draft_model) as llm:
-        counts = counted(texts_of(llm, asked(640, n=4, temperature=1.0)))
+        counts = counted(texts_of(llm, asked(400, n=4, temperature=1.0)))
     assert z_score(counts, expected(log_probabilities, temperature=1.0)) > 10
 
 
@@ -214,7 +214,7 @@ def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np
     engine, before = llm._engine, llm.stats()
     reporters = [
         engine.add(f"{index}", engine.prepare(None, PROMPT, params))
-        for index, params in enumerate(asked(600, 5000, n=2))
+        for index, params in enumerate(asked(360, 5000, n=2))
     ]
     for number in itertools.count():
         if not engine.has_unfinished:
@@ -225,9 +225,9 @@ def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np
     counts = counted([reporter.whole() for reporter in reporters])
     assert abs(z_score(counts, expected(log_probabilities))) < 4
     after = llm.stats()
-    assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] > 100
+    assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] > 60
     num_preemptions, num_before = (sum(each["num_preemptions_total"].values()) for each in (after, before))
-    assert num_preemptions - num_before > 100
+    assert num_preemptions - num_before > 60
 
 
 def test_greedy_texts_are_those_without_drafts(llm: LLM) -> None:

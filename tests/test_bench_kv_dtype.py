@@ -17,8 +17,6 @@ from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import LLAMA, LogitsWitness, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.optimized  # what the tool compiles is compared with an engine's
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
