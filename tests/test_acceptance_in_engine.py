@@ -214,7 +214,7 @@ def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np
     engine, before = llm._engine, llm.stats()
     reporters = [
         engine.add(f"{index}", engine.prepare(None, PROMPT, params))
-        for index, params in enumerate(asked(360, 5000, n=2))
+        for index, params in enumerate(asked(600, 5000, n=2))
     ]
     for number in itertools.count():
         if not engine.has_unfinished:

@@ -26,7 +26,7 @@ from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from tests.support.distributions import probabilities, z_score
 from tests.support.reference_sampling import processed
 
-VOCAB, START, LENGTH, NUM_GENERATIONS = 8, 2, 3, 8_000
+VOCAB, START, LENGTH, NUM_GENERATIONS = 8, 2, 3, 12_000
 REJECTION, TYPICAL = AcceptanceRule("rejection"), AcceptanceRule("typical")
 rng = np.random.default_rng(11)
 TABLE = rng.normal(0, 1.2, (VOCAB, VOCAB)).astype(np.float32)  # logits of what follows each token
