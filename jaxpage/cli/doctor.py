@@ -39,6 +39,8 @@ def report() -> Iterator[tuple[str, str]]:
         yield package, _version(package) or "not installed (optional)"
     yield from _part("devices", _devices)
     yield from _part("host memory", _host_memory)
+    yield from _part("CPU products", _cpu_products)
+    yield from _part("CPU kernels", _cpu_kernels)
     yield from _part("compile cache", _compile_cache)
     yield from _part("demo model", _demo_model)
     for variable in (*VARIABLES, *sorted(name for name in os.environ if name.startswith("JAXPAGE_"))):
@@ -74,6 +76,19 @@ def _devices() -> Iterator[str]:
 def _host_memory() -> Iterator[str]:
     memory = psutil.virtual_memory()
     yield f"{_gib(memory.available)} free of {_gib(memory.total)}, {os.cpu_count()} cores"
+
+
+def _cpu_products() -> Iterator[str]:
+    from jaxpage.device.cpu_products import cpu_products
+
+    found = cpu_products()
+    yield found.described() + ("" if found.library else ": slow for a few rows; a newer jax may have a library for them")
+
+
+def _cpu_kernels() -> Iterator[str]:
+    from jaxpage.device.backends import cpu_kernels
+
+    yield cpu_kernels()
 
 
 def _compile_cache() -> Iterator[str]:

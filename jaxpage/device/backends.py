@@ -9,6 +9,7 @@ import jax
 from jaxpage.device.kv_pages import QUANTIZED
 from jaxpage.errors import UnsupportedError
 from pallas_kernels import SETS, XLA_BACKENDS, Call, candidates
+from pallas_kernels.cpu.library import load as load_cpu_library
 
 
 class Backend(NamedTuple):
@@ -44,6 +45,12 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
             f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {' or '.join(XLA_BACKENDS)}"
         )
     return Backend(name, interpret)
+
+
+def cpu_kernels() -> str:
+    """The instruction set that the kernels for CPUs are compiled for, or why there are none."""
+    library = load_cpu_library()
+    return library.instruction_set or f"none: {library.reason}; attention is left to plain XLA, which is slow"
 
 
 def prefers_mixed_steps(name: str, platform: str) -> bool:

@@ -24,7 +24,7 @@ from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, notices
+from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, notices
 from jaxpage.engine.drafters import Target
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.engine import Engine, EngineParts
@@ -40,6 +40,7 @@ from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.strategy import Strategy
 from jaxpage.tables import aligned
+from jaxpage.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +125,11 @@ def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, draftin
     if kernels.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
     device = device_spec_of(mesh.first, config.gpu_memory_utilization)
-    layout = ModelLayout(choose_dtype(config, device, files.plan.stored_dtype()), config.kv_cache_dtype)
+    stored = files.plan.stored_dtype()
+    layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype)
     weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
     spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
+    spec = replace(spec, dtype_reason=dtype_reason(config, device, stored))
     for notice in notices(config, device, files.spec, spec.memory):
         logger.warning(notice)
     return spec
@@ -188,9 +191,7 @@ def compile_cache_directory() -> Path:
     """$JAX_COMPILATION_CACHE_DIR, else a directory of the user's own, per version and platform, below $JAXPAGE_CACHE_DIR."""
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(chosen)
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    home = Path(os.environ.get("JAXPAGE_CACHE_DIR") or user_cache / "jaxpage")
-    return home / "xla" / f"{jax.__version__}-{jax.default_backend()}"
+    return user_cache() / "xla" / f"{jax.__version__}-{jax.default_backend()}"
 
 
 def _opened(config: EngineConfig) -> ModelFiles:

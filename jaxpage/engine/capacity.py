@@ -12,6 +12,7 @@ from jaxpage.device import kv_pages
 from jaxpage.device.backends import prefers_mixed_steps
 from jaxpage.device.buckets import BucketMenu, make_menu
 from jaxpage.device.cache_groups import CacheGroup
+from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
 from jaxpage.device.sizing import (
     MemoryPlan,
     WindowBlocks,
@@ -61,10 +62,23 @@ def device_spec_of(device: jax.Device, utilization: float) -> DeviceSpec:
 
 
 def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
-    """ "auto" follows the checkpoint, but on CPU everything runs in float32, where XLA's bfloat16 products are many times slower."""
+    """ "auto" follows the checkpoint, but on CPU it is float32 unless the checkpoint is in bfloat16 and that is faster there."""
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if device.is_cpu else stored
+    if device.is_cpu and not (stored == "bfloat16" and cpu_products().prefer_bfloat16):
+        return "float32"
+    return stored
+
+
+def dtype_reason(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
+    """Why "auto" is what it is, where that depends on the machine."""
+    if config.dtype != "auto" or not device.is_cpu or stored == "float32":
+        return ""
+    if stored != "bfloat16":
+        return f"the checkpoint is in {stored}"
+    products = cpu_products()
+    times = ", ".join(f"{ratio:.1f}" for ratio in products.time_of_bfloat16)
+    return f"bfloat16 products take {times} times as long as float32 here, for {' and '.join(map(str, NUM_ROWS))} rows"
 
 
 def mixes(config: EngineConfig, device: DeviceSpec) -> bool:

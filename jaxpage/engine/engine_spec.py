@@ -45,6 +45,7 @@ class EngineSpec:
     limits: StepLimits
     memory: MemoryPlan
     vocab_size: int
+    dtype_reason: str = ""  # where the dtype is another than the checkpoint's, or depends on the machine
 
     @property
     def page_dtype(self) -> jnp.dtype:
@@ -78,7 +79,7 @@ class EngineSpec:
         """For people."""
         dtype, cache = self.layout.dtype, self.layout.kv_cache_dtype
         yield from self.memory.rows()
-        yield "dtype", dtype
+        yield "dtype", f"{dtype} ({self.dtype_reason})" if self.dtype_reason else dtype
         yield "KV dtype", dtype if cache == "auto" else f"{cache}, a float32 scale per token and head"
         yield "executables", f"{len(self.menu.buckets)} step shapes"
 

@@ -1,0 +1,124 @@
+"""How XLA multiplies by weights on this CPU: with which library, and whether bfloat16 is faster than float32.
+
+That depends on the processor and on the version of JAX: jax 0.10.2 takes ten times as long in bfloat16 as in float32, jax 0.12 half as long
+on a processor with AVX512_BF16. So it is measured, once, and remembered in the user's cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpage.layers.product import product
+from jaxpage.user_cache import user_cache
+
+logger = logging.getLogger(__name__)
+
+INNER, OUTER = 768, 4096  # of a weight that does not fit into the caches next to a core
+NUM_ROWS = (2, 32)  # a few sequences that decode, and many
+REPEATS = 5
+_LIBRARIES = {"__ynn": "YNNPACK", "onednn": "oneDNN", "__xnn": "XNNPACK"}  # by what compiled code calls
+
+
+@dataclass(frozen=True)
+class CPUProducts:
+    """library: which takes a float32 product of a few rows; "" where XLA's own code does. seconds: of a product, by dtype, for NUM_ROWS."""
+
+    library: str
+    seconds: dict[str, list[float]]
+
+    @property
+    def time_of_bfloat16(self) -> list[float]:
+        """As a multiple of float32's, for NUM_ROWS."""
+        return [ours / theirs for ours, theirs in zip(self.seconds["bfloat16"], self.seconds["float32"], strict=True)]
+
+    @property
+    def prefer_bfloat16(self) -> bool:
+        """Whether it is faster at every number of rows."""
+        return all(ratio < 1 for ratio in self.time_of_bfloat16)
+
+    def described(self) -> str:
+        times = (
+            f"{rows} rows {' / '.join(f'{self.gflops(dtype, index):.0f}' for dtype in ('float32', 'bfloat16'))}"
+            for index, rows in enumerate(NUM_ROWS)
+        )
+        return f"{self.library or 'plain XLA'}; GFLOP/s in float32 / bfloat16: {', '.join(times)}"
+
+    def gflops(self, dtype: str, index: int) -> float:
+        return 2e-9 * NUM_ROWS[index] * INNER * OUTER / self.seconds[dtype][index]
+
+
+@functools.cache
+def cpu_products() -> CPUProducts:
+    """Measured, which takes a second, or remembered."""
+    path = user_cache() / "cpu-products.json"
+    key = f"{jax.__version__}, {_processor()}, {os.cpu_count()} cores, {os.environ.get('XLA_FLAGS', '')}"
+    known = _read(path)
+    if key not in known:
+        known[key] = asdict(_measure())
+        _write(path, known)
+    return CPUProducts(**known[key])
+
+
+def _measure() -> CPUProducts:
+    seconds: dict[str, list[float]] = {}
+    library = ""
+    for dtype in ("float32", "bfloat16"):
+        weight = jnp.ones((OUTER, INNER), dtype)
+        for rows in NUM_ROWS:
+            x = jnp.ones((rows, INNER), dtype)
+            compiled = jax.jit(product).lower(x, weight).compile()
+            if dtype == "float32" and not library:
+                code = compiled.as_text() or ""
+                library = next((name for call, name in _LIBRARIES.items() if call in code), "")
+            seconds.setdefault(dtype, []).append(_least(lambda run=compiled, x=x, weight=weight: run(x, weight)))
+    return CPUProducts(library, seconds)
+
+
+def _least(run: Any) -> float:
+    """Seconds of the fastest of a few calls."""
+    jax.block_until_ready(run())
+    found = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What was measured before; nothing where the file is not there or not ours."""
+    try:
+        known = json.loads(path.read_text())
+        for value in known.values():
+            CPUProducts(**value).described()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError):
+        return {}
+    return known
+
+
+def _write(path: Path, known: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(known, indent=1))
+        temporary.replace(path)
+    except OSError as error:  # measured again at the next start
+        logger.debug("cannot write %s: %s", path, error)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "?"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
