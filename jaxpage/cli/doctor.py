@@ -82,7 +82,9 @@ def _cpu_products() -> Iterator[str]:
     from jaxpage.device.cpu_products import cpu_products
 
     found = cpu_products()
-    yield found.described() + ("" if found.library else ": slow for a few rows; a newer jax may have a library for them")
+    yield found.described() + (
+        "" if found.library else ": slow for a few rows; a newer jax may have a library for them"
+    )
 
 
 def _cpu_kernels() -> Iterator[str]:

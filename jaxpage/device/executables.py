@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from jaxpage.device.mesh import DeviceMesh
 from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import ProcessorInputs, packed_size, processor_shapes
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
+from jaxpage.device.stored_executables import StoredExecutables
 
 logger = logging.getLogger(__name__)
 
@@ -72,19 +72,21 @@ class Executables:
         *,
         mesh: DeviceMesh,
         target_only: bool = False,
+        stored: StoredExecutables | None = None,
         progress: bool,
     ):
         """
         Args:
             parameters, pages: shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do.
             target_only: the drafter may be off.
+            stored: where executables of earlier starts are; None: nowhere.
         """
         self.options = options
         self._compilations = _watch_compilations()
         self._num_before = self._compilations.count
         self._num_found_before = self._compilations.num_found
         started = time.monotonic()
-        jobs: dict[Bucket | str, Callable[[], Any]] = {
+        jobs: dict[Bucket | str, functools.partial[Any]] = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
         }
         alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
@@ -101,7 +103,13 @@ class Executables:
             if menu.num_swapped:
                 jobs[f"gather {group}"] = functools.partial(_compile_gather, own, menu.num_swapped, backend)
                 jobs[f"scatter {group}"] = functools.partial(_compile_scatter, own, menu.num_swapped, backend)
-        self._table = _run_all(jobs, progress)
+        self._stored = stored
+        if stored is None:
+            self._table = _run_all(jobs, progress)
+        else:
+            with stored.in_use():
+                found_or_made = {key: functools.partial(stored.get, job) for key, job in jobs.items()}
+                self._table = _run_all(found_or_made, progress)
         self.compile_seconds = time.monotonic() - started
 
     @property
@@ -111,8 +119,12 @@ class Executables:
 
     @property
     def num_found(self) -> int:
-        """Of those, what was in the persistent cache."""
-        return self._compilations.num_found - self._num_found_before
+        """What was in a cache: JAX's, or that of executables."""
+        stored = self._stored.num_found if self._stored is not None else 0
+        return self._compilations.num_found - self._num_found_before + stored
+
+    def __len__(self) -> int:
+        return len(self._table)
 
     def step(self, bucket: Bucket, draft_depth: int | None = None) -> CompiledStep:
         """draft_depth: see `StepPlan`. Without one it is the target's alone, where there is such a one."""
@@ -216,7 +228,7 @@ def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     return _compiled(scatter, pages, blocks, contents)
 
 
-def _run_all(jobs: dict[Bucket | str, Callable[[], Any]], progress: bool) -> dict[Bucket | str, Any]:
+def _run_all(jobs: dict[Bucket | str, functools.partial[Any]], progress: bool) -> dict[Bucket | str, Any]:
     """XLA compiles outside Python's lock, so a few threads help although tracing is serial."""
     table: dict[Bucket | str, Any] = {}
     with (

@@ -23,6 +23,7 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
+from jaxpage.device.stored_executables import StoredExecutables
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, notices
 from jaxpage.engine.drafters import Target
@@ -94,7 +95,15 @@ def build_engine(
         _step_options(spec, config, files, drafting, by_row=mesh.first.platform == "cpu"),
     )
     executables = _compiled(
-        config, spec.menu, parameters, pages, options, target_only=drafting.may_be_off, mesh=mesh, progress=progress
+        config,
+        spec.menu,
+        parameters,
+        pages,
+        options,
+        target_only=drafting.may_be_off,
+        mesh=mesh,
+        stored=_stored(mesh),
+        progress=progress,
     )
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
@@ -194,6 +203,14 @@ def compile_cache_directory() -> Path:
     return user_cache() / "xla" / f"{jax.__version__}-{jax.default_backend()}"
 
 
+def _stored(mesh: DeviceMesh) -> StoredExecutables | None:
+    """Where executables are files: in our own cache, on a CPU; elsewhere nobody has tried."""
+    directory = compile_cache_directory()
+    is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
+    is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    return StoredExecutables(directory / "executables") if is_ours and mesh.first.platform == "cpu" else None
+
+
 def _opened(config: EngineConfig) -> ModelFiles:
     """The model's files, after everything that can be refused before they are read."""
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
@@ -261,7 +278,7 @@ def _scheduler(config: EngineConfig, spec: EngineSpec) -> Scheduler:
 
 
 def _of_cache(memory: MemoryPlan, executables: Executables) -> str:
-    total, found = executables.compile_total, executables.num_found
+    total, found = len(executables), executables.num_found
     found_text = f"all {total}" if found == total else f"{found} of {total}"
     return f"{found_text} executables were in the compile cache; workspace of the steps: {gib(memory.workspace_bytes)}"
 

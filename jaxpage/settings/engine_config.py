@@ -43,7 +43,9 @@ class EngineConfig(Settings):
     tokenizer: _Name | None = None  # directory of the tokenizer's files; None: the model's
     revision: str | None = None  # branch, tag or commit of the hub repository
     load_format: Literal["auto", "safetensors", "orbax"] = "auto"  # format of the weights; "auto": what is there
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # "auto": the checkpoint's; on CPU float32, unless bfloat16 is faster
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # "auto": the checkpoint's; on CPU float32, unless bfloat16 is faster
+    )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of the KV cache; "auto": as dtype
     # Tokens of a sequence, prompt and output together, at least 2; None: the model's context length.
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None

@@ -1,0 +1,152 @@
+"""Executables as files: a start that finds them neither traces nor compiles.
+
+JAX's own compile cache saves XLA's work alone. To find something in it, every function must be traced and lowered again, which takes longer
+than all else of a warm start. Here a function's name, its arguments and the code that it is traced from are the key.
+
+A file is code: it is read only from a directory of the user's own (`use_compile_cache`). What is damaged is compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+import jaxpage
+import pallas_kernels
+from jaxpage.device.backends import cpu_kernels
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 2 * 2**30  # of the directory: those that were not used for the longest time go first
+_DIGEST_BYTES = 32
+# What steps are traced from.
+_TRACED = ("jaxpage/device", "jaxpage/layers", "jaxpage/models", "jaxpage/step", "jaxpage/settings", "pallas_kernels")
+
+
+class StoredExecutables:
+    """For executables on a CPU. num_found: how many were in the directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self.num_found = 0
+
+    def get(self, compile_one: functools.partial[Any]) -> Any:
+        """The stored executable, or what this call compiles, which is then stored."""
+        path = self._path(compile_one)
+        if path is None:
+            return compile_one()
+        if (found := _read(path)) is not None:
+            with self._lock:
+                self.num_found += 1
+            return found
+        compiled = compile_one()
+        try:
+            _write(path, compiled)
+        except Exception as error:  # compiled again at the next start
+            logger.warning("cannot store an executable in %s: %s: %s", self._directory, type(error).__name__, error)
+        return compiled
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Without JAX's own cache: what comes from there cannot be written as a file again (its functions are missing when it runs)."""
+        enabled = jax.config.values["jax_enable_compilation_cache"]
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # it asks the setting once
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_compilation_cache", enabled)
+            compilation_cache.reset_cache()
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Deletes what was not used for the longest time."""
+        try:
+            used = sorted(((entry.stat().st_mtime, entry) for entry in self._directory.iterdir()), reverse=True)
+            total = 0
+            for _, entry in used:
+                total += entry.stat().st_size
+                if total > MOST_BYTES:
+                    entry.unlink()
+        except OSError as error:
+            logger.debug("cannot tidy %s: %s", self._directory, error)
+
+    def _path(self, call: functools.partial[Any]) -> Path | None:
+        """None where something in the call has no name but its address."""
+        leaves, tree = jax.tree.flatten((call.args, call.keywords))
+        arguments = [
+            f"{leaf.dtype}{leaf.shape}{getattr(leaf, 'sharding', None)}" if hasattr(leaf, "dtype") else repr(leaf)
+            for leaf in leaves
+        ]
+        text = f"{_surroundings()} {call.func.__qualname__} {tree} {arguments}"
+        if " at 0x" in text:
+            return None
+        return self._directory / hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _surroundings() -> str:
+    """All that an executable depends on besides its call."""
+    code = hashlib.sha256()
+    for package in (jaxpage, pallas_kernels):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(root.rglob("*")):
+            name = f"{root.name}/{path.relative_to(root)}"
+            if path.suffix in (".py", ".cc", ".h") and name.startswith(_TRACED):
+                code.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    except OSError:
+        processor = []
+    return repr(
+        [
+            jax.__version__,
+            importlib.metadata.version("jaxlib"),
+            code.hexdigest(),
+            processor,
+            os.cpu_count(),
+            cpu_kernels(),
+            [os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")],
+            str(jax.devices()),
+        ]
+    )
+
+
+def _read(path: Path) -> Any | None:
+    try:
+        contents = path.read_bytes()
+    except OSError:
+        return None
+    try:
+        digest, payload = contents[:_DIGEST_BYTES], contents[_DIGEST_BYTES:]
+        if hashlib.sha256(payload).digest() != digest:
+            raise ValueError("its contents are not those that were written")
+        executable = serialize_executable.deserialize_and_load(*pickle.loads(payload))
+        os.utime(path)
+    except Exception as error:
+        logger.warning("%s is compiled again: %s: %s", path, type(error).__name__, error)
+        return None
+    return executable
+
+
+def _write(path: Path, compiled: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    payload = pickle.dumps(serialize_executable.serialize(compiled))
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary.write_bytes(hashlib.sha256(payload).digest() + payload)
+    temporary.replace(path)
