@@ -300,19 +300,28 @@ def test_keys_and_values_are_the_same_to_the_last_bit(engine, directories, promp
             assert _blocks_of(llm, prompts[3], cut) == lone_blocks
 
 
+INT8, FP8, HALF = {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "geometry"),
-    few([("int8", SMALL_POOL), ("int8", BLOCKS_OF_4), ("fp8", BLOCKS_OF_4)], [("int8", SMALL_POOL)]),
+    ("types", "geometry"),
+    few(
+        [(types, geometry) for types in (INT8, FP8, HALF) for geometry in (SMALL_POOL, BLOCKS_OF_4)],
+        [(INT8, SMALL_POOL), (HALF, BLOCKS_OF_4)],
+    ),
+    ids=str,
 )
-def test_quantised_keys_and_values(kv_cache_dtype, geometry, directories, prompts, lone_tokens):
-    """A slot's eight bits and their scale depend on nothing but the vector: tokens and bits are those of the lone request."""
+def test_fewer_bits(types, geometry, directories, prompts, lone_tokens):
+    """Of keys and values, or of everything. A slot's eight bits and their scale depend on nothing but the vector, a row of a product of
+    bfloat16 on nothing but the row: tokens and bits are those of the lone request.
+    """
     params = [KINDS["greedy"], KINDS["seeded"]] * 3
-    with make_llm(directories["llama"], enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype) as llm:
+    with make_llm(directories["llama"], enable_prefix_caching=False, **types) as llm:
         want = [tokens_of(llm.generate(*one, use_tqdm=False))[0] for one in zip(prompts, params, strict=True)]
         contents = {_blocks_of(llm, prompts[3], 120)}
     assert want != [lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)]
     small_pool = {**geometry, "num_blocks": 288 // geometry.get("block_size", 16)}
-    with make_llm(directories["llama"], **small_pool, kv_cache_dtype=kv_cache_dtype) as llm:
+    with make_llm(directories["llama"], **small_pool, **types) as llm:
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
         assert tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == want  # the last are cached
         stats = llm.stats()

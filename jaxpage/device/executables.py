@@ -108,7 +108,7 @@ class Executables:
             self._table = _run_all(jobs, progress)
         else:
             with stored.in_use():
-                found_or_made = {key: functools.partial(stored.get, job) for key, job in jobs.items()}
+                found_or_made = {key: functools.partial(stored.get, job, *_trees(job)) for key, job in jobs.items()}
                 self._table = _run_all(found_or_made, progress)
         self.compile_seconds = time.monotonic() - started
 
@@ -118,13 +118,11 @@ class Executables:
         return self._compilations.count - self._num_before
 
     @property
-    def num_found(self) -> int:
-        """What was in a cache: JAX's, or that of executables."""
-        stored = self._stored.num_found if self._stored is not None else 0
-        return self._compilations.num_found - self._num_found_before + stored
-
-    def __len__(self) -> int:
-        return len(self._table)
+    def found(self) -> tuple[int, int]:
+        """How many were in a cache, and of how many: of these executables where they are files, else of all that JAX compiled."""
+        if self._stored is not None:
+            return self._stored.num_found, len(self._table)
+        return self._compilations.num_found - self._num_found_before, self.compile_total
 
     def step(self, bucket: Bucket, draft_depth: int | None = None) -> CompiledStep:
         """draft_depth: see `StepPlan`. Without one it is the target's alone, where there is such a one."""
@@ -226,6 +224,20 @@ def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     contents = jax.eval_shape(functools.partial(gather_blocks, backend=backend), pages, blocks)
     scatter = jax.jit(functools.partial(scatter_blocks, backend=backend), donate_argnums=0)
     return _compiled(scatter, pages, blocks, contents)
+
+
+def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
+    """What the executable of a job takes and gives: trees as theirs, of any leaves."""
+    if job.func is _compile_step:
+        parameters, pages, bucket, options = job.args
+        output = StepOutput(0, 0, 0, None if options.drafter is None else 0)  # type: ignore[arg-type]
+        return (parameters, pages, *step_call(bucket, options)[1]), (output, pages)
+    pages = job.args[0]
+    return {
+        _compile_copy: ((pages, 0), pages),
+        _compile_gather: ((pages, 0), 0),
+        _compile_scatter: ((pages, 0, 0), pages),
+    }[job.func]
 
 
 def _run_all(jobs: dict[Bucket | str, functools.partial[Any]], progress: bool) -> dict[Bucket | str, Any]:

@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,18 +43,22 @@ class StoredExecutables:
         self._lock = threading.Lock()
         self.num_found = 0
 
-    def get(self, compile_one: functools.partial[Any]) -> Any:
-        """The stored executable, or what this call compiles, which is then stored."""
+    def get(self, compile_one: functools.partial[Any], arguments: Any, result: Any) -> Any:
+        """The stored executable, or what this call compiles, which is then stored.
+
+        arguments, result: trees like those that the executable takes and gives, whatever the leaves are.
+        """
+        trees = jax.tree.structure((arguments, {})), jax.tree.structure(result)
         path = self._path(compile_one)
         if path is None:
             return compile_one()
-        if (found := _read(path)) is not None:
+        if (found := _read(path, *trees)) is not None:
             with self._lock:
                 self.num_found += 1
             return found
         compiled = compile_one()
         try:
-            _write(path, compiled)
+            _write(path, compiled, trees)
         except Exception as error:  # compiled again at the next start
             logger.warning("cannot store an executable in %s: %s: %s", self._directory, type(error).__name__, error)
         return compiled
@@ -127,7 +130,7 @@ def _surroundings() -> str:
     )
 
 
-def _read(path: Path) -> Any | None:
+def _read(path: Path, *trees: Any) -> Any | None:
     try:
         contents = path.read_bytes()
     except OSError:
@@ -136,7 +139,7 @@ def _read(path: Path) -> Any | None:
         digest, payload = contents[:_DIGEST_BYTES], contents[_DIGEST_BYTES:]
         if hashlib.sha256(payload).digest() != digest:
             raise ValueError("its contents are not those that were written")
-        executable = serialize_executable.deserialize_and_load(*pickle.loads(payload))
+        executable = serialize_executable.deserialize_and_load(payload, *trees)
         os.utime(path)
     except Exception as error:
         logger.warning("%s is compiled again: %s: %s", path, type(error).__name__, error)
@@ -144,9 +147,11 @@ def _read(path: Path) -> Any | None:
     return executable
 
 
-def _write(path: Path, compiled: Any) -> None:
+def _write(path: Path, compiled: Any, trees: tuple[Any, ...]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    payload = pickle.dumps(serialize_executable.serialize(compiled))
+    payload, *its_trees = serialize_executable.serialize(compiled)
+    if tuple(its_trees) != trees:
+        raise TypeError(f"it takes and gives {its_trees}, not {trees}")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     temporary.write_bytes(hashlib.sha256(payload).digest() + payload)
     temporary.replace(path)

@@ -278,7 +278,7 @@ def _scheduler(config: EngineConfig, spec: EngineSpec) -> Scheduler:
 
 
 def _of_cache(memory: MemoryPlan, executables: Executables) -> str:
-    total, found = len(executables), executables.num_found
+    found, total = executables.found
     found_text = f"all {total}" if found == total else f"{found} of {total}"
     return f"{found_text} executables were in the compile cache; workspace of the steps: {gib(memory.workspace_bytes)}"
 

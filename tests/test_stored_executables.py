@@ -1,0 +1,84 @@
+"""Executables as files: a second start compiles nothing and says the same; what is damaged or of another kind is compiled again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpage.device.cpu_products import CPUProducts, _read
+from tests.support.engines import LLAMA
+from tests.support.random_checkpoints import random_checkpoint
+
+PROGRAM = """
+import json, sys
+import jax
+from jaxpage import LLM, SamplingParams
+params = SamplingParams(temperature=0.9, seed=3, max_tokens=40, ignore_eos=True, n=2, logprobs=1, presence_penalty=0.5)
+found = {}
+for drafting in (None, {"method": "token_recycling", "num_speculative_tokens": 3}):
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 33, "preemption_mode": "swap"}
+    llm = LLM(sys.argv[1], use_tqdm=False, speculative_config=drafting, **settings)
+    pages = jax.tree.leaves(llm._engine.runner._pages)
+    outputs = llm.generate([[1, 2, 3, 1, 2, 3]] * 3, params, use_tqdm=False)
+    assert all(page.is_deleted() for page in pages), "donated"
+    executables = llm._engine.runner.executables
+    texts = [[(one.token_ids, one.cumulative_logprob) for one in each.outputs] for each in outputs]
+    found[str(drafting)] = {"texts": texts, "found": executables.found[0], "all": executables.found[1],
+        "workspace": executables.workspace_bytes()}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
+
+
+def start(model: Path, cache: Path, **variables: str) -> tuple[list[Any], str]:
+    environment = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache), **variables}
+    del environment["JAX_COMPILATION_CACHE_DIR"]  # of the tests
+    command = [sys.executable, "-c", PROGRAM, str(model)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout.splitlines()[-1]).values()), done.stderr
+
+
+def test_a_second_start_compiles_nothing_and_says_the_same(model: Path, tmp_path: Path) -> None:
+    first, _ = start(model, tmp_path)
+    assert first[0]["found"] == 0 and first[0]["all"] > 4
+    assert first[1]["found"] == 3, "what moves blocks is as for the first"
+    assert first[0]["texts"] == first[1]["texts"], "with drafts as without"
+    files = sorted(tmp_path.glob("xla/*/executables/*"))
+    assert len(files) > first[0]["all"] and files[0].parent.stat().st_mode & 0o077 == 0
+    for path in files[::4]:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    second, said = start(model, tmp_path)
+    third, nothing = start(model, tmp_path)
+    assert said.count("is compiled again: ValueError: its contents are not those") == len(files[::4])
+    assert "compiled again" not in nothing
+    for one, other, last in zip(first, second, third, strict=True):
+        assert one["texts"] == other["texts"] == last["texts"]
+        assert last["found"] == last["all"]
+        assert 0 < other["found"] < other["all"] and last["workspace"] == one["workspace"]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=false"
+    others, _ = start(model, tmp_path, XLA_FLAGS=flags)
+    assert not any(engine["found"] == engine["all"] for engine in others), "other flags may make other code"
+
+
+def test_what_was_measured_of_products_decides_and_nonsense_is_measured_again(tmp_path: Path) -> None:
+    slow = {"float32": [1e-4, 1e-3], "bfloat16": [5e-5, 2e-3]}
+    assert not CPUProducts("YNNPACK", slow).prefer_bfloat16, "slower with many rows"
+    fast = CPUProducts("", {"float32": [1e-4, 1e-3], "bfloat16": [5e-5, 5e-4]})
+    assert fast.prefer_bfloat16 and "plain XLA" in fast.described() and "2 rows 126 / 252" in fast.described()
+    path = tmp_path / "a.json"
+    for text in ("", "[]", "{}", '{"a": 1}', '{"a": {"library": "", "seconds": {"float32": [1, 0]}}}'):
+        path.write_text(text)
+        assert _read(path) == {}
+    path.write_text(json.dumps({"a": {"library": "YNNPACK", "seconds": slow}}))
+    assert CPUProducts(**_read(path)["a"]).seconds == slow
