@@ -23,7 +23,6 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-import jaxpage
 import pallas_kernels
 from jaxpage.device.backends import cpu_kernels
 
@@ -105,8 +104,7 @@ class StoredExecutables:
 def _surroundings() -> str:
     """All that an executable depends on besides its call."""
     code = hashlib.sha256()
-    for package in (jaxpage, pallas_kernels):
-        root = Path(str(package.__file__)).parent
+    for root in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
         for path in sorted(root.rglob("*")):
             name = f"{root.name}/{path.relative_to(root)}"
             if path.suffix in (".py", ".cc", ".h") and name.startswith(_TRACED):
