@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Tiles, compat, paged_attention
+from pallas_kernels.mosaic import compat as mosaic_compat
 from pallas_kernels.mosaic import kernel as mosaic_kernel
 from pallas_kernels.sets import mosaic
 from pallas_kernels.specs import SPECS, Spec
@@ -32,8 +33,8 @@ ONE_CONSUMER = Tiles(query_rows=64, context=64, max_splits=3, split_context=64, 
 @pytest.fixture
 def looks_for_races(monkeypatch):
     """Interprets with a look for data races, which fail."""
-    parameters = compat.mosaic_interpreter()
-    monkeypatch.setattr(compat, "mosaic_interpreter", lambda: dataclasses.replace(parameters, detect_races=True))
+    parameters = mosaic_compat.mosaic_interpreter()
+    monkeypatch.setattr(mosaic_compat, "mosaic_interpreter", lambda: dataclasses.replace(parameters, detect_races=True))
 
 
 def hidden(case, queries, window=None):

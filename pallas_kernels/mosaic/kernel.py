@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.compat import loaded, mg, transposed
+from pallas_kernels.mosaic.compat import loaded, mg, transposed
 from pallas_kernels.mosaic.plan import (
     FIRST,
     LAST,

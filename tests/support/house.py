@@ -73,6 +73,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/bench/throughput.py",
         "jaxpage.bench.baseline_transformers",
     ): "the baseline needs torch, the rest does not",
+    (
+        "pallas_kernels/sets/mosaic.py",
+        "*",
+    ): "Pallas' Mosaic backend takes a quarter of a second to import, and a CPU needs none",
     ("jaxpage/bench/throughput.py", "jaxpage.bench.memory_plot"): "the picture needs matplotlib, the rest does not",
 }
 # Files that import modules by name.
