@@ -307,7 +307,7 @@ INT8, FP8, HALF = {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"dtype
     ("types", "geometry"),
     few(
         [(types, geometry) for types in (INT8, FP8, HALF) for geometry in (SMALL_POOL, BLOCKS_OF_4)],
-        [(INT8, SMALL_POOL), (HALF, BLOCKS_OF_4)],
+        [(INT8, SMALL_POOL), (HALF, SMALL_POOL)],
     ),
     ids=str,
 )
