@@ -17,7 +17,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.device.backends import choose_backend
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import SETS, candidates, paged_attention, write_and_attend
+from pallas_kernels import SETS, candidates, copy_blocks, paged_attention, write_and_attend
 from pallas_kernels.cpu import library
 from tests.support.attention import make_case
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
@@ -169,6 +169,8 @@ def test_without_a_compiler_plain_xla_does_it_and_the_reason_is_said(
     case = make_case(7, [5, 20], [1, 3])
     got, want = (paged_attention(*case.arrays, scale=0.2, max_query_len=3, backend=each) for each in ("auto", "scan"))
     np.testing.assert_array_equal(got, want)
+    copy_blocks([jax.numpy.asarray(case.k_pages)], np.array([1]), np.array([2]))
+    assert "copy_blocks" not in caplog.text, "the kernels have none of their own"
     assert re.search(r"plain XLA \(scan\), which is slow: cpu: .*no C\+\+ compiler", caplog.text)
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(RuntimeError, match="/bin/false failed"):

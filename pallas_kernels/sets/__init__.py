@@ -51,18 +51,20 @@ def first_that_takes(
         ValueError: no set has this name.
         NotImplementedError: no set takes the call; the text has every set's reason.
     """
-    device, refusals = jax.devices()[0], list[str]()
+    device, refusals, refused = jax.devices()[0], list[str](), list[KernelSet]()
     options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
     for each in candidates(backend, jax.default_backend(), interpret=call.interpret):
         try:
             if (reason := each.supports(device, call)) is None:
                 result = pick(each)(*arguments, **options)
-                if refusals and not each.platforms:
+                differs = any(pick(other) is not pick(each) for other in refused)
+                if differs and not each.platforms:
                     _warn_once(f"{operation} is left to plain XLA ({each.name}), which is slow: {'; '.join(refusals)}")
                 return result
         except NotImplementedError as refusal:
             reason = str(refusal)
         refusals.append(f"{each.name}: {reason}")
+        refused.append(each)
     raise NotImplementedError(f"no backend of {operation} takes this call: " + "; ".join(refusals))
 
 
