@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax import sharding
+from jax.experimental.compilation_cache import compilation_cache
 
 config: Any = jax.config  # whose values have no types
 MOSAIC_INTERPRETABLE = jax.__version_info__ >= (0, 11, 0)
+
+
+@contextlib.contextmanager
+def without_compile_cache() -> Iterator[None]:
+    """JAX's persistent compile cache is neither read nor written."""
+    enabled = config.values["jax_enable_compilation_cache"]
+    config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it asks the setting once
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def described_gpu(kind: str = "NVIDIA H200", num_cores: int = 132) -> contextlib.AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
 """How XLA multiplies by weights on this CPU: with which library, and whether bfloat16 is faster than float32.
 
-That depends on the processor and on the version of JAX: jax 0.10.2 takes ten times as long in bfloat16 as in float32, jax 0.12 half as long
-on a processor with AVX512_BF16. So it is measured, once, and remembered in the user's cache.
+That depends on the processor and on the version of JAX: on one with AVX512_BF16 jax 0.12 takes a third to a half of float32's time
+in bfloat16, and jax 0.10.2 takes longer (docs/lab-log.md). So it is measured, once, and remembered in the user's cache.
 """
 
 from __future__ import annotations

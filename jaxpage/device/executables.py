@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledStep(NamedTuple):
-    """The executable of a bucket. `neutral` lies on the device and stands in for what a step does not process_logits.
+    """The executable of a bucket. `neutral` lies on the device and stands in for what no logits processor of a step uses.
 
     off: the drafter whose parameters and layers it does not take: it is the target's alone.
     """

@@ -98,7 +98,7 @@ def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
 
 
 def processor_shapes(num_draws: int, *, vocab_size: int, context: int) -> ProcessorInputs:
-    """Shapes and types of the processor_inputs of a step with so many draws. `context`: C, positions of the longest sequence."""
+    """Shapes and types of a step's inputs of logits processors, for so many draws. `context`: C, positions of the longest sequence."""
     return ProcessorInputs(
         mask_RU=jax.ShapeDtypeStruct((num_draws, num_mask_words(vocab_size)), jnp.uint32),
         bias_ids_RE=jax.ShapeDtypeStruct((num_draws, min(MAX_BIASES, vocab_size)), jnp.int32),

@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
 
 import pallas_kernels
 from jaxpage.device.backends import cpu_kernels
+from pallas_kernels.compat import without_compile_cache
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +65,9 @@ class StoredExecutables:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Without JAX's own cache: what comes from there cannot be written as a file again (its functions are missing when it runs)."""
-        enabled = jax.config.values["jax_enable_compilation_cache"]
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # it asks the setting once
-        try:
+        with without_compile_cache():
             yield
-        finally:
-            jax.config.update("jax_enable_compilation_cache", enabled)
-            compilation_cache.reset_cache()
-            self._tidy()
+        self._tidy()
 
     def _tidy(self) -> None:
         """Deletes what was not used for the longest time."""

@@ -204,7 +204,7 @@ def compile_cache_directory() -> Path:
 
 
 def _stored(mesh: DeviceMesh) -> StoredExecutables | None:
-    """Where executables are files: in our own cache, on a CPU; elsewhere nobody has tried."""
+    """Where executables are files: in our own cache, on a CPU; not tried on other devices."""
     directory = compile_cache_directory()
     is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
     is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ

@@ -247,7 +247,7 @@ def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ..
 
 def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
     """Before compilation: logits with what draws or scores make of them, a dozen activations of the widest step, in float32, and the
-    arrays that stand in for processor_inputs."""
+    arrays that stand in for inputs of logits processors."""
     num_draws = {bucket.num_draws for bucket in menu.buckets}
     tokens = max(bucket.num_tokens for bucket in menu.buckets)
     logits = max(9 * max(num_draws), 3 * min(tokens, SCORED_AT_ONCE)) * spec.vocab_size

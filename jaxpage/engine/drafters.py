@@ -68,7 +68,7 @@ class DrafterFiles(Protocol):
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """Medusa's heads, and the tree of their drafts that is drafted."""
+    """Medusa's heads, and the tree of drafts that they make."""
 
     files: MedusaFiles
     choices: Choices

@@ -1,4 +1,4 @@
-"""The processor_inputs of a step's draws as arrays: what may be drawn, what is favoured, and what has been said already."""
+"""The inputs of the logits processors of a step's draws, as arrays: what may be drawn, what is favoured, and what has been said already."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from jaxpage.models.base import KVSpec, Pages
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A module that runs over the target's stream of tokens, in the same slots and positions, and predictions what follows."""
+    """A module that runs over the target's stream of tokens, in the same slots and positions, and predicts what follows."""
 
     @property
     def kv(self) -> KVSpec:

@@ -72,7 +72,7 @@ class MedusaHeads(nnx.Module):
         """The token ids that each head takes for the likeliest, best first.
 
         Args:
-            hidden_BD: behind the model's final norm. Head j predictions the token j + 2 behind the one that stands there.
+            hidden_BD: behind the model's final norm. Head j predicts the token j + 2 behind the one that stands there.
             num_candidates: W, at most the rows of a table.
         """
         logits = [self.head_logits(head, hidden_BD) for head in range(len(self.blocks))]

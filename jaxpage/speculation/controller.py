@@ -32,9 +32,8 @@ PROBE_SHARE = 0.006  # of the time: what probes may lose
 PROBE_INTERVAL = 16  # steps from one probe to the next, at least; and from one decision to the next while speculation is off, at most
 MEMORY = 64  # drafts that an average of acceptance remembers
 PRIOR = 16  # drafts of its own with which the average of a sequence weighs as much as that of all
-FIRST_WEIGHT = (
-    4.0  # drafts that the assumed rate weighs: one half; of a place that was seldom seen, the place before it
-)
+# Drafts that the assumed rate weighs: one half; of a place that was seldom seen, the place before it.
+FIRST_WEIGHT = 4.0
 GAIN = 0.1  # of a moving average of costs: what one measurement counts
 
 Shape = tuple[int, int]  # rows, query tokens in all; as many as rows where there are no drafts

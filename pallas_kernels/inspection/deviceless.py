@@ -10,15 +10,15 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.compat import without_compile_cache
 
 GPUS = ("h200", "h100")  # a .textproto each, beside this file
 INSTALL = 'pip install "jax[cuda13-local]=={}"'
@@ -76,21 +76,8 @@ def compile_for(function: Any, *arguments: Any, gpu: str = "h200", **keywords: A
     arguments, keywords = jax.tree.map(placed, (arguments, keywords))
     with _described(mesh):
         lowered = function.lower(*arguments, **keywords)
-        with _no_cache():
+        with without_compile_cache():  # what is compiled for no device can be written there, but not read back
             return lowered.compile({"xla_backend_optimization_level": 3})  # as by default, whatever XLA_FLAGS says
-
-
-@contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
-    """Without the persistent compile cache: what is compiled for no device can be written there, but not read back."""
-    enabled = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it asks the setting once
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()
 
 
 def _described(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:

@@ -108,9 +108,8 @@ class ChatAnswer(Answer):
 
     def _readers(self, prompt_request: PromptRequest, context: ModelContext, tools: ToolUse) -> Callable[[], _Reader]:
         several = self._request.parallel_tool_calls is not False
-        is_free = (
-            getattr(prompt_request.params, "structured_outputs", None) is None
-        )  # a grammar leaves no room for reasoning
+        # A grammar leaves no room for reasoning.
+        is_free = getattr(prompt_request.params, "structured_outputs", None) is None
         if context.reasoning_parser is None or not is_free:
             return lambda: _Reader(tools.new_parser(), several=several)
         is_open = str(prompt_request.prompt).rstrip().endswith(Thinking.OPEN)
