@@ -37,6 +37,7 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for _variable in [name for name in os.environ if name.startswith("JAXPAGE_")]:
     del os.environ[_variable]  # a developer's own settings change no test
+os.environ["JAXPAGE_CACHE_DIR"] = _private_directory()
 
 import hypothesis  # noqa: E402
 import jaxtyping  # noqa: E402
@@ -51,8 +52,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "determini
 # Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
 jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
 
+from jaxpage.device import cpu_products  # noqa: E402, behind the hook
 from tests.support import durations  # noqa: E402
-from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables  # noqa: E402, behind the hook
+from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables  # noqa: E402
 
 _EXECUTABLES = SharedExecutables()
 _DURATIONS = durations.read()
@@ -85,6 +87,8 @@ def pytest_configure(config):
     """Before XLA reads it: all that is compiled here, by oracles and child processes too."""
     if not config.getoption("--optimized") and UNOPTIMIZED_FLAGS not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{UNOPTIMIZED_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+    # The dtype of a model must not depend on how fast the machine is, here or in a child.
+    cpu_products.remember(cpu_products.CPUProducts("", {"float32": [1e-3, 1e-3], "bfloat16": [2e-3, 2e-3]}))
 
 
 def pytest_collection_modifyitems(items):

@@ -60,13 +60,43 @@ class CPUProducts:
 @functools.cache
 def cpu_products() -> CPUProducts:
     """Measured, which takes a second, or remembered."""
-    path = user_cache() / "cpu-products.json"
-    key = f"{jax.__version__}, {_processor()}, {os.cpu_count()} cores, {os.environ.get('XLA_FLAGS', '')}"
-    known = _read(path)
-    if key not in known:
-        known[key] = asdict(_measure())
-        _write(path, known)
-    return CPUProducts(**known[key])
+    products = remembered().get(_conditions())
+    if products is None:
+        products = _measure()
+        remember(products)
+    return products
+
+
+def remembered() -> dict[str, CPUProducts]:
+    """What was measured before, by its conditions; nothing where the file is not there or not ours."""
+    try:
+        known = {key: CPUProducts(**value) for key, value in json.loads(_file().read_text()).items()}
+        for products in known.values():
+            products.described()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError):
+        return {}
+    return known
+
+
+def remember(products: CPUProducts) -> None:
+    """For this processor, this version of JAX and these flags of XLA."""
+    known = {**remembered(), _conditions(): products}
+    path = _file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({key: asdict(value) for key, value in known.items()}, indent=1))
+        temporary.replace(path)
+    except OSError as error:  # measured again at the next start
+        logger.debug("cannot write %s: %s", path, error)
+
+
+def _file() -> Path:
+    return user_cache() / "cpu-products.json"
+
+
+def _conditions() -> str:
+    return f"{jax.__version__}, {_processor()}, {os.cpu_count()} cores, {os.environ.get('XLA_FLAGS', '')}"
 
 
 def _measure() -> CPUProducts:
@@ -93,27 +123,6 @@ def _least(run: Any) -> float:
         jax.block_until_ready(run())
         found.append(time.perf_counter() - started)
     return min(found)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What was measured before; nothing where the file is not there or not ours."""
-    try:
-        known = json.loads(path.read_text())
-        for value in known.values():
-            CPUProducts(**value).described()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError):
-        return {}
-    return known
-
-
-def _write(path: Path, known: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(known, indent=1))
-        temporary.replace(path)
-    except OSError as error:  # measured again at the next start
-        logger.debug("cannot write %s: %s", path, error)
 
 
 def _processor() -> str:
