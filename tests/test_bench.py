@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +17,10 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.bench import sampling, swapping
-from jaxpage.bench.report import Measurement, environment, json_line, table
+from jaxpage.bench.comparison import check_same_work, compare, read_baseline
+from jaxpage.bench.report import Measurement, as_result, environment, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
+from jaxpage.cli.flags import UsageError
 from tests.support.random_checkpoints import random_checkpoint
 
 LLAMA = {
@@ -92,10 +96,8 @@ def test_the_table_has_a_column_per_engine() -> None:
     assert ["output", "tokens/s", "1.5", "1.5"] in [row.split() for row in rows]
 
 
-def test_the_json_line_is_one_line_with_the_baseline_inside() -> None:
-    line = json_line([measurement(), measurement("other", ((1, 2), (9,)))], dataset="random")
-    assert "\n" not in line
-    result = json.loads(line)
+def test_the_result_has_the_baseline_inside() -> None:
+    result = as_result([measurement(), measurement("other", ((1, 2), (9,)))], dataset="random")
     assert result["engine"] == "jaxpage" and result["dataset"] == "random"
     assert result["baselines"][0]["engine"] == "other" and result["identical_outputs"] == [1]
     assert result["environment"]["device"].startswith("cpu") and result["environment"] == environment()
@@ -157,6 +159,63 @@ def test_engines_with_other_settings_stand_beside(model: Path, capsys: pytest.Ca
     assert "6 of 6 outputs equal those of preemption_mode=recompute" in shown
 
 
+def result_of(*seconds: float, **changes: Any) -> dict[str, Any]:
+    """As `--output-json` writes it, with a run for each of the times."""
+    work = {
+        "dataset": "random",
+        "seed": 0,
+        "max_input": 8,
+        "max_output": 8,
+        "config": {"model": "/a/llama", "dtype": "auto"},
+    }
+    median = dataclasses.replace(measurement(), duration=sorted(seconds)[len(seconds) // 2], durations=seconds)
+    return {**as_result([median], **work), **changes}
+
+
+def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(json.dumps(result_of(2.0, 4.0, 1.0)))
+    baseline = read_baseline(str(path))
+    now = result_of(1.0, config={"model": "/b/llama", "dtype": "bfloat16"})
+    now["environment"]["jax"] = "9"
+    found = compare("a.json", baseline, now)
+    assert (found.ratio, found.lowest, found.highest) == (2.0, 1.0, 4.0)
+    assert found.notes == (f"other jax: {jax.__version__}, now 9", "other dtype: auto, now bfloat16")
+    check_same_work("a.json", baseline, {"seed": 0, "model": "llama"})
+    for work, said in (({"model": "opt"}, "model 'llama', now 'opt'"), ({"seed": 1, "completed": 2}, "seed 0, now 1")):
+        with pytest.raises(UsageError, match=f"--compare a.json: that was other work: {said}. Use the same flags"):
+            check_same_work("a.json", baseline, work)
+
+
+def test_a_gate_fails_where_all_runs_are_slower(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "baseline.json"
+    words = ["bench", "throughput", *flags(model), "--max-output", "4"]
+    assert cli.main([*words, "--repeats", "2", "--output-json", str(path)]) == 0
+    first = json.loads(path.read_text())
+    assert sorted(first["durations"])[1] == first["duration"] and first["num_cached_tokens"] == 0
+    capsys.readouterr()
+    for below, status in (("1e-6", 0), ("1e6", 1)):
+        assert cli.main([*words, "--compare", str(path), "--fail-below", below]) == status
+        *shown, line = capsys.readouterr().out.splitlines()
+        compared = json.loads(line)["compared"]
+        assert 0 < compared["lowest"] <= compared["ratio"] <= compared["highest"]
+        assert f"{compared['ratio']:.3f} times the output tokens/s of {path}" in "\n".join(shown)
+    assert cli.main([*words, "--compare", str(path), "--seed", "3"]) == 2
+    assert "that was other work: seed 0, now 3" in capsys.readouterr().err
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"total_output_tokens": 3, "duration": 0}',
+        '{"total_output_tokens": 3, "duration": 1}',
+    ):
+        path.write_text(text)
+        assert cli.main([*words, "--compare", str(path)]) == 2
+        assert f"--compare {path}: not a result of `jaxpage bench throughput" in capsys.readouterr().err
+
+
 def test_the_tool_is_the_same_program(model: Path) -> None:
     root = Path(__file__).parents[1]
     command = [sys.executable, "tools/bench_throughput.py", *flags(model), "--max-output", "100"]
@@ -177,6 +236,9 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
         (["--versus", "model=other"], "--versus cannot change model: the work would be another"),
         (["--versus", "blocksize=8"], "blocksize: unknown setting; did you mean 'block_size'?"),
         (["--seed", "-1"], "--seed must not be negative, got -1"),
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--fail-below", "0.9"], "--fail-below goes with --compare: it is a ratio to an earlier run"),
+        (["--compare", "no.json"], "--compare no.json: not a result of"),
     ],
 )
 def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxpage.bench.report import Measurement
@@ -25,10 +26,21 @@ def warm_up(llm: LLM, workload: Sequence[WorkItem], num_requests: int = 2, num_t
     return time.perf_counter() - start
 
 
-def run_workload(llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float, name: str = "jaxpage") -> Measurement:
-    """All requests at once, until the last has finished. `load_seconds`: how long making `llm` took, compilation included."""
+def run_workload(
+    llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float, name: str = "jaxpage", repeats: int = 1
+) -> Measurement:
+    """All requests at once, until the last has finished: the run whose time is the median of `repeats` (of an even number, the slower one).
+
+    load_seconds: how long making `llm` took, compilation included.
+    """
     warmup_seconds = warm_up(llm, workload)
-    llm.reset_prefix_cache()  # the warm-up computed some of these prompts
+    runs = [_run(llm, workload, load_seconds, warmup_seconds, name) for _ in range(repeats)]
+    median = sorted(runs, key=lambda run: run.duration)[repeats // 2]
+    return replace(median, durations=tuple(run.duration for run in runs))
+
+
+def _run(llm: LLM, workload: Sequence[WorkItem], load_seconds: float, warmup_seconds: float, name: str) -> Measurement:
+    llm.reset_prefix_cache()  # the run before computed these prompts
     llm.memory_report(reset=True)
     before = llm.stats()
     start = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -32,6 +31,7 @@ class Measurement:
     load_seconds: float  # start-up without compilation
     compile_seconds: float
     warmup_seconds: float
+    durations: Sequence[float] = ()  # of every run; `duration` is their median
     outputs: Sequence[Sequence[int]] = ()
     details: dict[str, Any] | None = None
     memory: MemoryReport | None = None
@@ -61,6 +61,7 @@ class Measurement:
             "engine": self.engine,
             "completed": self.completed,
             "duration": self.duration,
+            **({"durations": list(self.durations)} if len(self.durations) > 1 else {}),
             "total_input_tokens": self.total_input_tokens,
             "total_output_tokens": self.total_output_tokens,
             "request_throughput": self.completed / self.duration,
@@ -101,14 +102,14 @@ def table(measurements: Sequence[Measurement]) -> str:
     return "\n".join(aligned(rows, num_words=1))
 
 
-def json_line(measurements: Sequence[Measurement], **context: Any) -> str:
+def as_result(measurements: Sequence[Measurement], **context: Any) -> dict[str, Any]:
     """The first measurement's numbers at the top level, the others under `baselines`, and where and how it was run."""
     first, *others = measurements
     result = {**first.as_dict(), **context, "environment": environment()}
     if others:
         result["baselines"] = [other.as_dict() for other in others]
         result["identical_outputs"] = num_identical(measurements)
-    return json.dumps(result, allow_nan=False)
+    return result
 
 
 def num_identical(measurements: Sequence[Measurement]) -> list[int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
+import json
 import re
 import sys
 import time
@@ -12,8 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import run_workload
-from jaxpage.bench.report import Measurement, json_line, num_identical, table
+from jaxpage.bench.report import Measurement, as_result, num_identical, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli.flags import UsageError
@@ -25,9 +28,16 @@ BASELINES = ("transformers",)
 _THE_WORK = ("model", "revision", "tokenizer")
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
-    """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
+def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together.
+
+    The status is 1 where the whole range of the ratio to the earlier run is below `--fail-below`.
+    """
     _check(arguments)
+    path = arguments.compare
+    earlier = read_baseline(path) if path else None
+    if earlier:
+        check_same_work(path, earlier, _known_work(arguments, config))
     others = [(text, config.replace(**{"event_log": None, **changes_of(text)})) for text in arguments.versus]
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
@@ -41,13 +51,18 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
             max_input=max_input,
             max_output=max_output,
         )
-        measurements = [run_workload(llm, workload, load_seconds=load_seconds)]
+        if earlier:
+            num_tokens = sum(len(item.prompt_token_ids) for item in workload)
+            sizes = {"max_input": max_input, "max_output": max_output, "total_input_tokens": num_tokens}
+            check_same_work(path, earlier, sizes)
+        measurements = [run_workload(llm, workload, load_seconds=load_seconds, repeats=arguments.repeats)]
     for text, other in others:
         with started(other) as (llm, load_seconds):
-            measurements.append(run_workload(llm, workload, load_seconds=load_seconds, name=text))
+            run_of = functools.partial(run_workload, llm, workload, load_seconds=load_seconds)
+            measurements.append(run_of(name=text, repeats=arguments.repeats))
     if arguments.baseline:
         measurements.append(baseline(arguments, config, directory, workload))
-    line = json_line(
+    result = as_result(
         measurements,
         dataset=arguments.dataset,
         seed=arguments.seed,
@@ -55,6 +70,10 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         max_output=max_output,
         config=config.model_dump(),
     )
+    comparison = compare(path, earlier, result) if earlier else None
+    if comparison:
+        result["compared"] = comparison.as_dict()
+    line = json.dumps(result, allow_nan=False)
     memory = measurements[0].memory
     print(f"{table(measurements)}\n\n{memory}\n")
     for beside, count in zip(measurements[1:], num_identical(measurements), strict=True):
@@ -64,7 +83,15 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         draw(memory, title=title).savefig(arguments.plot)
     if arguments.output_json:
         Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
+    if comparison:
+        print(comparison.described())
     print(line)
+    return 1 if comparison and comparison.highest < arguments.fail_below else 0
+
+
+def _known_work(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
+    model = Path(config.model).name  # its directory may be another
+    return {"dataset": arguments.dataset, "seed": arguments.seed, "completed": arguments.num_prompts, "model": model}
 
 
 @contextlib.contextmanager
@@ -90,6 +117,10 @@ def changes_of(text: str) -> dict[str, Any]:
 
 def _check(arguments: argparse.Namespace) -> None:
     check_workload(arguments)
+    if arguments.repeats < 1:
+        raise UsageError(f"--repeats must be at least 1, got {arguments.repeats}")
+    if arguments.fail_below and not arguments.compare:
+        raise UsageError("--fail-below goes with --compare: it is a ratio to an earlier run")
     if arguments.baseline_batch_size < 1:
         raise UsageError(f"--baseline-batch-size must be at least 1, got {arguments.baseline_batch_size}")
     check_baseline(arguments)

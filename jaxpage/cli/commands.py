@@ -67,11 +67,11 @@ def doctor(arguments: argparse.Namespace) -> None:
         print(f"{name:<20} {value}")
 
 
-def bench_throughput(arguments: argparse.Namespace) -> None:
-    """`jaxpage bench throughput`."""
+def bench_throughput(arguments: argparse.Namespace) -> int:
+    """`jaxpage bench throughput`: status 1 if it is slower than `--fail-below` allows."""
     from jaxpage.bench.throughput import run
 
-    run(arguments, resolved(arguments, without=("seed",)).config)
+    return run(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def bench_latency(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,91 @@
+"""`--compare BASELINE.json`: this run's throughput as a ratio to that of an earlier one, with the spread of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpage.cli.flags import UsageError
+
+_WORK = ("dataset", "seed", "completed", "max_input", "max_output", "total_input_tokens")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Output tokens per second of this run over those of the baseline: of the medians, and the lowest and highest that the runs allow.
+
+    Runs are noisy: a ratio means something where its whole range is on one side of 1.
+    """
+
+    baseline: str
+    ratio: float
+    lowest: float
+    highest: float
+    notes: tuple[str, ...]  # what differs besides jaxpage
+
+    def described(self) -> str:
+        shown = (
+            f"{self.ratio:.3f} times the output tokens/s of {self.baseline} ({self.lowest:.3f} to {self.highest:.3f})"
+        )
+        return "\n".join([shown, *self.notes])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"baseline": self.baseline, "ratio": self.ratio, "lowest": self.lowest, "highest": self.highest}
+
+
+def read_baseline(path: str) -> dict[str, Any]:
+    """What `--output-json` wrote. Raises UsageError if it is something else."""
+    try:
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(result, dict):
+            raise TypeError("it holds no JSON object")
+        _speeds(result)
+        missing = [name for name in (*_WORK, "config", "environment") if name not in result]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}")
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"--compare {path}: not a result of `jaxpage bench throughput --output-json`: {type(error).__name__}: {error}"
+        ) from None
+    return dict(result)
+
+
+def check_same_work(path: str, baseline: Mapping[str, Any], work: Mapping[str, Any]) -> None:
+    """Raises UsageError if the baseline did other work. `work`: as far as it is known, under the names of the result, and `model`."""
+    before = {**baseline, "model": Path(str(baseline["config"]["model"])).name}
+    other = [f"{name} {before[name]!r}, now {value!r}" for name, value in work.items() if before[name] != value]
+    if other:
+        raise UsageError(f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for both runs")
+
+
+def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -> Comparison:
+    """Both as `--output-json` writes them."""
+    theirs, ours = _speeds(baseline), _speeds(result)
+    before, now = baseline["environment"], result["environment"]
+    commit = f" (commit {before['commit'][:7]})" if before.get("commit") else ""
+    notes = [
+        f"other {name}: {before.get(name)}, now {now.get(name)}"
+        for name in ("python", "jax", "device", "cpu", "cores")
+        if before.get(name) != now.get(name)
+    ]
+    settings = {*baseline["config"], *result["config"]} - {"model", "event_log"}
+    notes += [
+        f"other {name}: {baseline['config'].get(name)}, now {result['config'].get(name)}"
+        for name in sorted(settings)
+        if baseline["config"].get(name) != result["config"].get(name)
+    ]
+    return Comparison(
+        f"{path}{commit}",
+        result["output_throughput"] / baseline["output_throughput"],
+        min(ours) / max(theirs),
+        max(ours) / min(theirs),
+        tuple(notes),
+    )
+
+
+def _speeds(result: Mapping[str, Any]) -> Sequence[float]:
+    """Output tokens per second of each run."""
+    return [result["total_output_tokens"] / seconds for seconds in result.get("durations") or [result["duration"]]]
