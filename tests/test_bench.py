@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.report import Measurement, as_result, environment, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from jaxpage.cli.flags import UsageError
+from jaxpage.engine.build import PHASES
 from tests.support.random_checkpoints import random_checkpoint
 
 LLAMA = {
@@ -214,6 +216,34 @@ def test_a_gate_fails_where_all_runs_are_slower(
         path.write_text(text)
         assert cli.main([*words, "--compare", str(path)]) == 2
         assert f"--compare {path}: not a result of `jaxpage bench throughput" in capsys.readouterr().err
+
+
+def test_a_start_is_timed_by_phase(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    words = ["--model", str(model), "--num-blocks", "9", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
+    words += ["--attention-backend", "scan", "--starts", "1", "--output-json", str(path)]
+    began = time.perf_counter()
+    assert cli.main(["bench", "startup", *words]) == 0
+    seconds = time.perf_counter() - began
+    *shown, line = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    assert json.loads(path.read_text()) == result
+    (warm,), names = (
+        result["warm"],
+        ["starting Python", "importing jax", "importing jaxpage", *PHASES, "the first token"],
+    )
+    assert list(result["cold"]) == list(warm) == names
+    assert [line.split("  ")[0] for line in shown] == ["seconds", *names, "total"]
+    assert 0 < result["warm_seconds"] < result["cold_seconds"] < seconds, "it finds what the first has compiled"
+    assert sum(warm.values()) == result["warm_seconds"] and min(warm.values()) > 0
+    assert warm["compiling the steps"] < result["cold"]["compiling the steps"]
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "startup", str(tmp_path / "nowhere"), "--starts", "1"]) == 1
+    assert "nowhere" in capsys.readouterr().err
+    assert cli.main(["bench", "startup", "--starts", "0"]) == 2
+    assert "--starts must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_the_tool_is_the_same_program(model: Path) -> None:

@@ -27,6 +27,7 @@ def add_bench(commands: Commands[Parser]) -> None:
     throughput.set_defaults(run=lazily("commands", "bench_throughput"))
     _add_bench_latency(kinds)
     _add_bench_serve(kinds)
+    _add_bench_startup(kinds)
     kv_dtype = add_command(
         kinds, "kv-dtype", "effect of an int8 or fp8 KV cache on the logits, and how many tokens fit"
     )
@@ -106,6 +107,22 @@ def _add_bench_serve(kinds: Commands[Parser]) -> None:
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="requests of a static batch; default: 16")
     add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     parser.set_defaults(run=lazily("commands", "bench_serve"))
+
+
+def _add_bench_startup(kinds: Commands[Parser]) -> None:
+    parser = add_command(kinds, "startup", "seconds from the start of a process to its first token, by phase")
+    add_model(parser)
+    add = parser.add_argument
+    add(
+        "--starts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="warm starts after the cold one; medians are shown; default: 3",
+    )
+    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
+    add_engine_flags(parser)
+    parser.set_defaults(run=lazily("commands", "bench_startup"))
 
 
 def _add_bench_speculation(kinds: Commands[Parser]) -> None:

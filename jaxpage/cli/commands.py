@@ -88,6 +88,13 @@ def bench_serve(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def bench_startup(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench startup`."""
+    from jaxpage.bench.startup import run
+
+    run(arguments, resolved(arguments).config)
+
+
 def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     """`jaxpage bench kv-dtype`."""
     from jaxpage.bench.kv_dtype import run

@@ -1,0 +1,79 @@
+"""`jaxpage bench startup`: seconds from the start of a process to its first token, by phase, with and without compiled executables."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from tqdm import tqdm
+
+from jaxpage.bench import startup_process
+from jaxpage.bench.report import environment
+from jaxpage.bench.throughput import check_writable
+from jaxpage.cli.flags import UsageError
+from jaxpage.errors import JaxpageError
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.tables import aligned
+
+Phases = dict[str, float]  # seconds, in the order of a start
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Prints a table and, as the last line, one JSON object. Raises JaxpageError if a start fails."""
+    if arguments.starts < 1:
+        raise UsageError(f"--starts must be at least 1, got {arguments.starts}")
+    check_writable("--output-json", arguments.output_json)
+    with (
+        tempfile.TemporaryDirectory(prefix="jaxpage-startup-") as cache,
+        tqdm(total=1 + arguments.starts, desc="Starting", unit="start") as bar,
+    ):
+        found = []
+        for _ in range(1 + arguments.starts):
+            found.append(_start(config, Path(cache)))
+            bar.update()
+    cold, *warm = found
+    shown = {name: median(start[name] for start in warm) for name in cold}
+    total = median(sum(start.values()) for start in warm)
+    print(table(cold, shown, total))
+    result = {
+        "cold": cold,
+        "warm": warm,
+        "cold_seconds": sum(cold.values()),
+        "warm_seconds": total,
+        "config": config.model_dump(),
+        "environment": environment(),
+    }
+    line = json.dumps(result, allow_nan=False)
+    if arguments.output_json:
+        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def table(cold: Phases, warm: Phases, warm_total: float) -> str:
+    """A row per phase. warm_total: the median of the sums, which is not the sum of the medians."""
+    rows = [["seconds", "cold", "warm"], *([name, f"{cold[name]:.2f}", f"{warm[name]:.2f}"] for name in cold)]
+    rows.append(["total", f"{sum(cold.values()):.2f}", f"{warm_total:.2f}"])
+    return "\n".join(aligned(rows, num_words=1))
+
+
+def _start(config: EngineConfig, cache: Path) -> Phases:
+    """A process with a cache of its own: what it compiles and measures is what the next one finds."""
+    variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache)}
+    variables.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command: Sequence[str] = [sys.executable, "-m", startup_process.__name__]
+    began = time.time()
+    settings = json.dumps(config.replace(event_log=None).given())
+    done = subprocess.run(command, input=settings, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise JaxpageError(f"A start failed with status {done.returncode}:\n{done.stderr.strip()[-2000:]}")
+    marks = {"starting Python": began, **json.loads(done.stdout.splitlines()[-1])}
+    return {name: end - start for (name, start), (_, end) in itertools.pairwise(marks.items())}
