@@ -28,6 +28,7 @@ def add_bench(commands: Commands[Parser]) -> None:
     _add_bench_latency(kinds)
     _add_bench_serve(kinds)
     _add_bench_startup(kinds)
+    _add_bench_roofline(kinds)
     kv_dtype = add_command(
         kinds, "kv-dtype", "effect of an int8 or fp8 KV cache on the logits, and how many tokens fit"
     )
@@ -123,6 +124,18 @@ def _add_bench_startup(kinds: Commands[Parser]) -> None:
     add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     add_engine_flags(parser)
     parser.set_defaults(run=lazily("commands", "bench_startup"))
+
+
+def _add_bench_roofline(kinds: Commands[Parser]) -> None:
+    parser = add_command(kinds, "roofline", "time of a step beside what the machine can do, and where it goes")
+    add_model(parser)
+    add = parser.add_argument
+    rows = [1, 8, 64]
+    add("--batches", type=int, nargs="+", default=rows, metavar="N", help="batch sizes, in sequences; default: 1 8 64")
+    add("--context", type=int, default=256, metavar="N", help="tokens before those that are decoded; default: 256")
+    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
+    add_engine_flags(parser, without=("max_num_seqs", "enable_prefix_caching"))
+    parser.set_defaults(run=lazily("commands", "bench_roofline"))
 
 
 def _add_bench_speculation(kinds: Commands[Parser]) -> None:

@@ -95,6 +95,14 @@ def bench_startup(arguments: argparse.Namespace) -> None:
     run(arguments, resolved(arguments).config)
 
 
+def bench_roofline(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench roofline`."""
+    from jaxpage.bench.roofline import run
+
+    arguments.max_num_seqs = max(1, *arguments.batches)
+    run(arguments, resolved(arguments).config)
+
+
 def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     """`jaxpage bench kv-dtype`."""
     from jaxpage.bench.kv_dtype import run
@@ -106,6 +114,9 @@ def bench_speculation(arguments: argparse.Namespace) -> None:
     """`jaxpage bench speculation`."""
     from jaxpage.bench.speculation import run
 
+    arguments.max_num_seqs = max(
+        1, *arguments.batches
+    )  # the default would refuse fewer tokens per step than it has sequences
     run(arguments, resolved(arguments, without=("seed",)).config)
 
 

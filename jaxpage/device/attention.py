@@ -20,6 +20,7 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
     """
     tree_mask_TQ = unpack_tree_mask(inputs.tree_mask_TU, bucket.max_query_len) if bucket.trees else None
 
+    @jax.named_scope("attention")
     def attend(
         layer_index: int,
         q_TNH: jax.Array,

@@ -95,13 +95,14 @@ def _target_step(
     by_row, backend = options.sample_by_row, options.attention_backend
     model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
     logits_RV = model.logits(hidden_TD[inputs.drawn_token_R])
-    if bucket.verifies:
-        token_ids_R, paths = decide(logits_RV, inputs, processor_inputs, bucket, options.acceptance, by_row=by_row)
-        last_B = last_of(paths)
-    else:
-        token_ids_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
-        paths, last_B = jnp.zeros((0, 0), jnp.int32), jnp.arange(bucket.num_rows)
-    drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+    with jax.named_scope("sampling"):
+        if bucket.verifies:
+            token_ids_R, paths = decide(logits_RV, inputs, processor_inputs, bucket, options.acceptance, by_row=by_row)
+            last_B = last_of(paths)
+        else:
+            token_ids_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
+            paths, last_B = jnp.zeros((0, 0), jnp.int32), jnp.arange(bucket.num_rows)
+        drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
     if bucket.max_query_len > 1 and not bucket.verifies:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)

@@ -17,6 +17,7 @@ class Scaled(NamedTuple):
     scale_O: Float[Array, "O"]
 
 
+@jax.named_scope("product")  # these names are for profiles: see `bench.step_profile`
 def product(
     x_TI: Float[Array, "T I"], weight: jax.Array | Scaled, *, result: DTypeLike | None = None
 ) -> Float[Array, "T O"]:

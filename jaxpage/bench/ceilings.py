@@ -1,0 +1,60 @@
+"""What the machine can do: bytes read from memory and operations of products per second, measured when they are needed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.layers.product import product
+
+WIDTH = 4096  # of the arrays
+REPEATS = 7
+PRODUCT_ROWS = 512  # enough that a product is not limited by reading the weights
+
+
+def bandwidth(num_bytes: int) -> float:
+    """Bytes per second of reading `num_bytes` again and again: an array that fits into a cache is read faster.
+
+    The best of what XLA does (a product of one or two rows, a sum) and, on a CPU, of NumPy in one thread per core.
+    """
+    rows = max(1, num_bytes // (4 * WIDTH))
+    array = jnp.ones((rows, WIDTH), jnp.float32)
+    runs = [_compiled(lambda x: jnp.sum(x, axis=1), array)]
+    runs += [_compiled(product, jnp.ones((few, WIDTH), jnp.float32), array) for few in (1, 2)]
+    if jax.default_backend() != "cpu":
+        return 4.0 * rows * WIDTH / min(map(_fastest, runs))
+    num_cores = os.cpu_count() or 1
+    parts, one = np.array_split(np.asarray(array), num_cores), np.ones(WIDTH, np.float32)
+    with ThreadPoolExecutor(num_cores) as pool:
+        runs.append(lambda: list(pool.map(lambda part: part @ one, parts)))
+        return 4.0 * rows * WIDTH / min(map(_fastest, runs))
+
+
+def product_rate(dtype: str) -> float:
+    """Operations per second of a large product in this type: two for each multiplication with its addition."""
+    weight = jnp.ones((WIDTH, WIDTH), dtype)
+    run = _compiled(product, jnp.ones((PRODUCT_ROWS, WIDTH), dtype), weight)
+    return 2.0 * PRODUCT_ROWS * WIDTH * WIDTH / _fastest(run)
+
+
+def _compiled(function: Callable[..., Any], *arrays: jax.Array) -> Callable[[], Any]:
+    executable = jax.jit(function).lower(*arrays).compile()
+    return lambda: executable(*arrays).block_until_ready()
+
+
+def _fastest(run: Callable[[], Any]) -> float:
+    """Seconds; the first call may pay for more."""
+    run()
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

@@ -1,0 +1,228 @@
+"""`jaxpage bench roofline`: how near steps come to what the machine can do, and where their time goes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jaxpage.bench.ceilings import bandwidth, product_rate
+from jaxpage.bench.measure import parameters
+from jaxpage.bench.report import environment
+from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
+from jaxpage.bench.throughput import check_writable
+from jaxpage.checkpoints import read_config, resolve_model
+from jaxpage.cli.flags import UsageError
+from jaxpage.device.cpu_products import cpu_products
+from jaxpage.device.kv_pages import bytes_per_layer
+from jaxpage.engine.batch_builder import Batch
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.reporting import Reporter
+from jaxpage.models.base import Family, ModelSpec, model_weights
+from jaxpage.models.registry import load_family
+from jaxpage.replay.opening import open_engine
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.tables import aligned
+
+STEPS = 24  # measured, and as many profiled
+PARTS = ("planning", "batch", "commit", *SCOPES, OTHER, "dispatch and transfer")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one step: bytes that must be read and operations of products and attention that must be done, at least once each."""
+
+    num_bytes: float
+    num_operations: float
+
+    def seconds(self, bytes_per_second: float, operations_per_second: float) -> float:
+        """The roofline: what takes longer limits."""
+        return max(self.num_bytes / bytes_per_second, self.num_operations / operations_per_second)
+
+
+def work_of(
+    spec: ModelSpec, num_weights: int, dtypes: tuple[str, Any], *, num_rows: int, num_tokens: int, context: int
+) -> Work:
+    """num_weights: of products. dtypes: of weights and of pages. num_tokens: of each row, behind `context` others."""
+    weight_bytes = num_weights * jnp.dtype(dtypes[0]).itemsize
+    positions = sum(min(context + num_tokens, window or context + num_tokens) for window in spec.kv.sliding_windows)
+    pages_bytes = num_rows * positions * bytes_per_layer(spec.kv, 1, dtypes[1])
+    seen = (context + (num_tokens + 1) / 2) * spec.kv.num_layers  # of a token, in the mean; windows see less
+    attention = 4 * spec.num_query_heads * spec.kv.head_width * seen
+    return Work(weight_bytes + pages_bytes, num_rows * num_tokens * (2 * num_weights + attention))
+
+
+def num_product_weights(family: Family, spec: ModelSpec) -> int:
+    """Numbers in the weights that every token is multiplied by."""
+    tables = [weight for weight in model_weights(family, spec) if len(weight.shape) > 1 and weight.axes[0] is not None]
+    looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.model_width
+    return sum(weight.size for weight in tables) - looked_up
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians in seconds of a step and of its parts."""
+
+    name: str
+    work: Work
+    seconds: float
+    parts: dict[str, float]  # PARTS
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Prints tables and, as the last line, one JSON object. Raises UsageError or CapacityError for sizes that cannot be."""
+    _check(arguments, config)
+    model = read_config(resolve_model(config.model, config.revision))
+    family = load_family(model)
+    spec = family.Spec.from_config(model)
+    longest = min(spec.max_position_embeddings, config.max_model_len or spec.max_position_embeddings)
+    if arguments.context + 4 * STEPS > longest:
+        raise UsageError(f"--context must be at most {longest - 4 * STEPS}: max_model_len is {longest}")
+    config = config.replace(enable_prefix_caching=False, event_log=None)
+    built = open_engine(config, progress=True)
+    engine, dtypes = built.engine, (built.spec.layout.dtype, built.spec.page_dtype)
+    work = functools.partial(work_of, spec, num_product_weights(family, spec), dtypes)
+    measured = []
+    for num_rows in tqdm(arguments.batches, desc="Measuring", unit="batch"):
+        seen = arguments.context + 3 * STEPS // 2  # in the mean of the steps that are measured
+        _start_decoding(engine, num_rows, arguments.context)
+        one = work(num_rows=num_rows, num_tokens=1, context=seen)
+        measured.append(_measured(engine, f"{num_rows} rows", one, lambda: None))
+    chunk = min(built.spec.menu.chunk[-1].num_tokens, longest - 1)
+    one = work(num_rows=1, num_tokens=chunk, context=0)
+    measured.append(_measured(engine, f"chunk of {chunk}", one, lambda: _add(engine, chunk, 1)))
+    rate = product_rate(built.spec.layout.dtype)
+    rows = [_as_dict(one, bandwidth(int(one.work.num_bytes)), rate) for one in measured]
+    library = f", {cpu_products().library or 'plain XLA'}" if jax.default_backend() == "cpu" else ""
+    print(f"Products in {built.spec.layout.dtype}: {rate * 1e-9:.0f} GFLOP/s{library}\n\n{_table(rows)}\n")
+    result = {
+        "steps": rows,
+        "context": arguments.context,
+        "product_flops_per_second": rate,
+        "config": config.model_dump(),
+        "environment": environment(),
+    }
+    line = json.dumps(result, allow_nan=False)
+    if arguments.output_json:
+        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    if min(arguments.batches) < 1 or arguments.context < 1:
+        raise UsageError("--batches and --context must be at least 1")
+    if config.speculative_config is not None:
+        raise UsageError("bench roofline has no use for speculative_config: `bench speculation` measures that")
+    check_writable("--output-json", arguments.output_json)
+
+
+def _start_decoding(engine: Engine, num_rows: int, context: int) -> None:
+    """Computes prompts of `context` tokens, so that the next steps compute a token of each."""
+    reporters = [_add(engine, context, 4 * STEPS) for _ in range(num_rows)]  # they run until they are aborted
+    while not all(reporter.num_output_tokens for reporter in reporters):
+        engine.step()
+
+
+def _add(engine: Engine, num_prompt_tokens: int, num_output_tokens: int) -> Reporter:
+    request_id = str(uuid.uuid4())
+    prompt = np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_prompt_tokens).tolist()
+    return engine.add(request_id, engine.prepare(None, prompt, parameters(num_output_tokens)))
+
+
+def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object]) -> Measured:
+    """before: what each step needs to have something to do."""
+    with _timed_parts(engine) as (seconds, batches):
+
+        def steps() -> None:
+            for _ in range(STEPS):
+                before()
+                started = time.perf_counter()
+                engine.step()
+                seconds["step"].append(time.perf_counter() - started)
+
+        steps()  # what happens only once happens here
+        seconds.clear()
+        steps()
+        plain = {part: median(each) for part, each in seconds.items()}
+        seconds.clear()
+        executable = engine.runner.executables.step(batches[-1].bucket, batches[-1].draft_depth).executable
+        scopes = profiled(steps, executable.as_text())
+    engine.abort_all()
+    scale = plain["run"] / sum(seconds["run"])  # a profiler takes time too
+    device = {scope: spent * scale for scope, spent in scopes.items()}
+    parts = {part: plain[part] for part in ("planning", "batch")}
+    parts["commit"] = plain["step"] - plain["planning"] - plain["batch"] - plain["run"]
+    parts |= {**device, "dispatch and transfer": plain["run"] - sum(device.values())}
+    return Measured(name, work, plain["step"], parts)
+
+
+@contextlib.contextmanager
+def _timed_parts(engine: Engine) -> Iterator[tuple[dict[str, list[float]], list[Batch]]]:
+    """Seconds of each call of the parts of `Engine.step`, and the batches."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    batches: list[Batch] = []
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*arguments)
+            seconds[name].append(time.perf_counter() - started)
+            if isinstance(result, Batch):
+                batches.append(result)
+            return result
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name, owner, method in (
+            ("planning", engine.scheduler, "plan"),
+            ("batch", engine.builder, "build"),
+            ("run", engine.runner, "run"),
+        ):
+            stack.enter_context(mock.patch.object(owner, method, timed(name, getattr(owner, method))))
+        yield seconds, batches
+
+
+def _as_dict(measured: Measured, bytes_per_second: float, operations_per_second: float) -> dict[str, Any]:
+    limit = measured.work.seconds(bytes_per_second, operations_per_second)
+    return {
+        "name": measured.name,
+        "seconds": measured.seconds,
+        "bytes": measured.work.num_bytes,
+        "operations": measured.work.num_operations,
+        "bytes_per_second": bytes_per_second,
+        "roofline_seconds": limit,
+        "share": limit / measured.seconds,
+        "parts": measured.parts,
+    }
+
+
+def _table(steps: Sequence[Mapping[str, Any]]) -> str:
+    """A column per kind of step."""
+    shown: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
+        ("must read (MB)", lambda step: f"{step['bytes'] * 1e-6:.1f}"),
+        ("must compute (GFLOP)", lambda step: f"{step['operations'] * 1e-9:.2f}"),
+        ("memory (GB/s)", lambda step: f"{step['bytes_per_second'] * 1e-9:.1f}"),
+        ("roofline (ms)", lambda step: f"{step['roofline_seconds'] * 1e3:.2f}"),
+        ("step (ms)", lambda step: f"{step['seconds'] * 1e3:.2f}"),
+        ("share of the roofline", lambda step: f"{step['share']:.2f}"),
+        *((f"  {part} (ms)", lambda step, part=part: f"{step['parts'][part] * 1e3:.2f}") for part in PARTS),
+    ]
+    rows = [["", *(step["name"] for step in steps)]]
+    rows += [[label, *(show(step) for step in steps)] for label, show in shown]
+    return "\n".join(aligned(rows, num_words=1))

@@ -1,0 +1,57 @@
+"""Where the time of a step goes on the device, from JAX's profiler: each operation belongs to the named scope that it was traced in."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+from jax.profiler import ProfileData, ProfileOptions
+
+SCOPES = ("product", "attention", "sampling")
+OTHER = "other"
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .*?[\])}] (?P<opcode>[a-z][\w\-]*)\(", re.MULTILINE)
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CONTAINERS = frozenset({"call", "conditional", "while"})  # the time of what is in them is counted there
+
+
+def profiled(run: Callable[[], None], code: str) -> dict[str, float]:
+    """Seconds of the operations of each scope while `run` runs.
+
+    code: the text of the executable that it runs. On a CPU operations may run side by side, so the sum can be more than the time that
+    passed.
+    """
+    scopes = scopes_of(code)
+    options = ProfileOptions()
+    options.python_tracer_level = 0  # Python's calls would be slowed down by being counted
+    with tempfile.TemporaryDirectory(prefix="jaxpage-profile-") as directory:
+        with jax.profiler.trace(directory, profiler_options=options):
+            run()
+        files = sorted(Path(directory).rglob("*.xplane.pb"))
+        return seconds_by_scope(ProfileData.from_file(str(files[-1])), scopes)
+
+
+def seconds_by_scope(profile: ProfileData, scopes: Mapping[str, str]) -> dict[str, float]:
+    """scopes: of each instruction, by name."""
+    found: Counter[str] = Counter(dict.fromkeys((*SCOPES, OTHER), 0.0))
+    for plane in profile.planes:
+        for line in plane.lines:
+            for event in line.events:
+                # On a GPU an event has the name of its kernel.
+                name = event.name if event.name in scopes else str(dict(event.stats).get("hlo_op"))
+                if name in scopes:
+                    found[scopes[name]] += event.duration_ns * 1e-9
+    return dict(found)
+
+
+def scopes_of(code: str) -> dict[str, str]:
+    """The scope of each instruction of an executable's text, but for those that contain others."""
+    scopes = {}
+    for line in code.splitlines():
+        if (instruction := _INSTRUCTION.match(line)) and instruction["opcode"] not in _CONTAINERS:
+            path = name[1].split("/") if (name := _OP_NAME.search(line)) else []
+            scopes[instruction["name"]] = next((scope for scope in SCOPES if scope in path), OTHER)
+    return scopes
