@@ -406,7 +406,10 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
     ("change", "message"),
     [
         ({"event": "arrival"}, "it does not begin with a header"),
-        ({"format": 2}, "the log has format 2; this version reads format 3"),
+        (
+            {"format": 2},
+            "the log has format 2; this version reads format 3. Replay it with the version that wrote it, or record a new log",
+        ),
         ({"engine": None}, "engine of the header must be a dict, got None"),
         ({"config": {"max_num_seq": 2}}, "max_num_seq: unknown setting; did you mean 'max_num_seqs'"),
         ({"engine": {"num_blocks": "many"}}, "num_blocks: must be a valid integer, got 'many'"),

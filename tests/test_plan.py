@@ -155,6 +155,17 @@ def test_the_workspace_holds_a_draw_behind_every_draft(tmp_path: Path, capsys: p
     assert workspace("128", *drafting) - workspace("128") >= (128 - 64) * logits, "16 sequences with 7 drafts"
 
 
+@pytest.mark.parametrize("method", ['"lookahead"', '"suffix", "tree": true'])
+def test_trees_of_drafts_are_refused_for_windows_as_by_the_engine(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistral = {**LLAMA_3_8B, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+    drafting = ("--speculative-config", f'{{"method": {method}}}')
+    assert run(write(tmp_path, mistral), "--memory", "80GiB", *drafting) == 2
+    shown = capsys.readouterr()
+    assert "is not supported for" in shown.err and "sliding windows" in shown.err and not shown.out
+
+
 def test_users_are_as_many_as_a_block_manager_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, write(tmp_path, LLAMA_3_8B), "--memory", "20GiB", "--block-size", "32")
     assert [row["length"] for row in plan["users_by_length"]] == [256, 512, 1024, 2048, 4096, 8192]

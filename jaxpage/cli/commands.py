@@ -12,7 +12,7 @@ from jaxpage.settings.sources import BUILT_IN
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """`jaxpage serve [MODEL]`: until somebody ends it."""
+    """`jaxpage serve [MODEL]`: until a signal ends it."""
     settings, server = resolved_both(arguments)
     if settings.origins["model"] == BUILT_IN:
         raise UsageError("serve which model? jaxpage serve demo, a directory, a hub id, or --config FILE with a model")

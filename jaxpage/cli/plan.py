@@ -40,7 +40,7 @@ DEVICES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned: a model that somebody would run with these settings on that device."""
+    """What is planned: a model with these settings on that device."""
 
     config: EngineConfig
     architecture: str

@@ -22,7 +22,7 @@ _NOTHING: Mask = np.zeros(1, np.uint32)  # admits no token, as wide as it is mad
 def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Mask]:
     """By place among the plan's samples: what the grammars of their requests admit. Requests without one are not asked.
 
-    An exception of one request leaves it nothing to draw, which ends it; nobody else notices.
+    An exception of one request leaves it nothing to draw, which ends it; other requests are not affected.
     """
     masks = {}
     for index, sample in enumerate(plan.samples):
@@ -57,7 +57,7 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
                 edits.append(Fork(parent_id, sample.sequence_id, sample.sample_index))
         try:
             edits += strategy.advance(draws)
-        except Exception as error:  # of one request: it ends, and nobody else notices
+        except Exception as error:  # of one request: it ends; other requests are not affected
             logger.exception("sequence %d ends with an error, and with it its request", draws[0].sequence_id)
             ended = dict.fromkeys(draw.sequence_id for draw in draws)
             edits += [Finish(sequence_id, "error", f"{type(error).__name__}: {error}") for sequence_id in ended]

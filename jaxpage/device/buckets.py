@@ -20,7 +20,7 @@ class Bucket:
     num_tokens: T, query tokens of the stream. num_rows: B, sequences. max_query_len: the longest row, a promise.
     verifies: rows are a token and drafts of what follows, and every token is drawn from; otherwise there are as many draws as rows.
     trees: drafts may branch; chains are trees too.
-    q_width: W, tokens of what a draft was drawn from; 0 where nobody looks at that.
+    q_width: W, tokens of what a draft was drawn from; 0 where it is not used.
     """
 
     num_tokens: int

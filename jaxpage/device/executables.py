@@ -260,7 +260,7 @@ def _run_all(jobs: dict[Bucket | str, functools.partial[Any]], progress: bool) -
 
 
 def use_compile_cache(directory: Path) -> bool:
-    """Keeps executables in `directory` across processes. They are code, so it must be ours and nobody else may write there.
+    """Keeps executables in `directory` across processes. They are code: only this user may own it and write there.
 
     Returns False, with a warning, where that cannot be had: everything is then compiled anew at each start.
     """

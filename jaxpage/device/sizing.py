@@ -207,7 +207,7 @@ def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: i
     """The plan with `num_host_blocks` filled in: the caller's number, else as many as the device has, halved until half of what is free
     holds them.
 
-    available: bytes of the host that nobody uses; on CPU the weights, the workspace and the KV pool will take their part of them.
+    available: unused bytes of the host; on CPU the weights, the workspace and the KV pool will take their part of them.
 
     Raises CapacityError with the numbers if the caller's number does not fit.
     """

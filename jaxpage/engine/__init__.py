@@ -1,4 +1,4 @@
-"""The hall: the only place where the host wing (memory, scheduling, decoding) and the device wing meet."""
+"""The engine: the only place where the host packages (memory, scheduling, decoding, speculation) and the device packages meet."""
 
 import logging
 

@@ -72,8 +72,8 @@ def build_engine(
 ) -> Built:
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
 
-    progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: is told
-    what begins, one of PHASES. parts: of the engine, in place of its own.
+    progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: called
+    with each of PHASES when it begins. parts: of the engine, in place of its own.
     """
     phase(PHASES[0])
     files = _opened(config)
@@ -129,7 +129,7 @@ def build_engine(
 
 
 def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, drafting: Drafting) -> EngineSpec:
-    """Warns of what is not as somebody may think."""
+    """Logs the warnings of `notices`."""
     kernels = choose_backend(config.attention_backend, mesh.first, config.kv_cache_dtype)
     if kernels.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
@@ -241,7 +241,7 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
     if largest > last:
         raise CheckpointError(f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {last}")
     if added := [token for token, token_id in tokenizer.get_vocab().items() if token_id > last]:
-        # Published models have such: special tokens that nobody trained. A prompt that uses one is refused.
+        # Published models have such: special tokens that were never trained. A prompt that uses one is refused.
         logger.warning("the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", added, last)
     return tokenizer
 

@@ -38,7 +38,7 @@ BATCHED_TOKENS_ON_ACCELERATORS = 2048
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The device that an engine runs on, or one that somebody has in mind."""
+    """The device that an engine runs on, or one that `jaxpage plan` plans for."""
 
     name: str  # begins with the platform
     available_bytes: int
@@ -198,7 +198,7 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
 
 
 def notices(config: EngineConfig, device: DeviceSpec, spec: ModelSpec, plan: MemoryPlan) -> list[str]:
-    """What is not as somebody may think who looks at the settings alone."""
+    """Warnings about settings whose effect is not what their values suggest."""
     found = []
     if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
         found.append(
@@ -216,7 +216,7 @@ def notices(config: EngineConfig, device: DeviceSpec, spec: ModelSpec, plan: Mem
 def plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
     """The only place that decides whether anything can be swapped: `num_host_blocks` says how much."""
     if config.preemption_mode == "recompute" or (config.preemption_mode == "auto" and config.max_num_seqs == 1):
-        return plan  # nobody swaps: one sequence recomputes, and there is never more than one
+        return plan  # nothing swaps: one sequence recomputes, and there is never more than one
     plan = choose_num_host_blocks(plan, wanted=config.swap_space_blocks, available=available_host_bytes())
     if config.preemption_mode == "swap" and not plan.num_host_blocks:
         raise CapacityError(

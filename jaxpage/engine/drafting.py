@@ -117,18 +117,19 @@ def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Draft
         return Drafting()
     if config.acceptance == "typical":
         logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
-    drafting = Drafting(config, open_drafter(config, target))
-    if config.branches:
-        _check_windows(config, target, (target.spec.kv, *drafting.kvs))
-    return drafting
+    return Drafting(config, open_drafter(config, target))
 
 
-def _check_windows(config: SpeculativeConfig, target: ModelFiles, kvs: Iterable[KVSpec]) -> None:
-    """Attention takes a tree or a sliding window, not both."""
-    if all(window is None for kv in kvs for window in kv.sliding_windows):
+def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KVSpec]) -> None:
+    """Attention takes a tree or a sliding window, not both.
+
+    model: its name, for the error. kvs: of the model, and of a drafter.
+    Raises UnsupportedError.
+    """
+    if config is None or not config.branches or all(window is None for kv in kvs for window in kv.sliding_windows):
         return
     what, instead = ("tree=True", "tree=False") if config.tree else (f"method {config.method!r}", "a method of chains")
     raise UnsupportedError(
-        f"speculative_config: {what} is not supported for {target.directory}: its layers, or those of what drafts for it, have sliding "
+        f"speculative_config: {what} is not supported for {model}: its layers, or those of what drafts for it, have sliding "
         f"windows; use {instead}"
     )

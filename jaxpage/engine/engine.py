@@ -1,4 +1,4 @@
-"""The engine: requests in, steps, sequence groups out. `step` is the hall from which every room can be seen."""
+"""The engine: requests in, steps, sequence groups out. `Engine.step` calls every other part once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NewStrategy = Callable[[SequenceGroup, Grammar | None], Strategy]
 
 
 class EngineParts(TypedDict, total=False):
-    """Arguments of an engine that somebody may have other ones for: a replay takes from its log what they would decide."""
+    """Arguments that a caller may replace: a replay passes its own, which take their decisions from the log."""
 
     speculator: Speculator
     new_strategy: NewStrategy
@@ -63,10 +63,10 @@ class Engine:
     ):
         """
         Args:
-            strategies: where those of the requests are kept, by sequence id, for a speculator that looks at them.
-            speculator: whom to ask for drafts; None: nobody.
-            new_strategy: of a request that arrives; None: as its parameters say.
-            events: who listens.
+            strategies: the decoding strategies by sequence id. Pass the dict that a speculator reads.
+            speculator: proposes drafts; None: no speculation.
+            new_strategy: makes the strategy of a new request; None: by its parameters.
+            events: the listener; None: events are ignored.
         """
         self.scheduler = scheduler
         self.builder = builder
@@ -187,7 +187,7 @@ class Engine:
         return result
 
     def _report(self, report: StepReport) -> None:
-        """A step was committed: whoever wants to know is told."""
+        """Reports a committed step to the event listener, the metrics and the speculator."""
         self.events.stepped(report)
         self.metrics.stepped(report, self._groups)
         self.speculator.observe(report)

@@ -26,7 +26,7 @@ from jaxpage.engine.capacity import (
     plan_swapping,
     step_menu,
 )
-from jaxpage.engine.drafting import Drafting
+from jaxpage.engine.drafting import Drafting, check_windows
 from jaxpage.errors import ConfigError
 from jaxpage.memory import pool_ids
 from jaxpage.models.base import ModelSpec
@@ -121,16 +121,19 @@ def describe_engine(
     Raises:
         ConfigError: `max_model_len` is beyond the model's positions, the heads cannot be divided among the devices, or no step has room
             for the drafts that are asked for.
+        UnsupportedError: drafts that branch, for layers with sliding windows.
         CapacityError: the weights leave no room, or one sequence of `max_model_len` does not fit; with the numbers.
     """
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
+    kv = replace(model.kv, num_kv_heads=kv_heads_per_device(model, layout.tensor_parallel_size))
+    kvs = (kv, *(drafting.kvs if drafting else ()))
+    check_windows(config.speculative_config, config.model, kvs)
     menu = step_menu(config, device)
     limits = step_limits(menu, config.max_num_seqs, mixed=mixes(config, device))
-    kv = replace(model.kv, num_kv_heads=kv_heads_per_device(model, layout.tensor_parallel_size))
     groups = cache_groups(
-        (kv, *(drafting.kvs if drafting else ())),
+        kvs,
         longest=config.max_model_len or longest,
         block_size=config.block_size,
         dtype=kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype),

@@ -1,4 +1,4 @@
-"""What an engine tells of itself, in the order in which it happens: to nobody, to a log, or to a replay that compares it with one."""
+"""Events of an engine, in order. A listener ignores them, writes them to a log, or compares them with a log (replay)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxpage.step.request import SequenceGroup
 
 
 class Events:
-    """The listener of an engine that nobody listens to."""
+    """The default listener: it ignores all events."""
 
     def arrived(self, group: SequenceGroup) -> None:
         """A request was admitted to the queue."""

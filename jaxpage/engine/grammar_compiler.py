@@ -97,7 +97,7 @@ class GrammarCompiler:
         return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
 
     def _tried(self, kind: str, value: str) -> tuple[str | None, int]:
-        """What the worker answers. One that somebody killed is started again once: the grammar may be innocent."""
+        """What the worker answers. A worker that was killed from outside is started again once: the grammar may not be the cause."""
         for is_last in (False, True):
             try:
                 return self._started().tried(kind, value)
@@ -146,7 +146,7 @@ class GrammarCompiler:
         return grammar
 
     def _refused(self, asked: tuple[str, str], message: str) -> str:
-        """The message, which whoever asks for the same is told for a while: what takes too long may do so only because of the load."""
+        """Returns the message, and keeps it for a while for the same grammar: a grammar may time out only because of the load."""
         with self._caching:
             self._refusals[asked] = message, time.monotonic()
             self._refusals.move_to_end(asked)
@@ -156,7 +156,7 @@ class GrammarCompiler:
 
 
 class _WorkerGoneError(JaxpageError):
-    """The process ended by itself, or somebody killed it."""
+    """The process ended by itself, or was killed."""
 
 
 class _Worker:

@@ -183,14 +183,14 @@ class BlockManager:
         return found
 
     def num_to_begin(self, beginnings: Sequence[tuple[int, Prefix]]) -> Counts:
-        """Free blocks that `begin` takes for sequences of so many known tokens: cached ones count unless somebody uses them, each once."""
+        """Free blocks that `begin` takes for sequences of so many known tokens: cached ones count unless they are in use, each once."""
         counts = []
         for index, group in enumerate(self.groups):
             num_new, revived = 0, set[int]()
             for num_known, prefix in beginnings:
                 blocks = prefix.blocks[index]
                 num_new += self.blocks_for(group.until(len(blocks), num_known)) - len(blocks)
-                # The last block, if it is partly filled, is written, and is somebody else's: a copy.
+                # The last block, if it is partly filled, is written, and another sequence uses it: a copy.
                 num_new += prefix.num_tokens % self.block_size > 0
                 revived.update(blocks[group.num_passed(prefix.num_tokens) :])
             counts.append(num_new + group.num_revived(revived))

@@ -75,7 +75,7 @@ class BlockPool:
         return self._kept[block]
 
     def is_writable(self, block: int) -> bool:
-        """Whether who refers to the block may write into it: nobody else does, and its content is not kept."""
+        """Whether who refers to the block may write into it: nothing else refers to it, and its content is not kept."""
         return self._ref_counts[block] == 1 and not self._kept[block]
 
     def allocate(self) -> int:

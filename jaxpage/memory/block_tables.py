@@ -71,7 +71,7 @@ class BlockTables:
         self.sliding_window = sliding_window
         self.max_tokens = max_tokens
         self.swapped = HostTables(host_pool)
-        self.reused: Callable[[int], None] = lambda block: None  # is told of every block that is handed out anew
+        self.reused: Callable[[int], None] = lambda block: None  # called with every block that is allocated again
         self.tables: dict[int, Table] = {}  # by sequence id
 
     @property
@@ -90,7 +90,7 @@ class BlockTables:
     # Windows
 
     def num_passed(self, num_tokens: int) -> int:
-        """How many of a sequence's first blocks nobody needs who goes on behind its first `num_tokens` tokens: see `window_blocks`."""
+        """How many of a sequence's first blocks are outside of the window for all tokens after `num_tokens`: see `window_blocks`."""
         return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window - 1) // self.block_size
 
     def most_blocks(self, num_tokens: int) -> int:
@@ -239,7 +239,7 @@ class BlockTables:
                 self.pool.share(block)
 
     def num_revived(self, blocks: Iterable[int]) -> int:
-        """How many free blocks `adopt` would take: those that nobody uses, each once however often it is named."""
+        """How many free blocks `adopt` would take: the unused ones, each counted once however often it is named."""
         return sum(self.pool.ref_count(block) == 0 for block in set(blocks) - {NULL_BLOCK})
 
     def adopt(self, sequence_id: int, blocks: Sequence[int], num_tokens: int) -> None:

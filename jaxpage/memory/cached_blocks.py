@@ -117,4 +117,4 @@ class CachedBlocks:
             beside, holder = self._beside[place], self._holder[place]
             assert beside == {one: block for block, one in holder.items()}, "not one to one"
             assert sorted(holder) == group.pool.kept_blocks(), "kept blocks are those that can be found"
-            assert all(one in self.index for one in beside), "a block goes with one that nobody finds"
+            assert all(one in self.index for one in beside), "a block is attached to one that is not in the index"

@@ -52,7 +52,10 @@ def read_header(log: LogReader) -> Record:
     if logged.get("event") != "header":
         log.refuse("this is not an event log: it does not begin with a header")
     if logged.get("format") != FORMAT:
-        log.refuse(f"the log has format {shown(logged.get('format'))}; this version reads format {FORMAT}")
+        log.refuse(
+            f"the log has format {shown(logged.get('format'))}; this version reads format {FORMAT}. "
+            "Replay it with the version that wrote it, or record a new log"
+        )
     for name, kind in _FIELDS.items():
         if not isinstance(logged.get(name), kind):
             log.refuse(f"{name} of the header must be a {kind.__name__}, got {shown(logged.get(name))}")

@@ -27,7 +27,7 @@ class PrefixCounts:
     num_resumed_hits: int = 0
 
     def note(self, group: SequenceGroup, hits: list[Hit], *, may_hit: bool) -> None:
-        """Counts an admission; where nothing is cached or pinned, nobody asks for anything."""
+        """Counts an admission. Without prefix caching and pins there was no query to count."""
         num_hits = sum(prefix.num_tokens for _, prefix in hits)
         if group.num_cached_tokens is not None:
             self.num_resumed_hits += num_hits

@@ -113,9 +113,9 @@ class FairShare:
     """Every user gets the same share of the tokens, as far as they ask for it: virtual token counters (Sheng et al., OSDI 2024).
 
     A user's counter grows with the tokens of prompts that are computed and, twice as much, with the tokens that are drawn. Next is the
-    first request of the waiting user whose counter is lowest. Who comes after a pause starts no lower than those who wait, so that
-    nobody saves up. Preempted requests come before new ones, in the order in which they were first admitted; that order also says who
-    is preempted. Requests without a user count as one user's.
+    first request of the waiting user whose counter is lowest. A user who comes back after a pause starts no lower than the waiting users,
+    so that no share can be saved for later. Preempted requests come before new ones, in the order in which they were first admitted;
+    that order also decides which is preempted. Requests without a user count as one user's.
     """
 
     PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
@@ -128,7 +128,7 @@ class FairShare:
         self._idle: OrderedDict[str, int] = OrderedDict()  # the counters of the others
         self._turns: dict[str, int] = {}  # of each waiting user: the arrival with which its entry in the heap was made
         self._heap: list[tuple[int, int, str]] = []  # (counter, no higher than it is now; turn; user)
-        self._level = 0  # the counter of who was admitted last: where a user starts when nobody waits
+        self._level = 0  # the counter of the user who was admitted last: where a user starts when no other waits
         self._num_waiting = 0
 
     def rank(self, group: SequenceGroup) -> Rank:

@@ -20,9 +20,9 @@ class RunningSet:
 
     A group is admitted, preempted and resumed whole. Blocks for all that it knows are reserved when it is admitted, so that only
     decoding can run short of blocks; then the running group of the highest rank is preempted, and recomputes or is swapped. The one of
-    the lowest rank never does: add() has refused what cannot fit alone. The queue says who ranks how, and who is admitted next; nobody
-    is admitted before who is next. A group begins with the cached or pinned blocks of its longest known prefix; cached blocks are free
-    blocks to everybody else.
+    the lowest rank never does: add() has refused what cannot fit alone. The queue decides the ranks and the order of admission; no group
+    is admitted out of that order. A group begins with the cached or pinned blocks of its longest known prefix; cached blocks are free
+    blocks to all other groups.
     """
 
     def __init__(
@@ -324,10 +324,10 @@ class RunningSet:
             num_blocks = manager.blocks_for(sequence.num_computed_tokens)
             assert all(len(table) == num_blocks for table in tables), "what waits has what is swapped"
         num_swapped = sum(manager.is_swapped(s.sequence_id) for group in waiting for s in group.unfinished)
-        assert num_swapped == manager.num_swapped, "somebody else is swapped"
+        assert num_swapped == manager.num_swapped, "a sequence outside of the queue is swapped"
 
     def _check_prefix(self, sequence: Sequence) -> None:
-        """The cached blocks of a sequence hold its tokens, and none of them lies behind what is computed: nobody writes there."""
+        """The cached blocks of a sequence hold its tokens, and all of those tokens are computed, so no later step writes there."""
         manager = self.block_manager
         if manager.cached is None:
             return

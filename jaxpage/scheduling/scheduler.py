@@ -54,7 +54,7 @@ class Scheduler(RunningSet):
             decoding, _ = self._divide()  # once more: who was just admitted with one token per sequence decodes
             self._plan_decoding(step, decoding)
         while not step.work and len(self._running) > 1 and not step.num_admitted:
-            self._preempt_last(step)  # nobody's chunk has room: see _reserve_chunk
+            self._preempt_last(step)  # no chunk has room: see _reserve_chunk
             self._plan_chunks(step, computing)
         if not step.work:
             assert not self._groups, "there are unfinished groups, and none can run"
@@ -83,7 +83,7 @@ class Scheduler(RunningSet):
                     step.compute(group, sequence, 1)
 
     def _plan_drafts(self, step: PlanBuilder, drafts: Mapping[int, Draft]) -> None:
-        """Adds drafts to a step of single draws, the lowest rank first. Nobody is preempted for them, and nobody waits: they come last.
+        """Adds drafts to a step of single draws, the lowest rank first. No request is preempted or waits for them: they come last.
 
         Which beam goes on behind a token is not known before all have drawn, so beams have no drafts. Neither has a prefix that is computed
         to be pinned: right drafts would take it to its end.

@@ -36,9 +36,9 @@ class ServerConfig(Settings):
 
     plain_text: ClassVar[frozenset[str]] = frozenset({"host", "api_key_file", "profile_directory"})
 
-    host: _Text = "127.0.0.1"  # address that it listens on; this machine's own alone unless somebody says otherwise
+    host: _Text = "127.0.0.1"  # address that it listens on; by default only this machine can connect
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000  # 0: one that is free
-    # What requests call the model, the first in answers; None: what the engine was told.
+    # What requests call the model, the first in answers; None: the name of `model`.
     served_model_name: Annotated[tuple[_ModelName, ...], Field(max_length=64), BeforeValidator(_as_tuple)] | None = None
     api_key_file: _Text | None = None  # a key per line; see `read_api_keys`
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256  # beyond those that run; more are answered 429
@@ -48,7 +48,7 @@ class ServerConfig(Settings):
     body_timeout_seconds: _Seconds = 30.0  # from a request's headers to the end of its body
     slow_reader_seconds: _Seconds = 30.0  # that a client may leave a stream unread
     max_connections: Annotated[int, Field(ge=1, le=65_536)] = 1024
-    strict_requests: bool = False  # an unknown field is an error, instead of told in a header
+    strict_requests: bool = False  # an unknown field is an error, instead of named in a header
     tool_parser: Literal["hermes", "llama3_json"] | None = None  # the form in which the model writes its tool calls
     reasoning_parser: Literal["think"] | None = None  # what stands in <think> is told apart from the answer
     ui: bool = False  # the page: playground and inspector

@@ -61,7 +61,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[tuple[Callable[[Engine], Any], Future[Any] | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the next three
         self._refusal: JaxpageError | None = None  # why nothing is taken in any more
-        self._is_over = False  # nobody reads the inbox any more
+        self._is_over = False  # the inbox is not read any more
         self._num_open = 0  # requests that have a place
         self._turn_began: float | None = None  # None while there is nothing to do
         self._live: dict[str, RequestHandle] = {}  # from here on: of the thread

@@ -1,4 +1,4 @@
-"""Who is being answered, so that a server that closes can wait for them and for nobody else."""
+"""Requests in flight, so that a server that shuts down waits for these and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's address, taken before anything heavy is imported: one that cannot be had is told at once."""
+"""The server's address, opened before the slow imports, so that a port in use is reported at once."""
 
 from __future__ import annotations
 

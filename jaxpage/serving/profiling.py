@@ -31,7 +31,7 @@ class Profiler:
         self._enough = asyncio.Event()
 
     async def start(self) -> bool:
-        """Begins a trace; one that nobody ends ends by itself. False if there is one already."""
+        """Begins a trace; it ends by itself after a time limit. False if there is one already."""
         if self._trace is not None and not self._trace.done():
             return False
         await asyncio.to_thread(jax.profiler.start_trace, self._directory)

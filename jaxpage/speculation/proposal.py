@@ -15,7 +15,8 @@ from jaxpage.step.request import Request, Sequence, SequenceGroup
 class Proposer:
     """Drafts what follows. A wrong draft costs time. It changes no text with acceptance "coupled", and no distribution with "rejection".
 
-    A draft shows in how long steps take. So what one request is told must not come from another, unless both have the same `cache_salt`.
+    The time of a step shows whether drafts were right. So the drafts of a request must not come from another one, unless both have the same
+    `cache_salt`.
     """
 
     num_together: int = 1  # drafts of a sequence that are asked for and verified all or not at all
@@ -32,7 +33,7 @@ class Proposer:
         """A step ran, and what came of it is in the sequences: what was drawn behind drafts, and the candidates of a device drafter."""
 
     def forget(self, group: SequenceGroup) -> None:
-        """The request has ended. Its sequences are as it left them; there may be some that nobody asked about."""
+        """The request has ended. Its sequences are as it left them; some of them may never have been asked for drafts."""
 
 
 class DeviceProposer(Proposer):

@@ -23,7 +23,7 @@ from jaxpage.step.request import Request, Sequence
 
 NUM_RECYCLED = 8  # W: tokens that are kept behind each
 MOST_TABLES = 16  # for as many salts, beside that of requests without; of 128,000 tokens one takes 4 MB
-KEPT = 64  # steps for which nobody needs to use a table until another salt may have its place
+KEPT = 64  # steps without use after which a table may be given to another salt
 MOST_LEVELS = 6  # tokens ahead that a tree goes
 
 # The shape of trees: how often the first token of a row comes next, the second, and so on, with the demo model, smoothed (docs/lab-log.md).

@@ -156,7 +156,7 @@ class ProposingSpeculator:
     def _sound(self, sequence: Sequence, draft: Draft, num_drafts: int) -> Draft | None:
         try:
             draft = draft.sound(self._vocab_size, num_drafts)
-        except ValueError:  # of one sequence: nobody else notices
+        except ValueError:  # of one sequence: others are not affected
             logger.exception("nothing is drafted for sequence %d", sequence.sequence_id)
             return None
         return draft if self._limits.trees else draft.first_branch()
@@ -236,7 +236,7 @@ def _admitted(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
         for place, parent in enumerate(draft.parents):
             if parent in places and strategy.mask(sequence_id, draft.path(place)) is not None:
                 places[place] = len(places) - 1
-    except Exception:  # of one request: nobody else notices
+    except Exception:  # of one request: others are not affected
         logger.exception("nothing is drafted for sequence %d", sequence_id)
         return Draft((), ())
     kept = [place for place in places if place >= 0]

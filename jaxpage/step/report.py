@@ -1,4 +1,4 @@
-"""What came of a step, for all who want to know: told once, in one record."""
+"""The report of a step, for the event log, the metrics and the speculator."""
 
 from __future__ import annotations
 

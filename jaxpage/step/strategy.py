@@ -1,4 +1,4 @@
-"""What the hall asks of a decoding strategy, and what it tells it."""
+"""The interface between the engine and a decoding strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of token ids as bits of 32-bit words: what may be drawn. Made on the host, in both wings and the hall; read by the step."""
+"""Sets of token ids as bits of 32-bit words: the tokens that may be sampled. Made on the host, read by the step on the device."""
 
 from __future__ import annotations
 
