@@ -21,6 +21,7 @@ class Bucket:
     verifies: rows are a token and drafts of what follows, and every token is drawn from; otherwise there are as many draws as rows.
     trees: drafts may branch; chains are trees too.
     q_width: W, tokens of what a draft was drawn from; 0 where it is not used.
+    num_steps: decode steps one after the other, each with the tokens that the one before it drew. A row has a place for each of them.
     """
 
     num_tokens: int
@@ -29,6 +30,7 @@ class Bucket:
     verifies: bool = False
     trees: bool = False
     q_width: int = 0
+    num_steps: int = 1
 
     @property
     def num_mask_words(self) -> int:
@@ -38,9 +40,16 @@ class Bucket:
     @property
     def num_draws(self) -> int:
         """R."""
-        return self.num_tokens if self.verifies else self.num_rows
+        return self.num_tokens if self.verifies or self.num_steps > 1 else self.num_rows
+
+    @property
+    def num_processed(self) -> int:
+        """Draws whose logits can be processed: of several steps in one, those of one."""
+        return self.num_rows if self.num_steps > 1 else self.num_draws
 
     def __str__(self) -> str:
+        if self.num_steps > 1:
+            return f"decode {self.num_rows} tokens x {self.num_steps} steps"
         kind = "tree" if self.trees else "verify" if self.verifies else "decode" if self.max_query_len == 1 else "chunk"
         return f"{kind} {self.num_tokens} tokens x {self.num_rows} rows"
 
@@ -52,12 +61,13 @@ class BucketMenu:
     decode: tuple[Bucket, ...]
     chunk: tuple[Bucket, ...]
     verify: tuple[Bucket, ...] = ()
+    multi_step: tuple[Bucket, ...] = ()
     num_copies: int = 16
     num_swapped: int = 0  # 0: nothing is swapped
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        return self.decode + self.verify + self.chunk
+        return self.decode + self.multi_step + self.verify + self.chunk
 
     @property
     def max_chunk_rows(self) -> int:
@@ -71,15 +81,17 @@ class BucketMenu:
         scores: bool = False,
         verifies: bool = False,
         branches: bool = False,
+        multi_step: bool = False,
     ) -> Bucket:
         """The smallest bucket for rows of these lengths and so many draws. Only chunk buckets score tokens.
 
-        branches: drafts that are verified are no chains.
+        branches: drafts that are verified are no chains. multi_step: see `StepPlan.is_multi_step`.
 
         A step that fits none is a bug of the scheduler, not a reason to compile.
         """
-        longest, num_rows = max(query_lens), max(len(query_lens), 0 if verifies else num_draws)
-        for bucket in self.verify if verifies else self.decode if longest == 1 and not scores else self.chunk:
+        longest, num_rows = max(query_lens), max(len(query_lens), 0 if verifies or multi_step else num_draws)
+        single = self.decode if longest == 1 and not scores else self.chunk
+        for bucket in self.multi_step if multi_step else self.verify if verifies else single:
             if branches and not bucket.trees:
                 continue
             if sum(query_lens) <= bucket.num_tokens and num_rows <= bucket.num_rows and longest <= bucket.max_query_len:
@@ -99,6 +111,7 @@ def make_menu(
     max_verified_tokens: int = 0,
     trees: bool = False,
     q_width: int = 0,
+    num_steps: int = 1,
 ) -> BucketMenu:
     """Decode buckets by doubling rows, chunk buckets by quadrupling tokens: few shapes, little padding.
 
@@ -107,6 +120,7 @@ def make_menu(
         row may have more than another, up to the most of them: attention takes a tile of queries for each row in any case.
     trees: whether drafts may branch. Then all of those buckets take trees, which cost a little more than chains alone.
     q_width: of those buckets.
+    num_steps: where it is more than 1, how many decode steps an executable makes one after the other.
     """
     rows = max(SMALLEST_ROWS, max_num_seqs)
     decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows, 2))
@@ -120,6 +134,9 @@ def make_menu(
     return BucketMenu(
         decode=decode,
         chunk=tuple(Bucket(size, chunk_rows, size) for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens, 4)),
+        multi_step=tuple(
+            Bucket(b.num_rows * num_steps, b.num_rows, num_steps, num_steps=num_steps) for b in decode if num_steps > 1
+        ),
         verify=tuple(sorted(bucket for bucket in verify if bucket.num_tokens <= max_verified_tokens)),
     )
 

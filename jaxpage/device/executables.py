@@ -95,7 +95,7 @@ class Executables:
             target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
             jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None))
         self._neutral = {
-            num_draws: _neutral(num_draws, options, mesh) for num_draws in {b.num_draws for b in menu.buckets}
+            num_draws: _neutral(num_draws, options, mesh) for num_draws in {b.num_processed for b in menu.buckets}
         }
         for group in range(options.tables.num_groups):
             own, backend = self._of_group(pages, group), options.attention_backend
@@ -126,7 +126,7 @@ class Executables:
 
     def step(self, bucket: Bucket, draft_depth: int | None = None) -> CompiledStep:
         """draft_depth: see `StepPlan`. Without one it is the target's alone, where there is such a one."""
-        neutral, drafter = self._neutral[bucket.num_draws], self.options.drafter
+        neutral, drafter = self._neutral[bucket.num_processed], self.options.drafter
         is_off = draft_depth is None or (draft_depth == 0 and drafter is not None and not drafter.num_layers)
         if is_off and bucket in self._target_only:
             return CompiledStep(self._table[self._target_only[bucket]], neutral, drafter)
@@ -187,7 +187,7 @@ def step_call(bucket: Bucket, options: StepOptions) -> tuple[Any, tuple[Any, ...
     """The jitted step of a bucket, and the shapes of what it takes behind the parameters and the pages, which are donated."""
     packed = jax.ShapeDtypeStruct((packed_size(bucket, options.tables),), jnp.int32)
     step = functools.partial(model_step, bucket=bucket, options=options)
-    return jax.jit(step, donate_argnums=1), (packed, _processor_shapes(bucket.num_draws, options))
+    return jax.jit(step, donate_argnums=1), (packed, _processor_shapes(bucket.num_processed, options))
 
 
 def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:

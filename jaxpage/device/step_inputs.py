@@ -137,3 +137,20 @@ def unpack(packed: jax.Array, bucket: Bucket, tables: TableShape) -> StepInputs:
         dtype = jnp.float32 if name in _FLOATS else jnp.uint32 if name in _WORDS else jnp.int32
         fields[name] = jax.lax.bitcast_convert_type(packed[place], dtype).reshape(shape)
     return StepInputs(**fields)
+
+
+def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> StepInputs:
+    """The inputs of step `index` of several: those of a decode bucket, whose rows are these tokens at their places."""
+    first_B, length_B = inputs.query_start[:-1], jnp.diff(inputs.query_start)
+    place_B = jnp.minimum(first_B + jnp.minimum(index, jnp.maximum(length_B - 1, 0)), inputs.token_ids_T.shape[0] - 1)
+    of_draws = {name: getattr(inputs, name)[place_B] for name in StepInputs._fields if "_R" in name}
+    positions_B, is_row_B = inputs.positions_T[place_B], length_B > 0
+    return inputs._replace(
+        **(of_draws | {"drawn_token_R": jnp.arange(len(token_ids_B))}),
+        token_ids_T=token_ids_B,
+        positions_T=positions_B,
+        slots_ZT=jnp.where(index < length_B, inputs.slots_ZT[:, place_B], 0),
+        context_len_B=jnp.where(is_row_B, positions_B + 1, 0),
+        query_start=jnp.append(0, jnp.cumsum(is_row_B)),
+        scored_T=jnp.zeros_like(token_ids_B),
+    )

@@ -18,7 +18,7 @@ from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
-from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, unpack
+from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
 from jaxpage.device.verify import last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.settings.draft_settings import AcceptanceRule
@@ -76,6 +76,8 @@ def model_step(
         pages: of all layers, a drafter's behind the model's.
     """
     inputs = unpack(packed, bucket, options.tables)
+    if bucket.num_steps > 1:
+        return _multi_step(parameters["target"], pages, inputs, processor_inputs, bucket, options)
     pages, own_pages = split_layers(pages, options.drafter)
     output, target, pages = _target_step(parameters["target"], pages, inputs, processor_inputs, bucket, options)
     if options.drafter is not None:
@@ -111,6 +113,42 @@ def _target_step(
         pages = copy_slots(pages, source, destination, backend)
     target = TargetStep(inputs, bucket, backend, by_row, hidden_TD, states, logits_RV, token_ids_R, paths, last_B)
     return StepOutput(drawn, scored, paths), target, pages
+
+
+def _multi_step(
+    parameters: Any,
+    pages: KVPages,
+    inputs: StepInputs,
+    processor_inputs: ProcessorInputs,
+    bucket: Bucket,
+    options: StepOptions,
+) -> tuple[StepOutput, KVPages]:
+    """Steps of a decode bucket one after the other, as many as the longest row has places.
+
+    A row that has no place left computes its last token again, and what comes of it is dropped; the key and the value go to the null block.
+    """
+    one, num_tokens = Bucket(bucket.num_rows, bucket.num_rows, 1), bucket.num_tokens
+    first_B, length_B = inputs.query_start[:-1], jnp.diff(inputs.query_start)
+
+    def step(index: jax.Array, token_ids_B: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
+        now = at_step(inputs, index, token_ids_B)
+        output, _, pages = _target_step(parameters, pages, now, processor_inputs, one, options)
+        return output.drawn, pages
+
+    def next_step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        index, token_ids_B, pages, drawn = state
+        drawn_B, pages = step(index, token_ids_B, pages)
+        drawn = drawn.at[jnp.where(index < length_B, first_B + index, num_tokens)].set(drawn_B, mode="drop")
+        # The text of a row that drew nothing (a negative id) ends there; what it computes until then is dropped.
+        return index + 1, jnp.maximum(drawn_B[:, 0], 0), pages, drawn
+
+    start = jnp.int32(0), inputs.token_ids_T[jnp.minimum(first_B, num_tokens - 1)], pages
+    width = jax.eval_shape(step, *start)[0].shape[1]
+    state = (*start, jnp.zeros((num_tokens, width), jnp.int32))
+    *_, pages, drawn = jax.lax.while_loop(lambda state: state[0] < length_B.max(), next_step, state)
+    place_Q = jnp.arange(bucket.max_query_len)
+    paths = jnp.where(place_Q < length_B[:, None], first_B[:, None] + place_Q, -1).astype(jnp.int32)
+    return StepOutput(drawn, drawn[:0], paths), pages
 
 
 def _score(

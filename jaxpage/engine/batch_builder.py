@@ -17,6 +17,7 @@ import numpy.typing as npt
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, TableShape, packed_size, views
 from jaxpage.engine.processor_inputs import processor_inputs_of
+from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan, depths_of
 from jaxpage.step.token_masks import Mask
 
@@ -67,7 +68,12 @@ class BatchBuilder:
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
         bucket = self.menu.choose(
-            lengths, len(plan.samples), scores=num_scored > 0, verifies=plan.verifies, branches=plan.branches
+            lengths,
+            len(plan.samples),
+            scores=num_scored > 0,
+            verifies=plan.verifies,
+            branches=plan.branches,
+            multi_step=plan.is_multi_step,
         )
         packed = np.zeros(packed_size(bucket, self.tables), np.int32)
         fields: dict[str, Any] = views(packed, bucket, self.tables)
@@ -79,7 +85,7 @@ class BatchBuilder:
         self._fill_draws(fields, plan.samples)
         context = self.tables.width * self.block_size
         processor_inputs = processor_inputs_of(
-            plan.samples, masks, bucket.num_draws, vocab_size=self.vocab_size, context=context
+            plan.samples, masks, bucket.num_processed, vocab_size=self.vocab_size, context=context
         )
         if processor_inputs.history_RC is not None:
             self._fill_penalties(fields, plan.samples)
@@ -107,7 +113,8 @@ class BatchBuilder:
         lengths = [len(row.token_ids) for row in rows]
         ends = list(itertools.accumulate(lengths))
         total, num_rows = ends[-1], len(rows)
-        fields["token_ids_T"][:total] = list(itertools.chain.from_iterable(row.token_ids for row in rows))
+        token_ids = itertools.chain.from_iterable(row.token_ids for row in rows)
+        fields["token_ids_T"][:total] = [0 if token_id == PLACEHOLDER else token_id for token_id in token_ids]
         fields["query_start"][1:] = total
         fields["query_start"][1 : num_rows + 1] = ends
         fields["context_len_B"][:num_rows] = [row.context_length for row in rows]

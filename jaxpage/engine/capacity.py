@@ -103,6 +103,7 @@ def step_menu(config: EngineConfig, device: DeviceSpec) -> BucketMenu:
         max_verified_tokens=most,
         trees=config.speculative_config is not None and config.speculative_config.branches,
         q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
+        num_steps=config.num_scheduler_steps,
     )
     if config.speculative_config is not None and not menu.verify:
         needed = 1 + min(draft_lengths(config))

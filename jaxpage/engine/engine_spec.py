@@ -157,4 +157,5 @@ def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimi
         trees=any(bucket.trees for bucket in menu.verify),
         decoded=tuple(bucket.num_rows for bucket in menu.decode),
         streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
+        num_steps=max((bucket.num_steps for bucket in menu.multi_step), default=1),
     )

@@ -46,7 +46,7 @@ class Runner:
         result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
         if batch.num_scored:
             result = replace(result, scored=StepResult(*unpack_drawn(np.asarray(output.scored), batch.num_scored)))
-        if batch.bucket.verifies:
+        if output.paths.size:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
         if output.draft_candidates is not None:
             result = replace(result, draft_candidates=np.asarray(output.draft_candidates))

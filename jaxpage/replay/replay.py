@@ -28,7 +28,7 @@ from jaxpage.replay.recorder import Record, Recorder, usual_draws
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.speculation import NoSpeculation
-from jaxpage.step.draft import Candidates, Draft, Drafts, chain
+from jaxpage.step.draft import PLACEHOLDER, Candidates, Draft, Drafts, chain
 from jaxpage.step.edits import Edit, Finish
 from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Draw, Strategy
@@ -340,7 +340,8 @@ def _draft(
     draft = chain(tuple(token_ids)) if parents is None else Draft(tuple(token_ids), tuple(parents))
     if any(type(number) is not int for number in (sequence_id, *draft.token_ids, *draft.parents)):
         raise ValueError(f"they must be numbers, got {shown([sequence_id, token_ids, parents])}")
-    if not all(0 <= token_id < vocab_size for token_id in draft.token_ids):
+    is_multi_step = set(draft.token_ids) == {PLACEHOLDER}
+    if not is_multi_step and not all(0 <= token_id < vocab_size for token_id in draft.token_ids):
         raise ValueError(f"token ids are 0 to {vocab_size - 1}, got {shown(token_ids)}")
     if len(draft.parents) != len(draft.token_ids) or not all(-1 <= p < place for place, p in enumerate(draft.parents)):
         raise ValueError(f"each of {len(draft.token_ids)} needs a parent before it or -1, got {shown(parents)}")

@@ -58,6 +58,9 @@ class EngineConfig(Settings):
     swap_space_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     max_num_seqs: _Count = 64  # most sequences in a step; each sample and beam counts
     max_num_batched_tokens: _Count | None = None  # most query tokens in a step; None: by device
+    # Tokens that a decode step draws of each sequence before the host sees them, 1 to 32: less host time per token, and tokens that
+    # arrive together. Not with speculative_config.
+    num_scheduler_steps: Annotated[int, Field(ge=1, le=32)] = 1
     # Decodes and prompt chunks in the same step, or in alternating steps; None: what the kernel set prefers.
     enable_mixed_steps: bool | None = None
     scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"  # order of admission and preemption
@@ -109,6 +112,11 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
         )
     if config.speculative_config is not None:
         yield from (("speculative_config", text) for text in config.speculative_config.problems())
+        if config.num_scheduler_steps > 1:
+            yield (
+                "num_scheduler_steps",
+                f"cannot be {config.num_scheduler_steps} with a speculative_config: drafts need the host in every step",
+            )
     if config.max_num_batched_tokens is not None:
         for name in ("max_num_seqs", "block_size"):
             if config.max_num_batched_tokens < getattr(config, name):

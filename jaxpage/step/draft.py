@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from jaxpage.shapes import MOST_CANDIDATES
 
+# In place of a draft: a token that the step itself draws and goes on with (`speculation.multi_step`).
+PLACEHOLDER = -1
+
 
 class Candidates(NamedTuple):
     """Distributions that drafts were drawn from: the tokens that had a chance, with probabilities that sum to 1."""

@@ -23,6 +23,9 @@ class StepLimits:
     streams: tuple[
         tuple[int, int], ...
     ] = ()  # (rows, query tokens of all) that each of `verified` holds; by default all it can
+    num_steps: int = (
+        1  # tokens that a step may draw of a sequence, one after the other; with more than 1 there are no drafts
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_tokens", "max_chunk_rows"):
@@ -31,7 +34,7 @@ class StepLimits:
 
     def most_drafts(self, num_rows: int) -> int:
         """How many drafts a row may have in a step of so many rows, all of which decode."""
-        return max((length - 1 for rows, length in self.verified if rows >= num_rows), default=0)
+        return max((length - 1 for rows, length in self.verified if rows >= num_rows), default=self.num_steps - 1)
 
     @property
     def longest_row(self) -> int:
@@ -40,7 +43,8 @@ class StepLimits:
 
     def draft_budget(self, num_rows: int) -> int:
         """How many drafts all rows of such a step may have together."""
-        return max((tokens - num_rows for rows, tokens in self._streams if rows >= num_rows), default=0)
+        most = (tokens - num_rows for rows, tokens in self._streams if rows >= num_rows)
+        return max(most, default=num_rows * (self.num_steps - 1))
 
     def shape(self, num_rows: int, num_drafts: int) -> tuple[int, int]:
         """(rows, query tokens) of the smallest shape that holds so many rows of one token, and so many drafts behind them."""

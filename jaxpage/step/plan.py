@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.step.draft import Candidates
+from jaxpage.step.draft import PLACEHOLDER, Candidates
 
 
 class Row(NamedTuple):
@@ -26,7 +26,9 @@ class Row(NamedTuple):
     start: int
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
-    parents: tuple[int, ...] = ()  # the row's last tokens are drafts: which of the row's tokens each of them follows
+    parents: tuple[
+        int, ...
+    ] = ()  # the row's last tokens are drafts or placeholders: which of its tokens each of them follows
     q: Candidates | None = None  # what each draft was drawn from: see `Draft`
     scored: tuple[int, ...] = ()  # tokens of the prompt whose log probabilities are wanted, one behind the other
     first_scored: int = 0  # which of the row's tokens stands before the first of them
@@ -102,7 +104,12 @@ class StepPlan:
     @cached_property
     def verifies(self) -> bool:
         """Whether any row has drafts."""
-        return any([row.parents for row in self.rows])
+        return not self.is_multi_step and any([row.parents for row in self.rows])
+
+    @cached_property
+    def is_multi_step(self) -> bool:
+        """Whether rows go on with what they draw: see `speculation.multi_step`."""
+        return any([row.token_ids[-1] == PLACEHOLDER for row in self.rows])
 
     @cached_property
     def branches(self) -> bool:

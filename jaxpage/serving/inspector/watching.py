@@ -188,6 +188,7 @@ class Watcher(Events):
             scores=any(row.scored for row in plan.rows),
             verifies=plan.verifies,
             branches=plan.branches,
+            multi_step=plan.is_multi_step,
         )
         return {
             "step": plan.step_id,
