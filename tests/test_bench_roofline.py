@@ -113,6 +113,7 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
             ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
             "has no use for speculative_config",
         ),
+        (["--num-scheduler-steps", "2"], "measures single steps: num_scheduler_steps is 2; use 1"),
         (["--output-json", "/no/such/x"], "--output-json /no/such/x: there is no such directory"),
     ],
 )

@@ -52,6 +52,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "swap_space_blocks": None,
         "max_num_seqs": 64,
         "max_num_batched_tokens": None,
+        "num_scheduler_steps": 1,
         "preemption_mode": "auto",
         "enable_prefix_caching": True,
         "attention_backend": "auto",

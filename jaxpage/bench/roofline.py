@@ -128,6 +128,10 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
         raise UsageError("--batches and --context must be at least 1")
     if config.speculative_config is not None:
         raise UsageError("bench roofline has no use for speculative_config: `bench speculation` measures that")
+    if config.num_scheduler_steps > 1:
+        raise UsageError(
+            f"bench roofline measures single steps: num_scheduler_steps is {config.num_scheduler_steps}; use 1"
+        )
     check_writable("--output-json", arguments.output_json)
 
 

@@ -90,7 +90,11 @@ ENGINE_FLAGS = (
     Flag("tokenizer", str, "directory of the tokenizer's files; default: the model's"),
     Flag("revision", str, "branch, tag or commit of the hub repository"),
     Flag("load_format", str, "auto, safetensors or orbax; default: auto"),
-    Flag("dtype", str, "auto, float32, bfloat16 or float16; default: auto (the checkpoint's; float32 on CPU)"),
+    Flag(
+        "dtype",
+        str,
+        "auto, float32, bfloat16 or float16; default: auto (the checkpoint's; on CPU bfloat16 only if it is faster)",
+    ),
     Flag("kv_cache_dtype", str, "type of the KV cache: auto, int8 or fp8; default: auto (as --dtype)"),
     Flag("max_model_len", int, "longest sequence in tokens, prompt and output together; default: the model's"),
     Flag("block_size", int, "tokens of a KV block, a power of two from 1 to 128; default: 16"),
@@ -104,6 +108,7 @@ ENGINE_FLAGS = (
     Flag("swap_space_blocks", int, "KV blocks in host memory for swapping; default: as many as the KV pool has"),
     Flag("max_num_seqs", int, "most sequences in a step; default: 64 (1 for generate and chat)"),
     Flag("max_num_batched_tokens", int, "most query tokens in a step; default: by device"),
+    Flag("num_scheduler_steps", int, "tokens that a decode step draws of each sequence, 1 to 32; default: 1"),
     Flag(
         "enable_mixed_steps", None, "decodes and prompt chunks in the same step; default: what the kernel set prefers"
     ),

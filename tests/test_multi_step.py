@@ -1,0 +1,242 @@
+"""Several decode steps in one executable change nothing: tokens, text, log probabilities and ends are those of one at a time, to the last
+bit; and what needs the host between two tokens goes one at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.device import steps
+from jaxpage.device.step_inputs import at_step
+from jaxpage.errors import ConfigError
+from jaxpage.replay.replay import replay
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.step.plan import StepPlan
+from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.random_checkpoints import random_checkpoint
+from tests.support.tokenizers import write_tokenizer
+from tests.test_speculation import MISTRAL, PROMPTS, REQUESTS, everything
+
+NUM_STEPS = 4
+SMALL_POOL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80, "enable_prefix_caching": False}
+ENGINES: dict[str, dict[str, Any]] = {
+    "without": {"max_num_batched_tokens": 32},
+    "roomy": {"max_num_batched_tokens": 32, "num_scheduler_steps": NUM_STEPS},
+    "recomputing": {**SMALL_POOL, "block_size": 1, "num_blocks": 81, "num_scheduler_steps": NUM_STEPS},
+    "swapping": {
+        **SMALL_POOL,
+        **{"block_size": 4, "num_blocks": 21, "preemption_mode": "swap", "num_scheduler_steps": NUM_STEPS},
+    },
+    "mistral without": {"max_num_batched_tokens": 32},
+    "mistral": {"max_num_batched_tokens": 32, "block_size": 4, "num_blocks": 60, "num_scheduler_steps": NUM_STEPS},
+}
+HOSTLESS = [
+    index for index, each in enumerate(REQUESTS) if index in (0, 1, 2, 3, 11, 12, 13, 14)
+]  # need no host between tokens
+HELD = {
+    name: {12, 14} if "ing" in name else set() for name in ENGINES
+}  # of these, those that need more room than there is
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    models = {"llama": LLAMA, "mistral": MISTRAL}
+    return {
+        name: write_tokenizer(random_checkpoint(tmp_path_factory.mktemp(name), each)) for name, each in models.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def engines(directories: dict[str, Path]) -> Iterator[Callable[[str], LLM]]:
+    """By name, made when first asked for."""
+    made: dict[str, LLM] = {}
+
+    def engine(name: str) -> LLM:
+        if name not in made:
+            made[name] = make_llm(directories["mistral" if "mistral" in name else "llama"], **ENGINES[name])
+        return made[name]
+
+    yield engine
+    for llm in made.values():
+        llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def want(engines: Callable[[str], LLM]) -> list[Any]:
+    return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
+
+
+def ask(llm: LLM, indices: list[int]) -> list[Any]:
+    outputs = llm.generate(
+        [PROMPTS[index] for index in indices], [REQUESTS[index] for index in indices], use_tqdm=False
+    )
+    return everything(outputs)
+
+
+def decoded(llm: LLM) -> tuple[int, int]:
+    """Rows of steps that decode, and tokens that they gave."""
+    stats = llm.stats()
+    return stats["decode_rows_total"], stats["decode_tokens_total"]
+
+
+@pytest.mark.parametrize("engine", ["roomy", "recomputing", "swapping"])
+def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[Any]) -> None:
+    """Greedy and seeded, several samples, log probabilities, to the last position; and who is preempted."""
+    llm = engines(engine)
+    before, (rows, tokens) = llm.stats()["num_preemptions_total"], decoded(llm)
+    chosen = [index for index in HOSTLESS if index not in HELD[engine]]
+    assert ask(llm, chosen) == [want[index] for index in chosen]
+    more_rows, more_tokens = decoded(llm)
+    assert (more_tokens - tokens) / (more_rows - rows) > (2 if engine == "roomy" else 1.2)
+    stats = llm.stats()
+    assert stats["spec_decode_num_draft_tokens_total"] == stats["spec_decode_num_drafts_total"] == 0
+    if engine != "roomy":
+        assert stats["num_preemptions_total"]["swap" if engine == "swapping" else "recompute"] > sum(before.values())
+    invariants(llm)
+
+
+def test_what_needs_the_host_goes_one_at_a_time(engines: Callable[[str], LLM], want: list[Any]) -> None:
+    """Grammars, penalties, bad words, min_tokens, biases, beams: alone, and with it what decodes beside it."""
+    llm = engines("roomy")
+    for index in sorted({*range(len(REQUESTS))} - {*HOSTLESS}):
+        rows, tokens = decoded(llm)
+        assert ask(llm, [index]) == [want[index]]
+        more_rows, more_tokens = decoded(llm)
+        assert more_tokens - tokens == more_rows - rows > 0
+    assert ask(llm, [*range(len(REQUESTS))]) == want
+    beam = BeamSearchParams(beam_width=2, max_tokens=6)
+    both = [
+        llm.generate([PROMPTS[1], PROMPTS[0]], [beam, REQUESTS[0]], use_tqdm=False)
+        for llm in map(engines, ("without", "roomy"))
+    ]
+    assert everything(both[0]) == everything(both[1])
+    invariants(llm)
+
+
+def test_nothing_changes_behind_a_window(engines: Callable[[str], LLM]) -> None:
+    chosen = [0, 1, 2, 3, 11]
+    assert ask(engines("mistral"), chosen) == ask(engines("mistral without"), chosen)
+    rows, tokens = decoded(engines("mistral"))
+    assert tokens > 2 * rows
+    invariants(engines("mistral"))
+
+
+def test_a_step_has_as_many_tokens_as_are_wanted(
+    engines: Callable[[str], LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest row decides how many steps are made; no token is computed behind the last."""
+    llm, plans = engines("roomy"), []
+    build = llm._engine.builder.build
+
+    def built(plan: StepPlan, *masks: Any) -> Any:
+        plans.append([len(row.token_ids) for row in plan.rows if row.start >= len(PROMPTS[0])])
+        return build(plan, *masks)
+
+    monkeypatch.setattr(llm._engine.builder, "build", built)
+    for length in (1, 2, 5, 6, 9):
+        plans.clear()
+        params = dataclasses.replace(REQUESTS[0], max_tokens=length)
+        llm.generate(PROMPTS[0], params, use_tqdm=False)
+        assert [sum(each) for each in plans if each] == [4] * ((length - 1) // 4) + [(length - 1) % 4] * (
+            (length - 1) % 4 > 0
+        )
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_cuts_inside_a_step(include: bool, engines: Callable[[str], LLM], want: list[Any]) -> None:
+    whole = want[1][1][0]
+    texts = sorted({whole.text[place : place + 3] for place in range(len(whole.text) - 2)})
+    requests = [dataclasses.replace(REQUESTS[1], stop=(text,), include_stop_str_in_output=include) for text in texts]
+    requests += [dataclasses.replace(REQUESTS[1], stop_token_ids=(token_id,)) for token_id in whole.token_ids[::3]]
+    found = [
+        everything(engines(name).generate([PROMPTS[1]] * len(requests), requests, use_tqdm=False))
+        for name in ("without", "roomy")
+    ]
+    assert found[0] == found[1]
+    assert {len(each[1][0].token_ids) % NUM_STEPS for each in found[0]} == {0, 1, 2, 3}
+    assert all(each[1][0].finish_reason == "stop" for each in found[0])
+    invariants(engines("roomy"))
+
+
+@pytest.mark.parametrize("engine", ["recomputing", "swapping"])
+def test_who_gives_way_in_the_middle_goes_on(engine: str, engines: Callable[[str], LLM], want: list[Any]) -> None:
+    llm, chosen = engines(engine), [0, 2]
+    for step in (2, 4, 5):
+        prepared = [llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]) for index in chosen]
+        reporters = [llm._engine.add(f"{step} {place}", each) for place, each in enumerate(prepared)]
+        run_giving_way(llm._engine, step)
+        assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
+    invariants(llm)
+
+
+def test_what_it_cached_is_what_others_find(engines: Callable[[str], LLM], want: list[Any]) -> None:
+    llm = engines("roomy")
+    chosen = [1, 2, 3]
+    ask(llm, chosen)
+    longer = [[*PROMPTS[index], *want[index][1][0].token_ids] for index in chosen]
+    before = llm.stats()["prefix_cache_hits_total"]
+    got = llm.generate(longer, [REQUESTS[index] for index in chosen], use_tqdm=False)
+    assert llm.stats()["prefix_cache_hits_total"] > before + 16
+    plain = engines("without")
+    plain.reset_prefix_cache()
+    expected = plain.generate(longer, [REQUESTS[index] for index in chosen], use_tqdm=False)
+    assert everything(got) == everything(expected)
+
+
+def test_a_log_of_it_is_replayed(directories: dict[str, Path], want: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with make_llm(directories["llama"], **ENGINES["swapping"], event_log=str(path)) as llm:
+        chosen = [0, 2, 11]
+        assert ask(llm, chosen) == [want[index] for index in chosen]
+    assert '"drafts":[[0,[-1,-1,-1]]' in path.read_text()
+    report = replay(str(path))
+    assert report.difference is None and report.num_tokens > 60
+
+
+def forgets_the_token(inputs: Any, index: Any, token_ids_B: Any) -> Any:
+    """Every step goes on with the first token."""
+    first = inputs.token_ids_T[inputs.query_start[:-1]]
+    return at_step(inputs, index, first)
+
+
+def forgets_the_place(inputs: Any, index: Any, token_ids_B: Any) -> Any:
+    """The noise of every step is that of the first."""
+    now = at_step(inputs, index, token_ids_B)
+    return now._replace(drawn_position_R=at_step(inputs, jnp.int32(0), token_ids_B).drawn_position_R)
+
+
+def writes_to_one_slot(inputs: Any, index: Any, token_ids_B: Any) -> Any:
+    now = at_step(inputs, index, token_ids_B)
+    return now._replace(slots_ZT=at_step(inputs, jnp.int32(0), token_ids_B).slots_ZT)
+
+
+@pytest.mark.parametrize("mistake", [forgets_the_token, forgets_the_place, writes_to_one_slot])
+def test_a_planted_mistake_is_seen(
+    mistake: Any, directories: dict[str, Path], want: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "at_step", mistake)
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_scheduler_steps": NUM_STEPS}
+    with make_llm(directories["llama"], **small) as llm:
+        assert ask(llm, [0, 1, 2]) != [want[index] for index in (0, 1, 2)]
+
+
+def test_wrong_settings() -> None:
+    for value in (0, 33):
+        with pytest.raises(ConfigError, match="num_scheduler_steps"):
+            EngineConfig(num_scheduler_steps=value)
+    with pytest.raises(ConfigError, match="num_scheduler_steps: cannot be 2 with a speculative_config"):
+        EngineConfig(num_scheduler_steps=2, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+
+
+def test_a_request_that_is_aborted_between_two_steps_is_gone(engines: Callable[[str], LLM]) -> None:
+    llm = engines("roomy")
+    with llm.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)) as stream:
+        first = [next(stream) for _ in range(3)]
+    assert max(len(each.outputs[0].token_ids) for each in first) == NUM_STEPS
+    invariants(llm)
