@@ -1,0 +1,162 @@
+"""jaxpage beside transformers, CTranslate2 and llama.cpp: the same requests, and uniform decode, each engine in a process of its own.
+
+Greedy, every output as long as was asked. Random weights cost as much as trained ones (`tools/make_random_model.py`). An engine whose
+packages are missing is left out. Each may have a Python of its own, since its packages may need another version than jaxpage does best in:
+
+    pip install torch ctranslate2 llama-cpp-python gguf
+    python tools/compare_engines.py models/llama-110m --python jaxpage=python3.12 --write docs/benchmarks.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jaxpage.bench.report import environment
+from jaxpage.bench.workloads import make_workload
+from tools.peers.task import Answer, Task
+
+ROOT = Path(__file__).parents[1]
+# The engine, the type of its weights, and its process.
+CASES = {
+    "jaxpage": ("jaxpage", "float32"),
+    "jaxpage bfloat16": ("jaxpage", "bfloat16"),
+    "transformers": ("transformers", "float32"),
+    "CTranslate2": ("ctranslate2", "float32"),
+    "CTranslate2 bfloat16": ("ctranslate2", "bfloat16"),
+    "llama.cpp": ("llama_cpp", "float32"),
+    "llama.cpp bfloat16": ("llama_cpp", "bfloat16"),
+}
+BEGIN, END = "<!-- written by tools/compare_engines.py -->", "<!-- end of what tools/compare_engines.py wrote -->"
+
+
+def main() -> None:
+    arguments = _arguments()
+    model = Path(arguments.model)
+    config = json.loads((model / "config.json").read_text())
+    work = make_workload(
+        "sharegpt", arguments.num_prompts, seed=0, vocab_size=config["vocab_size"], max_input=512, max_output=512
+    )
+    trace = [(list(item.prompt_token_ids), item.num_output_tokens) for item in work]
+    pythons = dict(each.split("=", 1) for each in arguments.python)
+    answers: dict[str, Answer] = {}
+    for name, (peer, dtype) in CASES.items():
+        if name in arguments.engines:
+            settings = {"max_model_len": 1024} if peer == "jaxpage" else {}
+            sizes = (arguments.batches, arguments.context, arguments.steps, os.cpu_count() or 1)
+            task = Task(str(model.absolute()), dtype, trace, *sizes, settings)
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            if (found := _run(peer, task, pythons.get(peer, sys.executable))) is not None:
+                answers[name] = found
+    text = report(answers, model.name, trace, arguments)
+    print(text)
+    if arguments.write:
+        path = Path(arguments.write)
+        path.write_text(replaced(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+    if arguments.chart:
+        draw(answers, sum(length for _, length in trace), arguments.chart)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="directory of a Llama, as tools/make_random_model.py writes it")
+    add("--engines", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=f"default: {', '.join(CASES)}")
+    add("--python", action="append", default=[], metavar="ENGINE=PATH", help="the Python of an engine; repeatable")
+    add("--num-prompts", type=int, default=64, metavar="N", help="requests of the trace; default: 64")
+    add("--batches", type=int, nargs="+", default=[1, 8, 16, 64], metavar="N", help="rows; default: 1 8 16 64")
+    add("--context", type=int, default=200, metavar="N", help="prompt of uniform decode; default: 200")
+    add("--steps", type=int, default=64, metavar="N", help="steps of uniform decode; default: 64")
+    add("--write", metavar="FILE", help="replace the section between the marks in this file")
+    add("--chart", metavar="FILE", help="draw the throughput of the trace: .svg or .png")
+    return parser.parse_args()
+
+
+def _run(peer: str, task: Task, python: str) -> Answer | None:
+    """None, with a line that says why, where the engine is not there."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(task.threads)}
+    command = [python, "-m", f"tools.peers.{peer}_peer"]
+    done = subprocess.run(
+        command, input=json.dumps(asdict(task)), cwd=ROOT, env=variables, capture_output=True, text=True
+    )
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        if "ModuleNotFoundError" not in reason[0]:
+            raise SystemExit(f"{peer} failed:\n{done.stderr.strip()[-3000:]}")
+        print(f"{peer} is left out: {reason[0]}", file=sys.stderr)
+        return None
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return Answer(**{**found, "step_seconds": {int(rows): each for rows, each in found["step_seconds"].items()}})
+
+
+def report(
+    answers: dict[str, Answer], model: str, trace: Sequence[tuple[list[int], int]], arguments: argparse.Namespace
+) -> str:
+    """A section of docs/benchmarks.md. Outputs are compared with those of the first engine: an equal text is no accident."""
+    num_input, num_output = (
+        sum(each) for each in zip(*((len(prompt), length) for prompt, length in trace), strict=True)
+    )
+    where, day = environment(), datetime.datetime.now(datetime.UTC).date()
+    rows = [
+        [
+            "engine",
+            "output tokens/s",
+            "ratio",
+            "equal outputs",
+            *(f"{each} rows, ms" for each in arguments.batches),
+            "version",
+        ]
+    ]
+    (_, first), *_ = answers.items()
+    for name, each in answers.items():
+        equal = sum(one == other for one, other in zip(each.outputs, first.outputs, strict=True))
+        steps = [f"{each.step_seconds[count] * 1e3:.1f}" for count in arguments.batches]
+        speed, ratio = num_output / each.seconds, first.seconds / each.seconds
+        rows.append([name, f"{speed:.1f}", f"{ratio:.2f}", f"{equal} of {len(trace)}", *steps, each.version])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    machine = f"commit {str(where['commit'])[:7]}, {where['cores']} cores ({where['cpu']})"
+    until = arguments.context + arguments.steps
+    return "\n".join(
+        [
+            f"`python tools/compare_engines.py models/{model}`, {day}, {machine}.",
+            f"{model}: {len(trace)} requests with lengths of `sharegpt`, {num_input:,} tokens in, {num_output:,} out, all at once;",
+            f"and milliseconds of a decode step at a context of {arguments.context} to {until}.",
+            "",
+            *lines,
+        ]
+    )
+
+
+def replaced(text: str, section: str) -> str:
+    before, found, rest = text.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (found and ended):
+        raise SystemExit(f"the file has no section between {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{section}\n\n{END}{after}"
+
+
+def draw(answers: dict[str, Answer], num_output: int, path: str) -> None:
+    from matplotlib.figure import Figure
+
+    names = list(answers)[::-1]
+    figure = Figure(figsize=(7, 0.6 + 0.4 * len(names)), layout="constrained")
+    axes = figure.add_subplot()
+    speeds = [num_output / answers[name].seconds for name in names]
+    bars = axes.barh(names, speeds, color=["#2f6fde" if name.startswith("jaxpage") else "#b9bec8" for name in names])
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.set_xlabel("output tokens per second")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""This project: continuous batching over paged memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from jaxpage import LLM, SamplingParams
+from tools.peers.task import Prompts, answer, read_task
+
+
+def main() -> None:
+    task = read_task()
+    llm = LLM(
+        task.model, dtype=task.dtype, max_num_seqs=max(64, *task.rows), enable_prefix_caching=False, **task.settings
+    )
+
+    def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
+        params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length) for length in lengths]
+        outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    answer(task, f"jax {jax.__version__}", generate)
+
+
+if __name__ == "__main__":
+    main()

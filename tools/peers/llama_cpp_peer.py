@@ -1,0 +1,136 @@
+"""llama.cpp, by llama-cpp-python: all sequences in one batch, prompts and decodes apart, which is the best way for it on a CPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+
+from tools.peers.task import Prompts, answer, read_task
+
+TYPES = {
+    "float32": gguf.GGMLQuantizationType.F32,
+    "bfloat16": gguf.GGMLQuantizationType.BF16,
+    "int8": gguf.GGMLQuantizationType.Q8_0,
+}
+BATCH = 512  # tokens
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def main() -> None:
+    task = read_task()
+    config = json.loads((Path(task.model) / "config.json").read_text())
+    lengths = [len(prompt) + length for prompt, length in task.trace]
+    num_positions = max(sum(lengths), max(task.rows) * (task.context + task.steps + 2))
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "model.gguf")
+        write_gguf(Path(task.model), config, path, task.dtype)
+        llama_cpp.llama_backend_init()
+        model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = num_positions + 256, BATCH, BATCH
+    params.n_seq_max = max(len(task.trace), *task.rows)
+    params.n_threads = params.n_threads_batch = task.threads
+    params.kv_unified = True
+    context = llama_cpp.llama_init_from_model(model, params)
+    vocab_size = config["vocab_size"]
+    batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+
+    def run(tokens: Sequence[tuple[int, int, int, bool]]) -> list[int]:
+        """Computes (token id, position, sequence, whether it draws), at most BATCH; the likeliest token behind each that draws."""
+        batch.n_tokens = len(tokens)
+        for place, (token_id, position, sequence, draws) in enumerate(tokens):
+            batch.token[place], batch.pos[place], batch.logits[place] = token_id, position, draws
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
+        if llama_cpp.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        drawn = [place for place, token in enumerate(tokens) if token[3]]
+        logits = (llama_cpp.llama_get_logits_ith(context, place) for place in drawn)
+        return [int(np.ctypeslib.as_array(each, (vocab_size,)).argmax()) for each in logits]
+
+    def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        stream = [
+            (token_id, position, sequence, position == len(prompt) - 1)
+            for sequence, prompt in enumerate(prompts)
+            for position, token_id in enumerate(prompt)
+        ]
+        drawn: list[int] = []
+        for first in range(0, len(stream), BATCH):
+            drawn += run(stream[first : first + BATCH])
+        outputs = [[token_id] for token_id in drawn]
+        while going := [index for index, output in enumerate(outputs) if len(output) < lengths[index]]:
+            places = [len(prompts[index]) + len(outputs[index]) - 1 for index in going]
+            step = [(outputs[index][-1], place, index, True) for index, place in zip(going, places, strict=True)]
+            for index, token_id in zip(going, run(step), strict=True):
+                outputs[index].append(token_id)
+        return outputs
+
+    answer(task, f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}", generate)
+
+
+def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> None:
+    """A Llama without a tokenizer. Its rows of queries and keys are in the order of interleaved rotary embeddings."""
+    writer = gguf.GGUFWriter(path, "llama")
+    heads = config["num_attention_heads"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
+    writer.add_rope_freq_base((config.get("rope_parameters") or config).get("rope_theta", 10000.0))
+    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is no dict
+                values = tensors.get_tensor(name).float().numpy()
+                if "q_proj" in name or "k_proj" in name:
+                    values = _interleaved(values, heads if "q_proj" in name else config["num_key_value_heads"])
+                kind = TYPES[dtype] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+                writer.add_tensor(_renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _renamed(name: str) -> str:
+    fixed = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    module, _, kind = name.rpartition(".")
+    if module in fixed:
+        return f"{fixed[module]}.{kind}"
+    layer, _, part = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{_NAMES[part]}.{kind}"
+
+
+def _interleaved(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    rows, columns = values.shape
+    halves = values.reshape(num_heads, 2, rows // num_heads // 2, columns)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
+
+
+if __name__ == "__main__":
+    main()
