@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import x64_reason
@@ -102,8 +103,6 @@ def _attention_reason(arguments: Arguments) -> str | None:
     dtype, pages = arguments.q_TNH.dtype, arguments.k_pages
     block_size, num_kv_heads, width = pages.shape[1:]
     group = arguments.q_TNH.shape[1] // num_kv_heads
-    # Pallas addresses arrays of up to 2^32 bytes with 32 bits and a sign, so the upper half of one-byte elements is out of reach.
-    overflows = pages.dtype.itemsize == 1 and 2**31 <= pages.size <= 2**32
     return first_reason(
         (
             arguments.tree_mask_TQ is not None and arguments.sliding_window is not None,
@@ -114,8 +113,16 @@ def _attention_reason(arguments: Arguments) -> str | None:
         (width > MAX_WIDTH, f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)"),
         (group > MAX_GROUP, f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)"),
         (block_size & (block_size - 1), f"k_pages with blocks of {block_size} slots (powers of two only)"),
-        (overflows, f"k_pages of {pages.size} one-byte elements (fewer than 2^31 only)"),
+        (
+            pages.size in unaddressable(pages.dtype),
+            f"k_pages of {pages.size} one-byte elements (fewer than 2^31, or more than 2^32 only)",
+        ),
     )
+
+
+def unaddressable(page_dtype: DTypeLike) -> range:
+    """Pallas addresses arrays of up to 2^32 bytes with 32 bits and a sign, so the upper half of one-byte elements is out of reach."""
+    return range(2**31, 2**32 + 1) if jnp.dtype(page_dtype).itemsize == 1 else range(0)
 
 
 @functools.partial(jax.jit, static_argnames="config")  # traced and lowered once for all layers of a model
@@ -187,6 +194,7 @@ SET = KernelSet(
     scatter_blocks=move.scatter_blocks,
     supports=supports,
     tiles=heuristic,
+    unaddressable=unaddressable,
     platforms=("gpu",),
     interpretable=True,
     prefers_mixed_steps=True,
