@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpage.bench.step_shapes import BUCKETS, step_shapes
-from pallas_kernels.inspection import Findings, compile_for, inspect, sass, unavailable
+from jaxpage.device.executables import compiler_options
+from pallas_kernels.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
 from pallas_kernels.inspection.cases import Case, attention_case, copy_case, write_case
 from pallas_kernels.specs import find
 from pallas_kernels.triton import backend as triton_backend
@@ -100,9 +101,11 @@ def assert_in_place(found: Findings, pages: Any) -> None:
     ("kind", "backend", "reduced"),
     [("decode", "triton", 1), ("verify", "triton", 1), ("chunk", "triton", 0), ("chunk", "mosaic", 0)],
 )
-def test_a_step_changes_its_pages_in_place(kind: str, backend: str, reduced: int) -> None:
+def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, backend: str, reduced: int) -> None:
     shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=LAYERS)
-    found = inspect(compile_for(shapes.step, *shapes.arguments))
+    compiled, thunks_text = compile_with_thunks(shapes.step, *shapes.arguments, options=compiler_options("gpu"))
+    assert thunks.on_host(thunks_text) == [] and thunks.num_command_buffers(thunks_text) == 1
+    found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
     expected = {"paged_attention": LAYERS, "write_kv": LAYERS, "paged_attention_reduce": reduced * LAYERS}
     assert found.calls == {name: number for name, number in expected.items() if number}
@@ -110,6 +113,21 @@ def test_a_step_changes_its_pages_in_place(kind: str, backend: str, reduced: int
 
 
 # What the checks are for, planted.
+
+
+def test_a_loop_that_waits_for_the_host_is_found() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda y: jnp.sum(y) < 100.0, lambda y: y * 2.0, x)
+
+    x = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    assert thunks.on_host(compile_with_thunks(jax.jit(step), x)[1]) == ["While"]
+    assert thunks.on_host(compile_with_thunks(jax.jit(step), x, options=compiler_options("gpu"))[1]) == []
+
+
+def test_xla_flags_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiler_options("cpu") == {} and "WHILE" in compiler_options("gpu")["xla_gpu_enable_command_buffer"]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert compiler_options("gpu") == {}
 
 
 def test_pages_that_are_not_donated_are_found() -> None:
