@@ -14,6 +14,7 @@ import pytest
 
 from jaxpage.bench.step_shapes import BUCKETS, step_shapes
 from jaxpage.device.executables import compiler_options
+from jaxpage.layers import norms
 from pallas_kernels.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
 from pallas_kernels.inspection.cases import Case, attention_case, copy_case, write_case
 from pallas_kernels.specs import find
@@ -110,6 +111,17 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, back
     expected = {"paged_attention": LAYERS, "write_kv": LAYERS, "paged_attention_reduce": reduced * LAYERS}
     assert found.calls == {name: number for name, number in expected.items() if number}
     assert len(found.kernels) == sum(found.calls.values())
+
+
+def test_a_norm_is_one_kernel() -> None:
+    """And no matrix product, as on CPU."""
+
+    def norm(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(norms._mean(jnp.square(wide)) + 1e-5)).astype(x.dtype)
+
+    x = jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
+    assert inspect(compile_for(jax.jit(norm), x)).num_launches == 1
 
 
 # What the checks are for, planted.
