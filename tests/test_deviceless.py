@@ -15,8 +15,10 @@ import pytest
 from jaxpage.bench.step_shapes import BUCKETS, step_shapes
 from jaxpage.device.executables import compiler_options
 from jaxpage.layers import norms
+from pallas_kernels.bench.cases import shape_of_spec
 from pallas_kernels.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
 from pallas_kernels.inspection.cases import Case, attention_case, copy_case, write_case
+from pallas_kernels.sets import triton
 from pallas_kernels.specs import find
 from pallas_kernels.triton import backend as triton_backend
 from tests.support.sweeps import few
@@ -72,6 +74,31 @@ def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
     for wanted in ATTENTION[name][backend]:
         assert sass.count(instructions, *wanted.split(".")) > 0, f"no {wanted}"
     assert sass.count(instructions, "LDL") == sass.count(instructions, "STL") == 0
+
+
+def test_the_next_keys_and_values_are_on_their_way_while_these_are_multiplied() -> None:
+    """Two turns of keys and two of values are in shared memory. With three or four stages it is one: the block table takes the others."""
+    spec = find("llama-3-8b decode 64x2048")
+    cut = triton.heuristic(shape_of_spec(spec))
+    turn = 2 * 2 * cut.context * spec.head_width  # bytes of keys and values
+    for stages, buffers in ((cut.num_stages, 2), (4, 1)):
+        tiles = dataclasses.replace(cut, num_stages=stages)
+        (main,) = (
+            kernel
+            for kernel in compiled_case(attention_case(spec, "triton", tiles=tiles)).kernels
+            if "reduce" not in kernel.name
+        )
+        assert turn * buffers <= (main.shared_bytes or 0) < turn * (buffers + 1)
+
+
+def test_tiles_fit_in_the_shared_memory_of_small_gpus() -> None:
+    """99 KiB of Ada and its like; heads 128 and 256 wide."""
+    for name in ("llama-3-8b chunk 2048+0", "llama-3-8b verify chain 16x8"):
+        for width in (128, 256):
+            spec = dataclasses.replace(find(name), head_width=width)
+            tiles = triton.heuristic(shape_of_spec(spec), (8, 9))
+            for kernel in compiled_case(attention_case(spec, "triton", tiles=tiles)).kernels:
+                assert (kernel.shared_bytes or 0) <= 99 * 1024 and not kernel.machine.stack_bytes
 
 
 @pytest.mark.parametrize("page_dtype", ["int8", "uint8"])
