@@ -76,12 +76,12 @@ def build_engine(
     progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: is told
     what begins, one of PHASES. parts: of the engine, in place of its own.
     """
+    open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
     phase(PHASES[0])
     files = _opened(config)
     tokenizer = _tokenizer(config, files)
     sampling_defaults = read_sampling_defaults(files.directory)
     phase(PHASES[1])
-    open_devices(config.gpu_memory_utilization)
     mesh = make_mesh()
     drafting = open_drafting(config.speculative_config, files)
     spec = _describe(config, files, mesh, drafting)

@@ -49,6 +49,7 @@ SAMPLING = {  # of every row
 BLOCK_SIZE = 16
 CHUNK_ROWS = 16  # of a bucket of prompt chunks; one is used
 ROUNDS = 5
+GPU_OPTIONS = compiler_options("gpu")  # with which an engine compiles its steps for a GPU
 
 
 @dataclass(frozen=True)
