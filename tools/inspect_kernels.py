@@ -27,7 +27,16 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
 BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspect_kernels.py -->"
 HEAD = "# Kernels\n\n## What the compiler makes of them\n\n"
 STEPS = (("decode", "triton"), ("verify", "triton"), ("chunk", "triton"), ("chunk", "mosaic"))
-STEP_COLUMNS = ("step", "our kernels", "all kernels", "pages", "aliased", "temporary MiB", "waits for the host", "problems")
+STEP_COLUMNS = (
+    "step",
+    "our kernels",
+    "all kernels",
+    "pages",
+    "aliased",
+    "temporary MiB",
+    "waits for the host",
+    "problems",
+)
 
 
 def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[str]]:
