@@ -51,10 +51,8 @@ class MemoryPlan:
     max_model_len: int
     most_sequence_blocks: int | None = None  # that one sequence holds at a time, where a window slides
     windows: tuple[WindowBlocks, ...] = ()  # the other cache groups
-    unaddressable: tuple[int, int] = (
-        0,
-        0,
-    )  # numbers of blocks that the attention kernels do not take: the first, and the next they take
+    # Numbers of blocks that the attention kernels do not take: the first, and the next that they take.
+    unaddressable: tuple[int, int] = (0, 0)
     num_host_blocks: int = 0  # for swapping, beside the null block of the host; 0: nothing is swapped
 
     @property
