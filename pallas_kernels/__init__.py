@@ -5,12 +5,21 @@ Letters of shapes: B rows (sequences of a step), T query tokens of the stream (Q
 positions. A *block* is a KV block; what a kernel works on at a time is a *tile*.
 """
 
+from pallas_kernels.arguments import Arguments
 from pallas_kernels.block_copy import copy_blocks, copy_slots, gather_blocks, scatter_blocks
 from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention, pages_from_PSKH, write_and_attend
 from pallas_kernels.quantized_pages import is_quantized
-from pallas_kernels.sets import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS, XLA_BACKENDS, candidates
+from pallas_kernels.sets import (
+    BACKENDS,
+    INTERPRETABLE_BACKENDS,
+    KERNEL_BACKENDS,
+    SETS,
+    XLA_BACKENDS,
+    candidates,
+    set_for,
+)
 from pallas_kernels.tiles import Tiles
 
 __all__ = [
@@ -19,6 +28,7 @@ __all__ = [
     "KERNEL_BACKENDS",
     "SETS",
     "XLA_BACKENDS",
+    "Arguments",
     "Call",
     "KernelSet",
     "Tiles",
@@ -30,6 +40,7 @@ __all__ = [
     "paged_attention",
     "pages_from_PSKH",
     "scatter_blocks",
+    "set_for",
     "write_and_attend",
     "write_kv",
 ]

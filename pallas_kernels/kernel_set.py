@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.tiles import Shape, Tiles
@@ -45,6 +46,7 @@ class KernelSet:
     tiles: how a call of this shape is cut where nobody has measured; None for a set that takes no tiles.
     platforms: of JAX, where it runs natively; empty for plain XLA, which runs everywhere.
     interpretable: whether its kernels run on CPU with interpret=True.
+    unaddressable: (type of pages) -> numbers of elements that one array of pages must not have.
     prefers_mixed_steps: whether rows that decode and prompt chunks are best computed in one step.
     """
 
@@ -58,6 +60,7 @@ class KernelSet:
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]] | None = None
     supports: Callable[[Any, Call], str | None]
     tiles: Callable[[Shape], Tiles] | None = None
+    unaddressable: Callable[[DTypeLike], range] = lambda _: range(0)
     platforms: tuple[str, ...] = ()
     interpretable: bool = False
     prefers_mixed_steps: bool = False

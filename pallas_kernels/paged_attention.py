@@ -49,7 +49,7 @@ def paged_attention(
         logit_softcap: scores become softcap * tanh(scores / softcap).
         tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row, in place of the causal order.
         k_scale, v_scale: of pages of int8 or float8, as `write_kv` makes them; None for float pages.
-        backend: one of `BACKENDS`, or "auto": kernels first where JAX's default backend is a GPU.
+        backend: one of `BACKENDS`, or "auto": kernels alone where JAX's default backend is a GPU.
         interpret: run a kernel on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
         max_query_len: a promise that no row has more query tokens, which lets a backend choose its tiles; the default is T.
         tiles: how a kernel cuts its work; the default is what was measured on this kind of GPU, else a rule.

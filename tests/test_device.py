@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpage.device import gpu_memory
 from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.executables import use_compile_cache
 from jaxpage.device.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
@@ -99,6 +100,42 @@ def test_a_default_does_not_follow_what_happens_to_be_free():
     assert num_blocks("cpu (test)", 2**36, max_model_len=40_000, block_bytes=1000) == 40_000 // 16 + 1
 
 
+def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypatch):
+    """The card has 100 GB. JAX reads the variable when it opens its devices."""
+
+    def planned(utilization, *, is_open=False, told=None, **variables):
+        for name in gpu_memory.VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        limit = [int(1e9 * 75)]
+        monkeypatch.setattr(gpu_memory, "_told", told)
+        monkeypatch.setattr(gpu_memory, "_are_open", lambda: is_open)
+        monkeypatch.setattr(
+            jax, "devices", lambda: limit.append(int(1e11 * float(os.environ[gpu_memory.VARIABLES[0]])))
+        )
+        gpu_memory.open_devices(utilization)
+        assert set(variables) == {name for name in gpu_memory.VARIABLES if name in os.environ}, "nobody else is told"
+        return round(gpu_memory.share(limit[-1], utilization) / 1e9, 6), limit[-1] / 1e9, gpu_memory.notice(utilization)
+
+    assert planned(0.9) == (90, 95, "")
+    assert planned(0.3) == (30, 35, "") and planned(1.0) == (95, 95, "")
+    assert planned(0.45, is_open=True, told=0.75) == (45, 75, ""), "a second engine"
+    assert planned(0.9, is_open=True)[:2] == (67.5, 75) and "had opened the GPU before" in planned(0.9, is_open=True)[2]
+    for name in gpu_memory.VARIABLES:
+        *sizes, notice = planned(0.8, **{name: "0.75"})
+        assert (
+            sizes == [60, 75]
+            and f"0.8 is a share of what JAX may take of the GPU, not of all its memory: {name}=0.75" in notice
+        )
+
+
+def test_jax_says_whether_its_devices_are_open():
+    program = "from jaxpage.device import gpu_memory as g; a = g._are_open(); import jax; jax.devices(); print(a, g._are_open())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 _STARTS = """
 import sys
 from collections import namedtuple
@@ -106,7 +143,12 @@ import psutil
 psutil.virtual_memory = lambda: namedtuple("Memory", "available total")(int(sys.argv[1]), 2**36)
 """
 _COMPILES = "from jaxpage.cli import main; main(['compile', '--model', sys.argv[2], '--max-num-seqs', '2'])"
-_SERVES = "from jaxpage import LLM; LLM(sys.argv[2], max_num_seqs=2).generate([[1, 2, 3]], use_tqdm=False)"
+_SERVES = """
+from jaxpage import LLM
+LLM(sys.argv[2], max_num_seqs=2).generate([[1, 2, 3]], use_tqdm=False)
+from jaxpage.device import gpu_memory
+assert round(gpu_memory._told, 2) == 0.95, "JAX opens its devices as the engine asks, and not before"
+"""
 
 
 def test_a_second_start_finds_every_executable(tmp_path):

@@ -13,8 +13,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpage.bench.step_shapes import BUCKETS, step_shapes
-from pallas_kernels.inspection import Findings, compile_for, inspect, sass, unavailable
+from jaxpage.device.executables import compiler_options
+from jaxpage.layers import norms
+from pallas_kernels.bench.cases import shape_of_spec
+from pallas_kernels.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
 from pallas_kernels.inspection.cases import Case, attention_case, copy_case, write_case
+from pallas_kernels.sets import triton
 from pallas_kernels.specs import find
 from pallas_kernels.triton import backend as triton_backend
 from tests.support.sweeps import few
@@ -72,6 +76,31 @@ def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
     assert sass.count(instructions, "LDL") == sass.count(instructions, "STL") == 0
 
 
+def test_the_next_keys_and_values_are_on_their_way_while_these_are_multiplied() -> None:
+    """Two turns of keys and two of values are in shared memory. With three or four stages it is one: the block table takes the others."""
+    spec = find("llama-3-8b decode 64x2048")
+    cut = triton.heuristic(shape_of_spec(spec))
+    turn = 2 * 2 * cut.context * spec.head_width  # bytes of keys and values
+    for stages, buffers in ((cut.num_stages, 2), (4, 1)):
+        tiles = dataclasses.replace(cut, num_stages=stages)
+        (main,) = (
+            kernel
+            for kernel in compiled_case(attention_case(spec, "triton", tiles=tiles)).kernels
+            if "reduce" not in kernel.name
+        )
+        assert turn * buffers <= (main.shared_bytes or 0) < turn * (buffers + 1)
+
+
+def test_tiles_fit_in_the_shared_memory_of_small_gpus() -> None:
+    """99 KiB of Ada and its like; heads 128 and 256 wide."""
+    for name in ("llama-3-8b chunk 2048+0", "llama-3-8b verify chain 16x8"):
+        for width in (128, 256):
+            spec = dataclasses.replace(find(name), head_width=width)
+            tiles = triton.heuristic(shape_of_spec(spec), (8, 9))
+            for kernel in compiled_case(attention_case(spec, "triton", tiles=tiles)).kernels:
+                assert (kernel.shared_bytes or 0) <= 99 * 1024 and not kernel.machine.stack_bytes
+
+
 @pytest.mark.parametrize("page_dtype", ["int8", "uint8"])
 def test_attention_over_quantised_pages_keeps_its_sums_in_registers(page_dtype: str) -> None:
     for name in ("llama-3-8b decode 64x2048", "llama-3-8b chunk 128+0"):
@@ -100,16 +129,45 @@ def assert_in_place(found: Findings, pages: Any) -> None:
     ("kind", "backend", "reduced"),
     [("decode", "triton", 1), ("verify", "triton", 1), ("chunk", "triton", 0), ("chunk", "mosaic", 0)],
 )
-def test_a_step_changes_its_pages_in_place(kind: str, backend: str, reduced: int) -> None:
+def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, backend: str, reduced: int) -> None:
     shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=LAYERS)
-    found = inspect(compile_for(shapes.step, *shapes.arguments))
+    compiled, thunks_text = compile_with_thunks(shapes.step, *shapes.arguments, options=compiler_options("gpu"))
+    assert thunks.on_host(thunks_text) == [] and thunks.num_command_buffers(thunks_text) == 1
+    found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
     expected = {"paged_attention": LAYERS, "write_kv": LAYERS, "paged_attention_reduce": reduced * LAYERS}
     assert found.calls == {name: number for name, number in expected.items() if number}
     assert len(found.kernels) == sum(found.calls.values())
 
 
+def test_a_norm_is_one_kernel() -> None:
+    """And no matrix product, as on CPU."""
+
+    def norm(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(norms._mean(jnp.square(wide)) + 1e-5)).astype(x.dtype)
+
+    x = jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
+    assert inspect(compile_for(jax.jit(norm), x)).num_launches == 1
+
+
 # What the checks are for, planted.
+
+
+def test_a_loop_that_waits_for_the_host_is_found() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda y: jnp.sum(y) < 100.0, lambda y: y * 2.0, x)
+
+    x = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    small = {"xla_gpu_graph_min_graph_size": 1}
+    for options, found in ((small, ["While"]), (small | compiler_options("gpu"), [])):
+        assert thunks.on_host(compile_with_thunks(jax.jit(step), x, options=options)[1]) == found
+
+
+def test_xla_flags_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiler_options("cpu") == {} and "WHILE" in compiler_options("gpu")["xla_gpu_enable_command_buffer"]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert compiler_options("gpu") == {}
 
 
 def test_pages_that_are_not_donated_are_found() -> None:

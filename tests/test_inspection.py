@@ -228,7 +228,7 @@ def test_a_table_is_written_checked_and_found_old(
     monkeypatch.setattr(inspect_kernels.sass, "disassembler", lambda: "nvdisasm")
     monkeypatch.setattr(inspect_kernels, "kernel_rows", lambda *_: (rows, ["attend mosaic, int8: reads what lies"]))
     monkeypatch.setattr(
-        inspect_kernels, "step_rows", lambda *_: iter([("decode", "2 attend", "9", "1", "1", "3", "none")])
+        inspect_kernels, "step_rows", lambda *_: iter([("decode", "2 attend", "9", "1", "1", "3", "0", "none")])
     )
     path = tmp_path / "kernels.md"
     words = ["--document", str(path), "--quiet"]

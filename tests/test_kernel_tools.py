@@ -28,7 +28,7 @@ from pallas_kernels.bench.goals import table as goals_table
 from pallas_kernels.specs import Spec
 from pallas_kernels.tiles import Tiles
 from tests.support import attention
-from tools import bench_kernels, check_engine, gpu_check, time_contiguous_attention
+from tools import bench_kernels, bench_step, check_engine, gpu_check, time_contiguous_attention
 
 CEILINGS = Ceilings(copied=2.0e12, read=3.0e12, matmul=6.0e14)
 SMALL = Spec(name="small", num_heads=4, num_kv_heads=2, head_width=16, contexts=(30, 9), queries=(1, 1), block_size=8)
@@ -239,6 +239,7 @@ def distance(spec: Spec, candidate: Tiles) -> float:
 def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypatch):
     shape = shape_of_spec(SMALL)
     asked = []
+    assert tuner.VALUES["num_stages"][-2:] == (5, 7), "the first that double-buffer keys and values in Triton's loop"
     tuned = tuner.tune(shape, [SMALL, dataclasses.replace(SMALL, name="b")], distance, [START], prefetch=asked.extend)
     assert tuned.best == BEST and tuned.finished and tuned.seconds[BEST] == 4.0
     assert tuned.failures and all(one.num_stages == 4 for one in tuned.failures)
@@ -533,6 +534,30 @@ def test_the_kernel_in_miniature(monkeypatch):
     monkeypatch.setattr(parity, "trials", lambda: few)
     [found] = parts.PARTS["parity"](parts.Options(backend="triton", interpret=True))
     assert found.status == PASSED, found.summary
+
+
+def test_steps_in_miniature(tmp_path, capsys):
+    """On a CPU too: whole steps and their parts, as a table, as JSON and as findings."""
+    to, shape = tmp_path / "steps.jsonl", ["--models", "tiny", "--rows", "2", "--contexts", "32", "--sampling", "top_p"]
+    assert bench_step.main([*shape, "--chunks", "16", "--round", "0.001", "--to", str(to)]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(printed.splitlines()[-1])["rows"]
+    assert [(row["rows"], row["context"], row["chunk"]) for row in rows] == [(2, 32, 0), (1, 16, 16)]
+    parts = ("step", "read", "call", "products", "attention", "sampler", "bytes_read")
+    assert all(row[part] > 0 for row in rows for part in parts) and "host gap" in printed
+    *found, last = read(to)
+    assert [one.status for one in found] == [PASSED, PASSED] and last.tables[0].rows[0][0].startswith("tiny, decode 2")
+    assert bench_step.main([*shape, "--seconds", "-1", "--to", str(to)]) == 0
+    assert "tiny, decode 2 rows, context 32, top_p: left out" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--models: large not among 8b, 1b, tiny"):
+        bench_step.main(["--models", "large"])
+
+
+def test_the_check_times_whole_steps_in_the_time_that_it_has():
+    for whole, models in ((check.Check(), "8b,1b"), (check.Check(interpret=True), "tiny")):
+        [steps] = (child for child in whole.children() if child.name == "steps")
+        assert steps.alone and models in steps.command and "--to" in steps.command
+        assert steps.needs_s < steps.limit_s <= 600 and 60 * whole.minutes < 600
 
 
 def test_timing_in_miniature(tmp_path, capsys):

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
+from jaxpage.bench.step_shapes import LLAMA_3_8B
 from jaxpage.device.attention import make_attend
-from jaxpage.device.backends import Backend, choose_backend
+from jaxpage.device.backends import Backend, attention_set, choose_backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.kv_pages import LayerPages
+from jaxpage.device.kv_pages import LayerPages, page_dtype, page_shapes
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
-from jaxpage.engine.capacity import DeviceSpec, mixes
-from jaxpage.errors import UnsupportedError
+from jaxpage.engine.capacity import DeviceSpec, ModelLayout, mixes, notices
+from jaxpage.engine.engine_spec import describe_engine
+from jaxpage.errors import CapacityError, UnsupportedError
+from jaxpage.models import llama
+from jaxpage.models.base import KVSpec
 from jaxpage.settings import engine_config
 from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS
 from tests.support.engines import LLAMA, invariants, make_llm
@@ -156,3 +160,46 @@ def test_a_model_that_no_kernel_takes_is_refused_with_the_reason(tmp_path):
     wide = random_checkpoint(tmp_path / "llama", {**LLAMA, "head_dim": 272})
     with pytest.raises(UnsupportedError, match="attention_backend 'triton': .* triton: k_pages with heads 272 wide"):
         make_llm(wide, attention_backend="triton")
+
+
+def test_the_kernel_set_is_known_before_anything_is_loaded_and_is_no_plain_xla_on_a_gpu():
+    def chosen(name, device, heads=1, dtype="bfloat16"):
+        spec = KVSpec(num_layers=2, num_kv_heads=heads, head_width=256, sliding_windows=(None, None))
+        pages = page_shapes(spec, 2**17 + 1, 16, page_dtype(dtype, "bfloat16"))
+        return attention_set(Backend(name), device, pages, num_heads=4, dtype="bfloat16")
+
+    assert chosen("auto", gpu("9.0")) == "triton" == chosen("auto", gpu("9.0"), dtype="fp8")
+    assert chosen("auto", CPU) in ("cpu", "scan") and chosen("scan", gpu("7.5")) == "scan"
+    with pytest.raises(
+        UnsupportedError, match="'auto': .*triton: needs a GPU .*; mosaic: .* by name: scan or reference"
+    ):
+        chosen("auto", gpu("7.5"))
+    with pytest.raises(UnsupportedError, match=r"triton: k_pages of 2147500032 one-byte elements .*; mosaic: pages of"):
+        chosen("auto", gpu("9.0"), heads=4, dtype="int8")
+
+
+def test_a_pool_of_one_byte_pages_ends_where_kernels_address_no_further():
+    """Llama-3.2-1B on a GPU of 141 GB: with 2^18 blocks of int8, of 8,192 elements each, a layer's keys would have 2^31."""
+    small = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+    spec = llama.Spec.from_config({**LLAMA_3_8B, **small, "num_attention_heads": 32})
+    config = EngineConfig(kv_cache_dtype="int8")
+
+    def plan(device="gpu (NVIDIA H200)", **settings):
+        described = describe_engine(
+            config.replace(**settings),
+            spec,
+            DeviceSpec(device, 126 * 2**30),
+            ModelLayout("bfloat16", settings.get("kv_cache_dtype", "int8")),
+            weights_bytes=2 * 2**30,
+            swaps=False,
+        )
+        return described.memory
+
+    memory = plan()
+    assert memory.num_blocks * 16 * 8 * 64 < 2**31 <= (memory.num_blocks + 1) * 16 * 8 * 64
+    assert "2^31" in notices(config, DeviceSpec("gpu", 2**37), spec, memory)[0]
+    assert plan(attention_backend="scan").num_blocks > 2**18
+    assert plan(num_blocks=2**18 - 1).num_blocks == 2**18 - 1
+    for settings in ({"num_blocks": 2**18}, {"kv_cache_memory_bytes": 100 * 2**30}):
+        with pytest.raises(CapacityError, match=r"2\^31 elements or more.*Use 262143 \(.*\) or fewer, or 524289 "):
+            plan(**settings)

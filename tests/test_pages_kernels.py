@@ -345,7 +345,7 @@ def test_kernels_lower_for_cuda_in_few_launches(width):
             assert text.count("output_operand_alias<") == aliased, name
 
 
-def test_auto_is_the_kernel_on_a_gpu_and_xla_where_it_refuses(monkeypatch, caplog):
+def test_auto_is_the_kernel_on_a_gpu_and_never_plain_xla(monkeypatch):
     def kernels(pages, **options):
         index = jax.ShapeDtypeStruct((1,), jnp.int32)
         operation = functools.partial(copy_blocks, **options)
@@ -355,11 +355,9 @@ def test_auto_is_the_kernel_on_a_gpu_and_xla_where_it_refuses(monkeypatch, caplo
     larger = jax.ShapeDtypeStruct((2**18 + 1, 16, 8, 128), jnp.int8)
     assert kernels(small) == 0
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert kernels(small) == 2 and kernels(larger) == 2 and not caplog.messages
-    assert kernels(large) == kernels(large) == 0
-    [warning] = caplog.messages  # once
-    assert "copy_blocks is left to plain XLA (scan), which is slow: triton: an array int8 (131073" in warning
-    assert "; mosaic: an array int8" in warning
+    assert kernels(small) == 2 and kernels(larger) == 2 and kernels(large, backend="scan") == 0
+    with pytest.raises(NotImplementedError, match=r"copy_blocks takes this call: triton: .*; mosaic: .* by name: scan"):
+        kernels(large)
     with pytest.raises(
         NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"
     ):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities, truncate
+from jaxpage.device.sampler import NUM_CANDIDATES, Draws, draw, log_probabilities, perturbed, truncate
 from jaxpage.device.step_inputs import NUM_FLAGS, Flags, TableShape, packed_size, processor_shapes, unpack, views
 from tests.support.distributions import kept, probabilities, z_score
 
@@ -160,6 +160,50 @@ def test_rows_one_by_one_and_all_at_once_agree():
         drawn_position_R=np.arange(NUM_ROWS),
     )
     np.testing.assert_array_equal(run_draw(logits, packed, by_row=True), run_draw(logits, packed, by_row=False))
+
+
+def test_a_draw_has_the_same_bits_whatever_the_others_ask_for():
+    """What is cut off and with noise, of rows that are computed at once."""
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((8, 400)).astype(np.float32) * 3
+    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    own = [plain, {**plain, "top_k": 5}, {**plain, "top_p": 0.7}, {**plain, "min_p": 0.2}]
+
+    @jax.jit
+    def run(temperature_R, top_k_R, top_p_R, min_p_R):
+        index_R = jnp.arange(8)
+        draws = Draws(temperature_R, top_k_R, top_p_R, min_p_R, jnp.zeros((8, 2), jnp.uint32), index_R, index_R)
+        return perturbed(jnp.asarray(logits), draws, jnp.array(True), by_row=False)
+
+    def bits(others, temperature):
+        rows = [*own, *[{**plain, **others}] * 4]
+        temperatures = np.array([1.0] * 4 + [temperature] * 4, np.float32)
+        values = [np.array([row[name] for row in rows], dtype) for name, dtype in zip(plain, "iff", strict=True)]
+        return np.asarray(run(temperatures, *values))[:4]
+
+    alone = bits({}, 0.0)
+    assert np.isfinite(alone).sum(axis=1)[0] == 400 > np.isfinite(alone).sum(axis=1)[1:].max()
+    for others in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 9, "top_p": 0.9, "min_p": 0.01}):
+        for temperature in (0.0, 0.7):
+            np.testing.assert_array_equal(bits(others, temperature), alone)
+
+
+def test_what_no_draw_asks_for_is_not_computed():
+    """Of rows that are computed at once: each bisection is in a branch of its own, inside that of steps with any random draw."""
+
+    def loops(jaxpr, depth=0):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in ("while", "scan"):
+                yield depth
+            inside = depth + (equation.primitive.name == "cond")
+            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")):
+                if hasattr(value, "jaxpr") or hasattr(value, "eqns"):
+                    yield from loops(getattr(value, "jaxpr", value), inside)
+
+    traced = jax.make_jaxpr(functools.partial(run_draw, by_row=False))(
+        np.zeros((NUM_ROWS, VOCAB), np.float32), inputs_for()
+    )
+    assert sorted(loops(traced.jaxpr)) == [2, 3]  # top-k; top-p, inside "top-p or min-p"
 
 
 def test_greedy_takes_the_first_of_the_largest_and_respects_suppression():

@@ -18,7 +18,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxpage.bench.step_shapes import BUCKETS, step_shapes
-from pallas_kernels.inspection import GPUS, Findings, compile_for, inspect, sass, unavailable
+from jaxpage.simulation.step_times import GPU_OPTIONS
+from pallas_kernels.inspection import GPUS, Findings, compile_with_thunks, inspect, sass, thunks, unavailable
 from pallas_kernels.inspection.cases import cases
 from pallas_kernels.inspection.report import Row, markdown, rows
 
@@ -26,7 +27,16 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
 BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspect_kernels.py -->"
 HEAD = "# Kernels\n\n## What the compiler makes of them\n\n"
 STEPS = (("decode", "triton"), ("verify", "triton"), ("chunk", "triton"), ("chunk", "mosaic"))
-STEP_COLUMNS = ("step", "our kernels", "all kernels", "pages", "aliased", "temporary MiB", "problems")
+STEP_COLUMNS = (
+    "step",
+    "our kernels",
+    "all kernels",
+    "pages",
+    "aliased",
+    "temporary MiB",
+    "waits for the host",
+    "problems",
+)
 
 
 def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[str]]:
@@ -45,7 +55,8 @@ def step_rows(gpu: str, num_layers: int | None, progress: bool) -> Iterator[tupl
     """A row of cells for each of `STEPS`."""
     for kind, backend in tqdm(STEPS, desc="Steps", unit="step", disable=None if progress else True):
         shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=num_layers)
-        found = inspect(compile_for(shapes.step, *shapes.arguments, gpu=gpu))
+        compiled, listed = compile_with_thunks(shapes.step, *shapes.arguments, gpu=gpu, options=GPU_OPTIONS)
+        found, waits = inspect(compiled), thunks.on_host(listed)
         problems = found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes)
         yield (
             f"{kind} of {BUCKETS[kind].num_tokens} tokens, {shapes.num_layers} layers ({backend})",
@@ -54,6 +65,7 @@ def step_rows(gpu: str, num_layers: int | None, progress: bool) -> Iterator[tupl
             f"{shapes.pages_bytes / 2**30:.0f} GiB",
             f"{found.aliased_bytes / 2**30:.0f} GiB",
             f"{found.temporary_bytes / 2**20:.0f}",
+            str(len(waits)),
             "; ".join(problems) or "none",
         )
 
@@ -69,7 +81,7 @@ def section(arguments: argparse.Namespace) -> str:
     text = markdown(found, refusals, gpu=arguments.gpu)
     if not arguments.no_steps:
         steps = "\n".join("| " + " | ".join(row) + " |" for row in step_rows(arguments.gpu, arguments.layers, progress))
-        head = "| " + " | ".join(STEP_COLUMNS) + " |\n|---|---|" + "---:|" * 4 + "---|"
+        head = "| " + " | ".join(STEP_COLUMNS) + " |\n|---|---|" + "---:|" * 5 + "---|"
         text += f"\n\nWhole steps of Llama-3-8B in bfloat16, 16 rows, from shapes alone:\n\n{head}\n{steps}"
     return text
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
+from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.engine.capacity import (
     DeviceSpec,
@@ -124,6 +125,7 @@ def _drafting(config: EngineConfig) -> Drafting | None:
 
 def _place(memory: int | None, utilization: float) -> DeviceSpec:
     if memory is None:
+        open_devices(utilization)
         return device_spec_of(jax.devices()[0], utilization)
     return DeviceSpec(f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})", int(memory * utilization))
 

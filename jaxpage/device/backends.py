@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jaxpage.device.kv_pages import QUANTIZED
+from jaxpage.device.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import SETS, XLA_BACKENDS, Call, candidates
+from pallas_kernels import SETS, XLA_BACKENDS, Arguments, Call, candidates, set_for
 from pallas_kernels.cpu.library import load as load_cpu_library
 
 
@@ -45,6 +48,48 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
             f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {' or '.join(XLA_BACKENDS)}"
         )
     return Backend(name, interpret)
+
+
+def attention_set(backend: Backend, device: Any, pages: Iterable[LayerPages], num_heads: int, dtype: DTypeLike) -> str:
+    """The kernel set that computes attention over these layers' pages, before anything is loaded or compiled.
+
+    pages: shapes. num_heads, dtype: of the queries.
+
+    Raises UnsupportedError with each set's reason where none takes them.
+    """
+    chosen = ""
+
+    def ask(q_TNH: jax.Array, table_B1: jax.Array, length_B: jax.Array, start: jax.Array, layer: LayerPages) -> None:
+        nonlocal chosen
+        arguments = Arguments(
+            q_TNH=q_TNH,
+            block_table_BM=table_B1,
+            context_len_B=length_B,
+            query_start=start,
+            scale=1.0,
+            max_query_len=1,
+            **layer._asdict(),
+        )
+        call = Call(interpret=backend.interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
+        chosen = set_for(call, backend=backend.name, device=device).name
+
+    index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,), (2,))]
+    for layer in set(pages):
+        query = jax.ShapeDtypeStruct((1, num_heads, layer.k_pages.shape[3]), dtype)
+        try:
+            jax.eval_shape(ask, query, *index, layer)
+        except NotImplementedError as refusal:
+            raise UnsupportedError(f"attention_backend {backend.name!r}: {refusal}") from refusal
+    return chosen
+
+
+def unaddressable_blocks(name: str, platform: str, block_elements: int, dtype: DTypeLike) -> tuple[int, int]:
+    """With how many blocks a layer's keys begin to be an array that the kernel set tried first cannot address, and end to be one.
+
+    block_elements: of one block in one layer's keys. dtype: of the pages.
+    """
+    elements = candidates(name, platform)[0].unaddressable(dtype)
+    return -(-elements.start // block_elements), -(-elements.stop // block_elements)
 
 
 def cpu_kernels() -> str:

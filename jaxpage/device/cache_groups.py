@@ -18,11 +18,13 @@ class CacheGroup:
     layers: places among the model's layers and, behind them, a drafter's.
     sliding_window: positions that they see, the own one included; None: all.
     block_bytes: of one block in all of them.
+    array_elements: of one block in the largest array of keys or values.
     """
 
     layers: tuple[int, ...]
     sliding_window: int | None
     block_bytes: int
+    array_elements: int
 
 
 def cache_groups(kvs: Sequence[KVSpec], *, longest: int, block_size: int, dtype: DTypeLike) -> tuple[CacheGroup, ...]:
@@ -37,10 +39,12 @@ def cache_groups(kvs: Sequence[KVSpec], *, longest: int, block_size: int, dtype:
         window if window is not None and window < longest else None for kv in kvs for window in kv.sliding_windows
     ]
     layer_bytes = [bytes_per_layer(kv, block_size, dtype) for kv in kvs for _ in range(kv.num_layers)]
+    elements = [block_size * kv.num_kv_heads * kv.head_width for kv in kvs for _ in range(kv.num_layers)]
     groups = []
     for window in sorted(set(windows), key=lambda window: -(window or longest)):
         layers = tuple(place for place, of_layer in enumerate(windows) if of_layer == window)
-        groups.append(CacheGroup(layers, window, sum(layer_bytes[place] for place in layers)))
+        block_bytes, most = sum(layer_bytes[place] for place in layers), max(elements[place] for place in layers)
+        groups.append(CacheGroup(layers, window, block_bytes, most))
     return tuple(groups)
 
 

@@ -29,6 +29,11 @@ from jaxpage.device.stored_executables import StoredExecutables
 
 logger = logging.getLogger(__name__)
 
+GRAPH_OPTION = "xla_gpu_enable_command_buffer"
+IN_GRAPHS = (  # XLA's default of jax 0.10 to 0.12 on one device, and WHILE
+    *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL", "WHILE"),
+)
+
 
 class CompiledStep(NamedTuple):
     """The executable of a bucket. `neutral` lies on the device and stands in for what no logits processor of a step uses.
@@ -196,7 +201,15 @@ def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: Step
 
 
 def _compiled(function: Any, *shapes: Any) -> Any:
-    return function.lower(*shapes).compile()
+    return function.lower(*shapes).compile(compiler_options(jax.default_backend()))
+
+
+def compiler_options(platform: str) -> dict[str, str]:
+    """Of XLA, for all executables. On a GPU a whole step is one CUDA graph: by default XLA leaves loops out of it, and the host waits in
+    the middle of the step for what holds one. XLA_FLAGS has the last word."""
+    if platform != "gpu" or GRAPH_OPTION in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {GRAPH_OPTION: ",".join(IN_GRAPHS)}
 
 
 def _processor_shapes(num_draws: int, options: StepOptions) -> ProcessorInputs:

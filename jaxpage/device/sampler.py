@@ -57,6 +57,14 @@ def draws_of(inputs: StepInputs) -> Draws:
     )
 
 
+class Asked(NamedTuple):
+    """What any random draw of a step asks for, where all are computed at once: what none asks for is not computed."""
+
+    top_k: jax.Array
+    top_p: jax.Array
+    top_p_or_min_p: jax.Array
+
+
 class Stream:
     """Noise that is none of a draw's own: folded into the seed before all else, where no sample index reaches."""
 
@@ -83,7 +91,7 @@ def draw(
     logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=by_row)
 
     def random() -> jax.Array:
-        return each_row(functools.partial(_draw_row, by_row=by_row), (logits_BV, *draws_of(inputs)), by_row=by_row)
+        return _each_draw(_draw_row, (logits_BV, *draws_of(inputs)), by_row=by_row)
 
     token_ids_B = jax.lax.cond(
         inputs.flags[Flags.RANDOM] > 0, random, lambda: jax.vmap(_first_of_the_largest)(logits_BV)
@@ -102,6 +110,38 @@ def each_row(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: boo
     return jax.vmap(function)(*rows)
 
 
+def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: bool) -> Any:
+    """rows: logits, temperature, top-k, top-p, min-p, and more. The function also gets `by_row` and `asked`."""
+    logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, *_ = rows
+    asked = None
+    if not by_row:
+
+        def any_random(wants_R: jax.Array) -> jax.Array:
+            return jnp.any((temperature_R > 0.0) & wants_R)
+
+        cuts_R, nucleus_R = (top_k_R > 0) & (top_k_R < logits_RV.shape[1]), top_p_R < 1.0
+        asked = Asked(any_random(cuts_R), any_random(nucleus_R), any_random(nucleus_R | (min_p_R > 0.0)))
+    return each_row(functools.partial(function, by_row=by_row, asked=asked), rows, by_row=by_row)
+
+
+def _where_wanted(
+    wanted: jax.Array,
+    asked: Asked | None,
+    by_any: str,
+    work: Callable[[], jax.Array],
+    otherwise: Callable[[], jax.Array],
+) -> jax.Array:
+    """`work()` of a draw that wants it. A row's own condition becomes a selection, for which both are computed, where all rows are computed
+    at once (`asked`): there the condition is whether any draw wants it (the field `by_any`, "" for always), and then each draw selects."""
+    if asked is None:
+        return jax.lax.cond(wanted, work, otherwise)
+
+    def selected() -> jax.Array:
+        return jnp.where(wanted, work(), otherwise())
+
+    return jax.lax.cond(getattr(asked, by_any), selected, otherwise) if by_any else selected()
+
+
 def perturbed(
     logits_RV: Float[Array, "R V"], draws: Draws, is_random: jax.Array, *, by_row: bool
 ) -> Float[Array, "R V"]:
@@ -110,21 +150,20 @@ def perturbed(
     is_random: whether any is.
     """
 
-    def perturb(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array) -> jax.Array:
-        return jax.lax.cond(
-            temperature > 0.0, lambda: _perturb(logits_V, temperature, *rest, by_row=by_row), lambda: logits_V
-        )
+    def perturb(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any) -> jax.Array:
+        noisy = functools.partial(_perturb, logits_V, temperature, *rest, **options)
+        return _where_wanted(temperature > 0.0, options["asked"], "", noisy, lambda: logits_V)
 
-    return jax.lax.cond(is_random, lambda: each_row(perturb, (logits_RV, *draws), by_row=by_row), lambda: logits_RV)
+    return jax.lax.cond(is_random, lambda: _each_draw(perturb, (logits_RV, *draws), by_row=by_row), lambda: logits_RV)
 
 
 def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) -> tuple[Int[Array, "R"], DrawnFrom]:
     """Tokens for acceptance by rejection, from noise of their own, and the distributions that they were really drawn from: the likeliest
     `MOST_CANDIDATES` tokens of what `draw` draws from. Of a greedy row the likeliest alone."""
 
-    def draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array) -> tuple[jax.Array, DrawnFrom]:
+    def draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any) -> Any:
         *cutoffs, seed_2, sample_index, position = rest
-        log_q_V = _distribution(logits_V, temperature, *cutoffs, by_row=by_row)
+        log_q_V = _distribution(logits_V, temperature, *cutoffs, **options)
         log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MOST_CANDIDATES, log_q_V.shape[0]))
         key = noise_key(seed_2, sample_index, position, Stream.DRAFT)
         place = jnp.maximum(with_noise(log_q_W[0], key), 0)
@@ -132,14 +171,16 @@ def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) ->
         padded_W = jnp.pad(ids_W[0].astype(jnp.int32), lacking, constant_values=-1)
         return ids_W[0, place], DrawnFrom(padded_W, jnp.pad(jax.nn.softmax(log_q_W[0]), lacking))
 
-    drawn: tuple[jax.Array, DrawnFrom] = each_row(draw_row, (logits_RV, *draws), by_row=by_row)
+    drawn: tuple[jax.Array, DrawnFrom] = _each_draw(draw_row, (logits_RV, *draws), by_row=by_row)
     return drawn
 
 
-def _draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, by_row: bool) -> jax.Array:
-    return jax.lax.cond(
+def _draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any) -> jax.Array:
+    return _where_wanted(
         temperature > 0.0,
-        lambda: _first_of_the_largest(_perturb(logits_V, temperature, *rest, by_row=by_row)),
+        options["asked"],
+        "",
+        lambda: _first_of_the_largest(_perturb(logits_V, temperature, *rest, **options)),
         lambda: _first_of_the_largest(logits_V),
     )
 
@@ -153,10 +194,9 @@ def _perturb(
     seed_2: jax.Array,
     sample_index: jax.Array,
     position: jax.Array,
-    *,
-    by_row: bool,
+    **options: Any,
 ) -> jax.Array:
-    scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
+    scaled_V = truncate(logits_V / temperature, top_k, top_p, min_p, **options)
     return scaled_V + jax.random.gumbel(noise_key(seed_2, sample_index, position), logits_V.shape, jnp.float32)
 
 
@@ -172,45 +212,59 @@ def distributions(
     is_finite_B = are_finite(logits_BV)
     logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=by_row)
     rows = (logits_BV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
-    log_p_BV = each_row(functools.partial(_distribution, by_row=by_row), rows, by_row=by_row)
+    log_p_BV = _each_draw(_distribution, rows, by_row=by_row)
     return jnp.where(is_finite_B[:, None], log_p_BV, -jnp.inf)
 
 
 def _distribution(
-    logits_V: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, by_row: bool
+    logits_V: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    **options: Any,
 ) -> jax.Array:
     def random() -> jax.Array:
-        return truncate(logits_V / temperature, top_k, top_p, min_p, by_row=by_row)
+        return truncate(logits_V / temperature, top_k, top_p, min_p, **options)
 
     def greedy() -> jax.Array:
         return jnp.where(jnp.arange(logits_V.shape[0]) == _first_of_the_largest(logits_V), 0.0, -jnp.inf)
 
-    chosen_V = jax.lax.cond(temperature > 0.0, random, greedy)
+    chosen_V = _where_wanted(temperature > 0.0, options["asked"], "", random, greedy)
     return jnp.where(jnp.isfinite(jnp.max(chosen_V)), jax.nn.log_softmax(chosen_V), -jnp.inf)
 
 
 def truncate(
-    logits_V: Float[Array, "V"], top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, by_row: bool
+    logits_V: Float[Array, "V"],
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    *,
+    by_row: bool,
+    asked: Asked | None = None,
 ) -> Float[Array, "V"]:
     """Sets to -inf what top-k, top-p and min-p leave out, in this order. Ties at a cut-off stay in, as in Hugging Face's top-k.
 
     top_k: 0 keeps all. top_p: keeps the likeliest tokens until their mass, among those that top-k kept, reaches top_p.
     min_p: keeps what is at least min_p times as likely as the likeliest.
     by_row: on CPU a small top-k is found in less time than the bisection takes, and top-p is then a matter of a few tokens.
+    asked: of all draws that are computed at once with this one.
     """
 
     def bisected() -> jax.Array:
         cuts = (top_k > 0) & (top_k < logits_V.shape[0])
-        cutoff = jax.lax.cond(
+        cutoff = _where_wanted(
             cuts,
+            asked,
+            "top_k",
             lambda: _largest_cutoff(logits_V, lambda above_V: jnp.sum(above_V, dtype=jnp.int32) >= top_k),
             lambda: jnp.float32(-jnp.inf),
         )
-        return _cut(logits_V, cutoff, None, top_p, min_p)
+        return _cut(logits_V, cutoff, None, top_p, min_p, asked)
 
     def among_the_likeliest() -> jax.Array:
         likeliest_K = jax.lax.top_k(logits_V[None], num_likeliest)[0][0]
-        return _cut(logits_V, likeliest_K[jnp.clip(top_k, 1, num_likeliest) - 1], likeliest_K, top_p, min_p)
+        return _cut(logits_V, likeliest_K[jnp.clip(top_k, 1, num_likeliest) - 1], likeliest_K, top_p, min_p, asked)
 
     if not by_row:
         return bisected()
@@ -219,19 +273,31 @@ def truncate(
 
 
 def _cut(
-    logits_V: jax.Array, cutoff: jax.Array, likeliest_K: jax.Array | None, top_p: jax.Array, min_p: jax.Array
+    logits_V: jax.Array,
+    cutoff: jax.Array,
+    likeliest_K: jax.Array | None,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    asked: Asked | None,
 ) -> jax.Array:
     """The logits that reach the cut-off, less what top-p and min-p leave out of them."""
-    kept_V = jax.lax.cond(
+    kept_V = _where_wanted(
         (top_p < 1.0) | (min_p > 0.0),
-        lambda: _likely(logits_V, likeliest_K, cutoff, top_p, min_p),
+        asked,
+        "top_p_or_min_p",
+        lambda: _likely(logits_V, likeliest_K, cutoff, top_p, min_p, asked),
         lambda: logits_V >= cutoff,
     )
     return jnp.where(kept_V, logits_V, -jnp.inf)
 
 
 def _likely(
-    logits_V: jax.Array, likeliest_K: jax.Array | None, cutoff: jax.Array, top_p: jax.Array, min_p: jax.Array
+    logits_V: jax.Array,
+    likeliest_K: jax.Array | None,
+    cutoff: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    asked: Asked | None,
 ) -> jax.Array:
     """What top-p and min-p leave in of the logits that reach the cut-off."""
     largest = jnp.max(logits_V)
@@ -255,7 +321,7 @@ def _likely(
             jnp.any(reached_K), lambda: logits_V >= likeliest_K[jnp.argmax(reached_K)], bisected
         )
 
-    kept_V = jax.lax.cond(top_p < 1.0, nucleus, lambda: jnp.ones_like(logits_V, bool))
+    kept_V = _where_wanted(top_p < 1.0, asked, "top_p", nucleus, lambda: jnp.ones_like(logits_V, bool))
     kept_V &= (logits_V >= cutoff) & (likelihood_V >= min_p)
     return kept_V | (likelihood_V == 1.0)  # the likeliest stays, whatever the cut-offs
 

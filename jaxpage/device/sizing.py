@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import psutil
 
+from jaxpage.device import gpu_memory
 from jaxpage.errors import CapacityError
 
 HOST_SHARE = 0.5  # of the free host memory that a pool may take there, where other programs live too
@@ -50,6 +51,8 @@ class MemoryPlan:
     max_model_len: int
     most_sequence_blocks: int | None = None  # that one sequence holds at a time, where a window slides
     windows: tuple[WindowBlocks, ...] = ()  # the other cache groups
+    # Numbers of blocks that the attention kernels do not take: the first, and the next that they take.
+    unaddressable: tuple[int, int] = (0, 0)
     num_host_blocks: int = 0  # for swapping, beside the null block of the host; 0: nothing is swapped
 
     @property
@@ -134,7 +137,7 @@ def available_bytes(device: jax.Device, utilization: float) -> int:
     """What may be allocated: on an accelerator its share of the device, on CPU a part of the memory that is free now."""
     statistics = device.memory_stats() if device.platform != "cpu" else None
     if statistics and "bytes_limit" in statistics:
-        return int(statistics["bytes_limit"] * utilization) - int(statistics.get("bytes_in_use", 0))
+        return gpu_memory.share(statistics["bytes_limit"], utilization) - int(statistics.get("bytes_in_use", 0))
     return available_host_bytes()
 
 
@@ -172,11 +175,20 @@ def choose_num_blocks(
             wanted = 1 + _halved(_useful_on_host(plan, max_num_seqs), plan.most_blocks(int(free * HOST_SHARE)) - 1)
         else:
             wanted = 1 + _rounded(plan.most_blocks(free) - 1)
+            if wanted in range(*plan.unaddressable):
+                wanted = plan.unaddressable[0] - 1
     plan = replace(plan, num_blocks=wanted)
     if plan.pool_bytes > free:
         most = plan.most_blocks(free) if setting == "num_blocks" else free
         advice = f"Lower {setting} to {most} or less, or leave it out to take what fits."
         raise CapacityError(_does_not_fit(plan, f"{wanted} KV blocks take {gib(plan.pool_bytes)}", advice))
+    if wanted in range(*plan.unaddressable):
+        first, beyond = plan.unaddressable
+        sizes = [f"{count} ({gib(plan.bytes_of(count))})" for count in (first - 1, beyond)]
+        raise CapacityError(
+            f"{setting} gives {wanted} KV blocks, with which the one-byte keys of a layer have 2^31 elements or more: the attention "
+            f"kernels for GPUs cannot address them. Use {sizes[0]} or fewer, or {sizes[1]} or more, or attention_backend 'scan'."
+        )
     if wanted < least:
         enough = least if setting == "num_blocks" else least * plan.block_bytes
         advice = f"Set {setting} to {enough} or more; {gib(free)} are free for the pool."

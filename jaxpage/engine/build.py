@@ -16,8 +16,9 @@ import jax
 from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import choose_backend
+from jaxpage.device.backends import attention_set, choose_backend
 from jaxpage.device.executables import Executables, use_compile_cache
+from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.mesh import DeviceMesh, make_mesh
@@ -75,6 +76,7 @@ def build_engine(
     progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: called
     with each of PHASES when it begins. parts: of the engine, in place of its own.
     """
+    open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
     phase(PHASES[0])
     files = _opened(config)
     tokenizer = _tokenizer(config, files)
@@ -138,7 +140,10 @@ def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, draftin
     layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype)
     weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
     spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
-    spec = replace(spec, dtype_reason=dtype_reason(config, device, stored))
+    own = [spec.num_blocks[group] for group in spec.layer_groups[: files.spec.kv.num_layers]]
+    pages = kv_pages.page_shapes(files.spec.kv, own, config.block_size, spec.page_dtype)
+    attention = attention_set(kernels, mesh.first, pages, files.spec.num_query_heads, layout.dtype)
+    spec = replace(spec, attention=attention, dtype_reason=dtype_reason(config, device, stored))
     for notice in notices(config, device, files.spec, spec.memory):
         logger.warning(notice)
     return spec

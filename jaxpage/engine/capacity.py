@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 
 import jax
 
-from jaxpage.device import kv_pages
-from jaxpage.device.backends import prefers_mixed_steps
+from jaxpage.device import gpu_memory, kv_pages
+from jaxpage.device.backends import prefers_mixed_steps, unaddressable_blocks
 from jaxpage.device.buckets import BucketMenu, make_menu
 from jaxpage.device.cache_groups import CacheGroup
 from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
@@ -42,6 +42,7 @@ class DeviceSpec:
 
     name: str  # begins with the platform
     available_bytes: int
+    notice: str = ""  # where that is not what the settings say
 
     @property
     def is_cpu(self) -> bool:
@@ -58,7 +59,8 @@ class ModelLayout:
 
 
 def device_spec_of(device: jax.Device, utilization: float) -> DeviceSpec:
-    return DeviceSpec(f"{device.platform} ({device.device_kind})", available_bytes(device, utilization))
+    notice = gpu_memory.notice(utilization) if device.platform == "gpu" else ""
+    return DeviceSpec(f"{device.platform} ({device.device_kind})", available_bytes(device, utilization), notice)
 
 
 def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
@@ -86,7 +88,11 @@ def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
     single token to a tile of queries."""
     if config.enable_mixed_steps is not None:
         return config.enable_mixed_steps
-    return prefers_mixed_steps(config.attention_backend, "cpu" if device.is_cpu else "gpu")
+    return prefers_mixed_steps(config.attention_backend, _platform(device))
+
+
+def _platform(device: DeviceSpec) -> str:
+    return "cpu" if device.is_cpu else "gpu"
 
 
 def step_menu(config: EngineConfig, device: DeviceSpec) -> BucketMenu:
@@ -139,8 +145,8 @@ def plan_memory(
     first, *further = groups
     longest = config.max_model_len or spec.max_position_embeddings
     workspace_bytes = _workspace_estimate(spec, longest, menu)
+    page_dtype = kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype)
     if drafting is not None:
-        page_dtype = kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype)
         scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
         workspace_bytes += kv_pages.num_bytes(scratch)
 
@@ -166,6 +172,9 @@ def plan_memory(
             )
             for group in further
             if group.sliding_window is not None
+        ),
+        unaddressable=unaddressable_blocks(
+            config.attention_backend, _platform(device), max(group.array_elements for group in groups), page_dtype
         ),
     )
     plan = choose_num_blocks(
@@ -200,7 +209,7 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
 
 def notices(config: EngineConfig, device: DeviceSpec, spec: ModelSpec, plan: MemoryPlan) -> list[str]:
     """Warnings about settings whose effect is not what their values suggest."""
-    found = []
+    found = [device.notice] if device.notice else []
     if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
         found.append(
             f"gpu_memory_utilization = {config.gpu_memory_utilization:g} means nothing on a CPU: num_blocks or kv_cache_memory_bytes "
@@ -210,6 +219,11 @@ def notices(config: EngineConfig, device: DeviceSpec, spec: ModelSpec, plan: Mem
         found.append(
             f"max_model_len is {plan.max_model_len}, as many tokens as the KV pool holds; the model could take "
             f"{spec.max_position_embeddings}: num_blocks or kv_cache_memory_bytes give it more memory"
+        )
+    if config.num_blocks is None and plan.num_blocks + 1 == plan.unaddressable[0]:
+        found.append(
+            f"the KV pool has {plan.num_blocks} blocks, {gib(plan.pool_bytes)} of {gib(plan.free_bytes)} that are free: with more, the "
+            "one-byte keys of a layer have 2^31 elements, which the attention kernels for GPUs cannot address"
         )
     return found
 

@@ -45,6 +45,7 @@ class EngineSpec:
     limits: StepLimits
     memory: MemoryPlan
     vocab_size: int
+    attention: str = ""  # the kernel set that computes it, where the device is at hand
     dtype_reason: str = ""  # where the dtype is another than the checkpoint's, or depends on the machine
 
     @property
@@ -81,6 +82,8 @@ class EngineSpec:
         yield from self.memory.rows()
         yield "dtype", f"{dtype} ({self.dtype_reason})" if self.dtype_reason else dtype
         yield "KV dtype", dtype if cache == "auto" else f"{cache}, a float32 scale per token and head"
+        if self.attention:
+            yield "attention", self.attention + " (interpreted)" * bool(self.kernels and self.kernels.interpret)
         yield "executables", f"{len(self.menu.buckets)} step shapes"
 
     def record(self) -> dict[str, Any]:

@@ -12,7 +12,12 @@ from jaxpage.layers.parameter import parameter, tensor
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """The mean over the last axis, as a product with ones: XLA adds up a plain reduction in an order that depends on the other axes."""
+    """The mean over the last axis. On a GPU a plain one, which XLA fuses with what is around it."""
+    return jax.lax.platform_dependent(x, cpu=_mean_as_product, default=lambda y: jnp.mean(y, axis=-1, keepdims=True))
+
+
+def _mean_as_product(x: jax.Array) -> jax.Array:
+    """A product with ones: XLA on CPU adds up a plain reduction in an order that depends on the other axes."""
     width = x.shape[-1]
     ones_2D = jnp.ones((2, width), x.dtype)  # two rows, since a matrix-vector product takes yet another path
     return jnp.einsum("...D,ZD->...Z", x, ones_2D, precision=jax.lax.Precision.HIGHEST)[..., :1] / width

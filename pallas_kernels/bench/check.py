@@ -43,6 +43,10 @@ class Check:
         if not self.interpret:
             made.append(self._tool("contiguous", "time_contiguous_attention.py", needs_s=40, limit_s=90))
         made.append(self._part("bench", needs_s=90, limit_s=220, seconds=180, alone=True))
+        sizes = ["tiny", "--rows", "2", "--contexts", "64", "--round", "0.01"] if self.interpret else ["8b,1b"]
+        layers = [] if self.interpret else ["--layers", "4"]  # they compile faster, and every layer is the same
+        steps = ["--models", *sizes, *layers, "--seconds", "100"]
+        made.append(self._tool("steps", "bench_step.py", *steps, needs_s=60, limit_s=130))
         engine_backends = [*XLA_BACKENDS] if self.interpret else [*kernels, DEFINITION]
         made.append(self._tool("engine", "check_engine.py", *engine_backends, needs_s=60, limit_s=170))
         if not self.interpret:

@@ -29,9 +29,9 @@ VALUES: dict[str, tuple[int, ...]] = {  # in the order in which they are tried
     "context": (16, 32, 64, 128),
     "num_warps": (2, 4, 8),
     "query_rows": (16, 32, 64, 128),
-    "num_stages": (1, 2, 3, 4),
-    "max_splits": (1, 4, 8, 16, 32),
-    "split_context": (128, 256, 512, 1024, 2048),
+    "num_stages": (1, 2, 3, 4, 5, 7),
+    "max_splits": (1, 4, 8, 16, 32, 64),
+    "split_context": (64, 128, 256, 512, 1024, 2048),
 }
 STARTS: dict[str, Callable[[Shape], Tiles]] = {name: each.tiles for name, each in SETS.items() if each.tiles}
 

@@ -10,6 +10,8 @@ import contextlib
 import functools
 import importlib.metadata
 import os
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +64,16 @@ def described_mesh(gpu: str = "h200") -> Mesh:
     return Mesh(np.array(topology.devices[:1]), ("x",))
 
 
-def compile_for(function: Any, *arguments: Any, gpu: str = "h200", **keywords: Any) -> Any:
+def compile_for(
+    function: Any, *arguments: Any, gpu: str = "h200", options: Mapping[str, Any] | None = None, **keywords: Any
+) -> Any:
     """A `jax.stages.Compiled` of a jitted function for one GPU of that name.
 
-    arguments, keywords: as the function takes them; arrays may be anything with a shape and a type. Raises as `described_mesh` does.
+    Args:
+        arguments, keywords: as the function takes them; arrays may be anything with a shape and a type.
+        options: of the compiler.
+
+    Raises as `described_mesh` does.
     """
     mesh = described_mesh(gpu)
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -77,7 +85,18 @@ def compile_for(function: Any, *arguments: Any, gpu: str = "h200", **keywords: A
     with _described(mesh):
         lowered = function.lower(*arguments, **keywords)
         with without_compile_cache():  # what is compiled for no device can be written there, but not read back
-            return lowered.compile({"xla_backend_optimization_level": 3})  # as by default, whatever XLA_FLAGS says
+            as_by_default = {"xla_backend_optimization_level": 3}  # whatever XLA_FLAGS says
+            return lowered.compile(as_by_default | dict(options or {}))
+
+
+def compile_with_thunks(
+    function: Any, *arguments: Any, options: Mapping[str, Any] | None = None, **keywords: Any
+) -> tuple[Any, str]:
+    """What `compile_for` gives, and XLA's list of thunks, for `thunks.on_host`."""
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = compile_for(function, *arguments, options={**(options or {}), "xla_dump_to": directory}, **keywords)
+        *_, last = sorted(Path(directory).glob("*.thunk_sequence*.txt"))  # after passes, where any changed it
+        return compiled, last.read_text(encoding="utf-8")
 
 
 def _described(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:

@@ -29,14 +29,14 @@ INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.inter
 
 
 def candidates(backend: str, platform: str, *, interpret: bool = False) -> tuple[KernelSet, ...]:
-    """The sets to try, in order: that of this name, or for "auto" those that run on the platform; to interpret, those for GPUs.
+    """The sets to try, in order: that of this name, or for "auto" those that run on the platform; on a GPU and to interpret, kernels for
+    GPUs alone.
 
     Raises ValueError where no set has this name.
     """
     if backend == "auto":
-        return tuple(
-            each for each in SETS.values() if ("gpu" in each.platforms if interpret else each.runs_on(platform))
-        )
+        gpu = interpret or platform == "gpu"
+        return tuple(each for each in SETS.values() if ("gpu" in each.platforms if gpu else each.runs_on(platform)))
     if backend not in SETS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(SETS)}, not {backend!r}")
     return (SETS[backend],)
@@ -51,9 +51,9 @@ def first_that_takes(
         ValueError: no set has this name.
         NotImplementedError: no set takes the call; the text has every set's reason.
     """
-    device, refusals, refused = jax.devices()[0], list[str](), list[KernelSet]()
+    device, platform, refusals, refused = jax.devices()[0], jax.default_backend(), list[str](), list[KernelSet]()
     options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
-    for each in candidates(backend, jax.default_backend(), interpret=call.interpret):
+    for each in candidates(backend, platform, interpret=call.interpret):
         try:
             if (reason := each.supports(device, call)) is None:
                 result = pick(each)(*arguments, **options)
@@ -65,7 +65,24 @@ def first_that_takes(
             reason = str(refusal)
         refusals.append(f"{each.name}: {reason}")
         refused.append(each)
-    raise NotImplementedError(f"no backend of {operation} takes this call: " + "; ".join(refusals))
+    raise _no_set_takes(operation, refusals, backend, platform)
+
+
+def set_for(call: Call, *, backend: str, device: Any) -> KernelSet:
+    """The first candidate that says that it takes a call of attention, for a look ahead. Raises as `first_that_takes` does."""
+    refusals = []
+    for each in candidates(backend, device.platform, interpret=call.interpret):
+        if (reason := each.supports(device, call)) is None:
+            return each
+        refusals.append(f"{each.name}: {reason}")
+    raise _no_set_takes("paged_attention", refusals, backend, device.platform)
+
+
+def _no_set_takes(operation: str, refusals: list[str], backend: str, platform: str) -> NotImplementedError:
+    text = f"no backend of {operation} takes this call: {'; '.join(refusals)}"
+    if backend == "auto" and platform == "gpu":
+        text += f". Plain XLA runs on a GPU only where it is asked for by name: {' or '.join(XLA_BACKENDS)}"
+    return NotImplementedError(text)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import x64_reason
@@ -33,38 +34,46 @@ PAGE_DTYPES = (*QUERY_DTYPES, "int8", "float8_e4m3fn", "uint8")
 MAX_WIDTH = 256
 MAX_GROUP = 64
 CAPABILITY = (8, 0)  # Ampere
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB for a program; the others have 163 or more
 FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)  # below it Triton converts nothing to float8_e4m3fn
 
 
-def heuristic(shape: Shape) -> Tiles:
-    """Tiles for a GPU on which nobody has measured. Those of half-precision queries spill no registers."""
+def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
+    """Tiles for a GPU on which nobody has measured. Those of half-precision queries spill no registers.
+
+    has: its compute capability; None: as Hopper.
+
+    The loop over the context has keys and values of the next turn on their way from five stages on: up to four, the reads of the block
+    table take the buffers that are more than one.
+    """
     wide = shape.head_width > 128
     eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # which become floats in registers
     # Partial results of a long chunk would fill the memory.
     splits = {"decode": 16, "verify": 8, "chunk": 1}[shape.kind]
-    context = 32 if wide else 64
+    few = has in LITTLE_SHARED_MEMORY
+    context, stages = 16 if wide and few else 32 if wide or few or shape.kind != "chunk" else 64, 5
     if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
-        rows, context, warps = 16, 16, 8
+        rows, context, warps, stages = 16, 16, 8, 3
     elif shape.kind == "decode":
         rows, warps = 16, 8 if eight_bits else 4
     elif shape.kind == "verify":
-        rows, context, warps = 64, 32 if eight_bits else context, 8 if wide else 4
+        rows, warps = 64, 8 if wide else 4
     else:
-        rows, warps = 64 if wide and eight_bits else 128, 8
+        rows, warps = 64 if wide and (eight_bits or few) else 128, 8
     return Tiles(
         query_rows=max(rows, 1 << (shape.group - 1).bit_length()),
         context=context,
         max_splits=splits,
         split_context=256,
         num_warps=warps,
-        num_stages=3,
+        num_stages=stages,
     )
 
 
 def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
     """Returns out_TNH in the queries' type."""
     shape = shape_of(arguments)
-    tiles = tiles or tuned("triton", shape) or heuristic(shape)
+    tiles = tiles or tuned("triton", shape) or heuristic(shape, capability(jax.devices()[0]))
     if tiles.query_rows < shape.group:
         raise NotImplementedError(
             f"tiles.query_rows of {tiles.query_rows}: the {shape.group} query heads of a key/value head share a tile"
@@ -102,8 +111,6 @@ def _attention_reason(arguments: Arguments) -> str | None:
     dtype, pages = arguments.q_TNH.dtype, arguments.k_pages
     block_size, num_kv_heads, width = pages.shape[1:]
     group = arguments.q_TNH.shape[1] // num_kv_heads
-    # Pallas addresses arrays of up to 2^32 bytes with 32 bits and a sign, so the upper half of one-byte elements is out of reach.
-    overflows = pages.dtype.itemsize == 1 and 2**31 <= pages.size <= 2**32
     return first_reason(
         (
             arguments.tree_mask_TQ is not None and arguments.sliding_window is not None,
@@ -114,8 +121,16 @@ def _attention_reason(arguments: Arguments) -> str | None:
         (width > MAX_WIDTH, f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)"),
         (group > MAX_GROUP, f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)"),
         (block_size & (block_size - 1), f"k_pages with blocks of {block_size} slots (powers of two only)"),
-        (overflows, f"k_pages of {pages.size} one-byte elements (fewer than 2^31 only)"),
+        (
+            pages.size in unaddressable(pages.dtype),
+            f"k_pages of {pages.size} one-byte elements (fewer than 2^31, or more than 2^32 only)",
+        ),
     )
+
+
+def unaddressable(page_dtype: DTypeLike) -> range:
+    """Pallas addresses arrays of up to 2^32 bytes with 32 bits and a sign, so the upper half of one-byte elements is out of reach."""
+    return range(2**31, 2**32 + 1) if jnp.dtype(page_dtype).itemsize == 1 else range(0)
 
 
 @functools.partial(jax.jit, static_argnames="config")  # traced and lowered once for all layers of a model
@@ -187,6 +202,7 @@ SET = KernelSet(
     scatter_blocks=move.scatter_blocks,
     supports=supports,
     tiles=heuristic,
+    unaddressable=unaddressable,
     platforms=("gpu",),
     interpretable=True,
     prefers_mixed_steps=True,

@@ -1,0 +1,33 @@
+"""What the host does between the kernels of an executable, read from XLA's list of thunks, which are what it runs in order.
+
+A command buffer is a CUDA graph: all within it runs without the host. A conditional or a loop outside of one has the host wait for its
+condition.
+"""
+
+from __future__ import annotations
+
+import re
+
+_THUNK = re.compile(r"^( *)\d+: k(\w+)")
+COMMAND_BUFFER = "CommandBuffer"
+_CONTROL = ("Conditional", "While")
+
+
+def on_host(text: str) -> list[str]:
+    """The kinds of the conditionals and loops that are in no command buffer, in order.
+
+    text: as `compile_with_thunks` gives it; what a thunk holds is indented below it.
+    """
+    found, within = [], None  # the indentation of the command buffer that this line is in
+    for match in filter(None, map(_THUNK.match, text.splitlines())):
+        indentation, kind = len(match[1]), match[2]
+        if within is not None and indentation > within:
+            continue
+        within = indentation if kind == COMMAND_BUFFER else None
+        if kind in _CONTROL:
+            found.append(kind)
+    return found
+
+
+def num_command_buffers(text: str) -> int:
+    return sum(match[2] == COMMAND_BUFFER for match in filter(None, map(_THUNK.match, text.splitlines())))
