@@ -26,7 +26,7 @@ import jax
 from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, Table, append, first_line
 
 try:
-    from jaxpage.simulation.step_times import COLUMNS, MODELS, SAMPLING, StepCase, cells, time_step, usual_cases
+    from jaxpage.bench.step_times import COLUMNS, MODELS, SAMPLING, StepCase, cells, time_step, usual_cases
 
     MISSING = ""
 except ImportError as absent:

@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxpage.bench.step_shapes import BUCKETS, step_shapes
-from jaxpage.simulation.step_times import GPU_OPTIONS
+from jaxpage.bench.step_times import GPU_OPTIONS
 from pallas_kernels.inspection import GPUS, Findings, compile_with_thunks, inspect, sass, thunks, unavailable
 from pallas_kernels.inspection.cases import cases
 from pallas_kernels.inspection.report import Row, markdown, rows

@@ -78,6 +78,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "*",
     ): "Pallas' Mosaic backend takes a quarter of a second to import, and a CPU needs none",
     ("jaxpage/bench/throughput.py", "jaxpage.bench.memory_plot"): "the picture needs matplotlib, the rest does not",
+    ("tools/compare_engines.py", "matplotlib.figure"): "the chart needs matplotlib, the rest does not",
 }
 # Files that import modules by name.
 DYNAMIC_IMPORTS: dict[str, str] = {
