@@ -43,7 +43,7 @@ class KernelSet:
     gather_blocks: (leaves, blocks) -> bytes. scatter_blocks: (leaves, blocks, bytes) -> leaves.
     write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns, where one kernel does both.
     supports: (jax.Device, Call) -> why not, or None. Kernels are also lowered for GPUs that are not there: then the device is a CPU.
-    tiles: how a call of this shape is cut where nobody has measured; None for a set that takes no tiles.
+    tiles: how a call of this shape is cut where nothing was measured; None for a set that takes no tiles.
     platforms: of JAX, where it runs natively; empty for plain XLA, which runs everywhere.
     interpretable: whether its kernels run on CPU with interpret=True.
     unaddressable: (type of pages) -> numbers of elements that one array of pages must not have.

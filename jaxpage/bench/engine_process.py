@@ -84,7 +84,7 @@ def engine_process(config: EngineConfig) -> Iterator[EngineInTurns]:
 
 
 def _end_with_parent() -> None:
-    """Who started this process may be killed, and nobody would end it then."""
+    """The parent may be killed, and this process would then go on for ever."""
     if parent := parent_process():
         wait([parent.sentinel])
         os._exit(1)

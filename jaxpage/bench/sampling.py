@@ -127,7 +127,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-tokens", type=int, default=200, help="of each row's sequence; default: 200")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES)
     parser.add_argument("--scales", type=float, nargs="+", default=(1.0, 4.0), help="of the logits; default: 1 and 4")
-    parser.add_argument("--repeats", type=int, default=50, help="the least of so many is told; default: 50")
+    parser.add_argument("--repeats", type=int, default=50, help="repetitions; the lowest time is shown; default: 50")
     arguments = parser.parse_args(words)
     too_few = arguments.num_tokens < 2 or min(arguments.num_rows, arguments.repeats) < 1
     if too_few or min(arguments.vocabularies) < 1000:

@@ -125,7 +125,7 @@ async def _run(
     Args:
         arrivals: seconds from the beginning, rising.
         most: requests at a time.
-        whole: a place that is free is given to nobody before all are: the batches of an engine that cannot change them.
+        whole: a free place is used again only when all are free: the batches of an engine that cannot change them.
     """
     salt = uuid.uuid4().hex  # no run finds the prefixes of another in the server's cache
     places = Places(most or len(work), whole=whole)

@@ -145,7 +145,7 @@ def _spec(
 
 
 def _accuracies(config: Mapping[str, Any], spec: MedusaSpec | None, problems: Problems) -> Accuracies | None:
-    """As somebody has measured them, if config.json says so."""
+    """The measured values, if config.json has them."""
     rows = config.get(ACCURACIES)
     if rows is None or spec is None:
         return None

@@ -87,5 +87,5 @@ def read_spec(family: Family, config: dict[str, Any]) -> ModelSpec:
     try:
         return family.Spec.from_config(config)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # A family checks its fields by name; what still trips it is a config of a form that nobody publishes.
+        # A family checks its fields by name; what still fails is a config of an unknown form.
         raise CheckpointError(f"config.json cannot be understood: {type(error).__name__}: {error}") from error

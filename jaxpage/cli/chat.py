@@ -54,7 +54,7 @@ def _defaults(llm: LLM, given: dict[str, object], tell: Say) -> dict[str, object
 
 
 def _has_terminal() -> bool:
-    """Whether somebody types there and sees it."""
+    """Whether it is a terminal for input and output."""
     return sys.stdin.isatty() and (sys.stderr.isatty() or sys.stdout.isatty())
 
 
@@ -73,7 +73,7 @@ class Lines:
 
 
 def converse(llm: LLM, conversation: Conversation, reader: Reader, tell: Say) -> int:
-    """Answers what is read, until it ends. What is wrong with a question is told, and the conversation goes on.
+    """Answers what is read, until it ends. An error in a question is printed, and the conversation goes on.
 
     Returns how many questions were not answered.
     """
@@ -104,7 +104,7 @@ def _is_answered(llm: LLM, conversation: Conversation, question: str, tell: Say)
 
 
 def _turn(llm: LLM, conversation: Conversation, question: str, tell: Say) -> bool:
-    """Ctrl-C stops the answer; what there is of it stays in the conversation. False: it ended with an error, which is told."""
+    """Ctrl-C stops the answer; what there is of it stays in the conversation. False: it ended with an error, which is printed."""
 
     def length_of(messages: list[Message]) -> int:
         return len(llm.chat_prompt(messages)["prompt_token_ids"])

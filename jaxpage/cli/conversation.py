@@ -49,7 +49,7 @@ class Conversation:
     """What was said so far, and how the next answer is drawn.
 
     Args:
-        sampling: parameters that somebody has set; they win over `defaults`.
+        sampling: parameters that were set explicitly; they take precedence over `defaults`.
         defaults: of the model, or of a chat.
         system: the system message.
     """
@@ -97,7 +97,7 @@ class Conversation:
         return len(self.turns)
 
     def command(self, line: str) -> str:
-        """Does what a line that begins with / says. Returns what is to be told, also of what is wrong with it."""
+        """Does what a line that begins with / says. Returns the text to print, errors included."""
         name, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         try:

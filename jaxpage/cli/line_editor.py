@@ -95,7 +95,7 @@ def open_history() -> History:
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
             os.fchmod(file.fileno(), 0o600)
         return _PrivateHistory(str(path))
-    except (OSError, RuntimeError):  # RuntimeError: nobody's home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return InMemoryHistory()
 
 

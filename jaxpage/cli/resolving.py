@@ -71,7 +71,7 @@ def resolved_both(arguments: argparse.Namespace) -> tuple[ResolvedConfig, Resolv
 
 
 def engine_for_one(arguments: argparse.Namespace, *, chats: bool = False) -> LLM:
-    """For one text at a time: unless somebody says otherwise, no shape is compiled that only several would use.
+    """For one text at a time: by default no shape is compiled that only several sequences would use.
 
     Raises UsageError, before anything is loaded, for a model that has no text; with `chats` also for one without a chat template.
     """

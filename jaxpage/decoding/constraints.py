@@ -43,7 +43,7 @@ class Grammar:
         return self._start.deep_copy(), self._first
 
     def alone(self, token_ids: Iterable[int]) -> LLMatcher:
-        """Behind these tokens as if nobody else had used the grammar: the states that others find count to its limits.
+        """After these tokens, as if no other request had used the grammar: the states that others find count to its limits.
 
         Who comes later begins anew as well.
         """

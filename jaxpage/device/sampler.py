@@ -68,7 +68,7 @@ class Asked(NamedTuple):
 class Stream:
     """Noise that is none of a draw's own: folded into the seed before all else, where no sample index reaches."""
 
-    DRAFT = 0xFFFFFFFF  # for whoever draws drafts
+    DRAFT = 0xFFFFFFFF  # for draws of drafts
     ACCEPT = 0xFFFFFFFE  # whether a draft is rejected; also by its place among those behind the same token
     RESIDUAL = 0xFFFFFFFD  # what is drawn where all of them were
 

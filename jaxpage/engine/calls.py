@@ -50,7 +50,7 @@ class Calls:
         self._engine = engine
         self._lock = threading.RLock()
         self._numbers = itertools.count()  # of requests
-        self._changed: set[str] = set()  # requests that have updates since somebody looked
+        self._changed: set[str] = set()  # requests with updates that were not read yet
         self._closed = False
 
     def check_open(self) -> None:
@@ -146,7 +146,7 @@ class Calls:
 class PinnedPrefix:
     """A prefix whose keys and values stay in place until `release()`, the end of a `with` block, or the engine's end.
 
-    Unlike a stream it does not end when nobody holds it any more: prompts find it by their tokens.
+    Unlike a stream it does not end when the object is dropped: prompts find it by their tokens.
     """
 
     def __init__(self, calls: Calls, pin_id: int, num_tokens: int):

@@ -206,7 +206,7 @@ def _kill(process: subprocess.Popen[str], creator_pid: int) -> None:
 
 
 def _end(process: subprocess.Popen[str], creator_pid: int) -> None:
-    """For who holds the lock, or when nobody has the worker any more: closes its pipes as well."""
+    """To be called with the lock held, or when the worker is no longer used: closes its pipes as well."""
     if os.getpid() != creator_pid:
         return
     _kill(process, creator_pid)

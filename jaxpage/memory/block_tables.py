@@ -142,7 +142,7 @@ class BlockTables:
     def num_new_blocks_together(self, spans: Sequence[Span]) -> int:
         """Free blocks that `reserve` takes when it is called for each span in turn.
 
-        Of the sequences that write to a block which nobody else has, the last finds it its own.
+        Of the sequences that share a block and write to it, the last one owns it by then.
         """
         if len(spans) == 1:
             return self.num_new_blocks(*spans[0])
@@ -245,7 +245,7 @@ class BlockTables:
     def adopt(self, sequence_id: int, blocks: Sequence[int], num_tokens: int) -> None:
         """A new sequence that begins with blocks that hold its first `num_tokens` tokens.
 
-        They are shared with whoever else uses them. Those that are out of its window are left to the others.
+        They are shared with all others that use them. Those that are out of its window are left to the others.
         """
         if sequence_id in self.tables:
             raise ValueError(f"sequence {sequence_id} has a block table already")

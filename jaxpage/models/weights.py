@@ -1,4 +1,4 @@
-"""The table of a model's weights: what its modules declare, read off them, for whoever counts or loads it."""
+"""The table of a model's weights, as its modules declare them: for counting and for loading."""
 
 from __future__ import annotations
 

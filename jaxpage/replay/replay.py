@@ -33,7 +33,7 @@ from jaxpage.step.edits import Edit, Finish
 from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Draw, Strategy
 
-_LEGENDS = {  # what the entries of a list are, for whoever reads a difference
+_LEGENDS = {  # what the entries of a list are: shown with a difference
     "rows": "[sequence, first position, tokens]",
     "drafts": "[sequence, token ids, parents where it is no chain, [ids, float32 bits] that each was drawn from]",
     "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
@@ -238,7 +238,7 @@ class Replay:
 
 
 class LoggedDrafts(NoSpeculation):
-    """Proposes what a log says, whoever drafted it and how much of it was worth while."""
+    """Proposes the drafts of a log, whichever method made them."""
 
     def __init__(self) -> None:
         self.next: dict[int, Draft] = {}  # of the next step, by sequence id

@@ -48,6 +48,6 @@ def capabilities(built: Built, engine: EngineConfig, server: ServerConfig, limit
 
 
 def _speculation(engine: EngineConfig) -> dict[str, Any] | None:
-    """Without the place of a drafter's files: paths of this machine are nobody's business."""
+    """Without the place of a drafter's files: clients see no path of this machine."""
     config = engine.speculative_config
     return None if config is None else config.model_dump(exclude_none=True, exclude={"model"})

@@ -50,7 +50,7 @@ class ServerConfig(Settings):
     max_connections: Annotated[int, Field(ge=1, le=65_536)] = 1024
     strict_requests: bool = False  # an unknown field is an error, instead of named in a header
     tool_parser: Literal["hermes", "llama3_json"] | None = None  # the form in which the model writes its tool calls
-    reasoning_parser: Literal["think"] | None = None  # what stands in <think> is told apart from the answer
+    reasoning_parser: Literal["think"] | None = None  # the text in <think> is returned apart from the answer
     ui: bool = False  # the page: playground and inspector
     ui_show_prompts: bool = False  # with texts and token ids of everybody's requests
     log_requests: bool = False  # with their texts
@@ -131,7 +131,7 @@ def _keys(source: str, texts: Iterable[str]) -> list[str]:
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise ConfigError(
             f"{source}: a key must be printable ASCII without spaces"
-        )  # which one is not told: it is a secret
+        )  # the error does not show which one: it is a secret
     return keys
 
 

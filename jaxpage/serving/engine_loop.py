@@ -291,7 +291,7 @@ class EngineLoop:
         self._offer(one)
 
     def _offer(self, one: RequestHandle) -> None:
-        """Makes the next delta of what was updated, or the whole of what has finished, if somebody waits for it."""
+        """Makes the next delta of what was updated, or the whole of what has finished, if a handler waits for it."""
         reporter = one.reporter
         if reporter is None or not one.is_wanted or not (one.is_updated if one.stream else reporter.finished):
             return

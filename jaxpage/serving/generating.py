@@ -41,7 +41,7 @@ class Generating:
     async def answer(
         self, opened: Callable[[], Exchange], arrived: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Raises ClientDisconnect, and, as long as nothing was sent, what the client is to be told.
+        """Raises ClientDisconnect, and, as long as nothing was sent, the error for the client.
 
         Args:
             opened: reads the request, which may take a while.
@@ -79,7 +79,7 @@ class Generating:
             return await self._loop.submit(requests, stream=exchange.stream, name=exchange.id, arrived=arrived)
         except Exception as error:
             refusal = refusal_of(error) or exchange.refusal(error)
-            raise (to_api_error(error) if refusal.status == 500 else refusal) from error  # told: it is in the log
+            raise (to_api_error(error) if refusal.status == 500 else refusal) from error  # a 500 is logged
 
     async def _stream(
         self, exchange: Exchange, submitted: list[RequestHandle], headers: dict[str, str], scope: Scope, send: Send
@@ -102,7 +102,7 @@ class Generating:
         await send({"type": "http.response.body", "body": b"".join(map(_event, events)) + event(b"[DONE]")})
 
     def _failure_of(self, error: Exception) -> ApiError:
-        """What the client is told of a request that ran and did not finish."""
+        """The client's error for a request that ran and did not finish."""
         self._metrics.aborted(_ABORTIONS.get(type(error), "error"))
         return to_api_error(error)
 

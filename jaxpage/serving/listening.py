@@ -13,7 +13,7 @@ from jaxpage.serving.config import ServerConfig
 
 @contextlib.contextmanager
 def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
-    """The server's address is ours, and nobody can connect yet: whether it can be had is known before a model is loaded.
+    """The server's address is bound, and no client can connect yet: whether it can be had is known before a model is loaded.
 
     Raises ConfigError if it cannot.
     """

@@ -114,13 +114,13 @@ def send(updates: Iterable[Update]) -> None:
     for one, item in updates:
         by_home[one.home].append((one, item))
     for home, items in by_home.items():
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: no handler waits any more
             home.call_soon_threadsafe(_arrive, items)
 
 
 def _fail(future: asyncio.Future[RequestOutput], error: JaxpageError) -> None:
     future.set_exception(error)
-    future.exception()  # seen: asyncio logs no complaint if nobody waits for it any more
+    future.exception()  # seen: asyncio logs no complaint if no handler waits for it any more
 
 
 def _arrive(updates: list[Update]) -> None:

@@ -30,7 +30,7 @@ from jaxpage.serving.wire.context import ModelContext
 logger = logging.getLogger(__name__)
 FIRST_BYTE_SECONDS = 5.0  # of a connection, which may be made beforehand
 HEADER_SECONDS = 5.0  # beside the time for the body
-PARTING_SECONDS = 5.0  # for what ended early to be told so, and for the engine's thread to end
+PARTING_SECONDS = 5.0  # for requests that ended early to get their error, and for the engine's thread to end
 HURRIED_SECONDS = 2.0  # from the second signal to the end of the process, whatever is still being done
 SILENT_SECONDS = 5  # that a connection may be silent behind an answer
 
@@ -146,7 +146,7 @@ class Serving:
             self._server.preparing.close()
 
     async def _part(self) -> None:
-        """Ends what is left with an error, lets that be told, and ends the engine's thread, and with it who looks at the engine."""
+        """Ends what is left with an error, lets it be sent, and ends the engine's thread and the inspector."""
         with contextlib.suppress(TimeoutError, JaxpageError):
             await asyncio.wait_for(self._loop.drain(0), PARTING_SECONDS)
         await self._server.visitors.left(PARTING_SECONDS)

@@ -66,7 +66,7 @@ class StartUp:
 
 
 def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """What clients call the model: as they were told, or as the engine was; of a directory the last part, since the rest is ours."""
+    """The model's name for clients: served_model_name, or the engine's; of a directory only the last part, which shows no path."""
     if server.served_model_name:
         return server.served_model_name
     path = Path(engine.model)
@@ -128,9 +128,9 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
     """Builds the engine, serves until a signal comes, and returns the exit status.
 
     Args:
-        listener: the server's address, not listening yet: nobody can connect before there is an answer.
+        listener: the server's address, not listening yet: no client can connect before the engine is ready.
 
-    Raises JaxpageError, before a model is loaded if it can be told by then: no keys, no model, no memory.
+    Raises JaxpageError, before a model is loaded where that is possible: no keys, no model, no memory.
     """
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)

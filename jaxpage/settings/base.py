@@ -86,7 +86,7 @@ class Settings(BaseModel):
         return type(self)(**{**self.given(), **settings})
 
     def given(self) -> dict[str, Any]:
-        """Those that somebody has set, whatever to; the others have their defaults."""
+        """Those that were set explicitly, to any value; the others have their defaults."""
         return self.model_dump(exclude_unset=True)
 
     @classmethod
@@ -101,12 +101,12 @@ class Settings(BaseModel):
 
     @classmethod
     def _all_problems(cls, settings: Mapping[str, Any], problems: list[Problem]) -> list[Problem]:
-        """With those that the other settings have among themselves, so that nobody mends one after the other."""
+        """With those that the other settings have among themselves, so that all can be corrected at once."""
         wrong = {name.partition(".")[0] for name, _ in problems}
         try:
             cls(**{name: value for name, value in settings.items() if name not in wrong})
         except (InvalidSettings, UnsupportedSettings) as error:
-            # Of a wrong one the default stands there: what comes of that is nobody's mistake.
+            # Of a wrong one the default stands there: errors that follow from it are not reported.
             mentioned = re.compile(rf"\b({'|'.join(map(re.escape, wrong))})\b")
             return problems + [problem for problem in error.problems if not mentioned.search(problem[1])]
         return problems

@@ -1,4 +1,4 @@
-"""What a rule of acceptance is told, and what a method of drafting: `SpeculativeConfig` with its defaults filled in."""
+"""The settings of an acceptance rule and of a drafting method: `SpeculativeConfig` with its defaults filled in."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class SpeculativeLoop:
         )
 
     def run(self, num_steps: int) -> Progress:
-        """So many steps in which all decode; those between them, which compute prompts, are on nobody's account."""
+        """So many steps in which all decode; those between them, which compute prompts, do not count."""
         progress = Progress()
         while len(progress.shapes) < num_steps:
             for place in set(range(self._num_rows)) - set(self._guesses.places.values()):

@@ -89,7 +89,7 @@ class Window:
             yield (*self.rows[0][1 : column + 1], *(row[column] for row in self.rows[1:]))
 
     def hear(self, drawn: Iterable[int | None], pool: Pool) -> None:
-        """What was drawn behind each of the paths; None: nobody knows. One token more is known from now on."""
+        """What was drawn behind each of the paths; None: unknown. One token more is known from now on."""
         last, row = self.rows[-1], list[int]()
         for column, token_id in enumerate(drawn):
             if token_id is None:  # as the row before has it for the same place

@@ -14,7 +14,7 @@ from jaxpage.step.request import Request, Sequence
 
 Choices = tuple[tuple[int, ...], ...]  # of each draft: the ranks of the predictions that lead to it, its own last
 
-# Where nobody has measured heads: the chance that the first head's best prediction is right, and what is left of it for each later head.
+# For heads without measured values: the chance that the first head's best prediction is right, and what is left of it for each later head.
 # An assumption, of a shape that published heads have.
 ASSUMED_FIRST = 0.6
 ASSUMED_DECLINE = 0.8

@@ -92,7 +92,7 @@ class SuffixProposer(Proposer):
                 self._num_own_edges -= len(own.tree)
 
     def _asked(self, sequence: Sequence) -> _Own:
-        """What is known of the sequence. A round ends when somebody is asked again."""
+        """What is known of the sequence. A round ends when a sequence is asked for a second time."""
         own = self._own.get(sequence.sequence_id)
         if own is None:
             tree = SuffixTree(self._settings.max_tree_depth)

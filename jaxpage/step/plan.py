@@ -122,7 +122,7 @@ class StepPlan:
 
     @cached_property
     def decodes(self) -> bool:
-        """Whether its own sequence draws behind every token: no prompt goes on, and nobody forks."""
+        """Whether its own sequence draws behind every token: no prompt goes on, and no sequence forks."""
         drawing = [row.sequence_id for row in self.rows for _ in row.token_ids]
         return [sample.sequence_id for sample in self.samples] == drawing
 

@@ -172,7 +172,7 @@ def make_case(
     poison: bool = False,
     logit_softcap: float | None = None,
 ) -> Case:
-    """padding: query tokens behind the last row. poison: NaN in every slot that nobody sees."""
+    """padding: query tokens behind the last row. poison: NaN in every masked slot."""
     step, num_blocks = make_step(spec, seed=seed, padding=padding)
     shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_width)
     rng = np.random.default_rng([seed, 1])

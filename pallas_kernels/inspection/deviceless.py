@@ -1,7 +1,7 @@
 """Compiles jitted functions for a GPU that is not there: all of XLA, Triton and Mosaic down to the machine code of its chip.
 
 It takes JAX's CUDA plugin of JAX's own version, and neither a GPU nor CUDA. What comes out is what a GPU would run, but for two things:
-nobody measured which kernel is best for a matrix product, and nobody has shown that such an executable loads on a real device.
+it was not measured which kernel is best for a matrix product, nor shown that such an executable loads on a real device.
 """
 
 from __future__ import annotations

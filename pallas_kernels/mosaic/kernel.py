@@ -7,7 +7,7 @@ in registers. Two consumers take turns: while one has the tensor cores, the othe
     producer   table -> ids -> K blocks -> V blocks        k_full, v_full: TMA -> consumers
     consumer   wait K, scores, (mask), softmax, wait V, (clean V), sum        k_free, v_free: consumers -> producer
 
-Only turns that reach over an edge of what the tile sees pay for masks. In turns that hold positions nobody sees, the first consumer
+Only turns that reach over an edge of what the tile sees pay for masks. In turns that hold masked positions, the first consumer
 overwrites their values with zeros in shared memory: they may be NaN, and zero times NaN is NaN. Their keys are harmless, since the
 mask replaces a score whatever it is.
 
@@ -112,7 +112,7 @@ _IDS_AHEAD = 8  # that fit the producer's registers
 
 def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array) -> None:
     def block_of(turn: jax.Array, copy: int) -> jax.Array:
-        """Behind the table the last entry stands in: nobody sees those positions."""
+        """Behind the table the last entry stands in: those positions are masked."""
         position = (turns.begin + turn) * plan.context + copy * plan.copy_slots
         return operands.table[row, jnp.minimum(lax.div(position, jnp.int32(plan.block_size)), plan.table_width - 1)]
 
@@ -293,7 +293,7 @@ def _clean(
     last: jax.Array,
     consumer: jax.Array,
 ) -> None:
-    """Zeros in place of the values that nobody sees, written by the first consumer: the second reads them after their next meeting."""
+    """Zeros in place of the masked values, written by the first consumer: the second reads them after their next meeting."""
 
     @pl.when(consumer == 0)
     def _() -> None:

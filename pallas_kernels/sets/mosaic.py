@@ -2,7 +2,7 @@
 well. What writes and moves pages is Triton's.
 
 The queries are gathered into tiles of 64 or 128 rows (query tokens times the query heads of one key/value head) outside of the kernel,
-and its results are gathered back. `mosaic.kernel` has the kernel, where the interpreter's one difference is told.
+and its results are gathered back. `mosaic.kernel` has the kernel, where the interpreter's one difference is described.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TREE_WIDTH = 32 * TREE_WORDS
 
 
 def heuristic(shape: Shape) -> Tiles:
-    """Tiles for a shape that nobody has measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
+    """Tiles for a shape that was not measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
 
     Chunks take two consumers and no splits, since every split writes its partial results in float32. Fewer query rows take one consumer.
     """

@@ -62,7 +62,7 @@ def attend(arguments: Arguments) -> jax.Array:
     weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
     total = weights.sum(-1, keepdims=True)
     weights = weights / jnp.where(total == 0.0, 1.0, total)  # a token that sees nothing (padding) gets zeros
-    # What lies in slots that nobody sees may be anything, even NaN, and zero times NaN is NaN.
+    # What lies in masked slots may be anything, even NaN, and zero times NaN is NaN.
     v_TCKH = jnp.where(seen_TC[:, :, None, None], v_TCKH, 0.0)
     return _product("tkgc,tckh->tkgh", weights, v_TCKH).reshape(arguments.q_TNH.shape).astype(arguments.q_TNH.dtype)
 

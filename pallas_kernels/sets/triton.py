@@ -39,7 +39,7 @@ FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)  # below it Trito
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
-    """Tiles for a GPU on which nobody has measured. Those of half-precision queries spill no registers.
+    """Tiles for a GPU on which nothing was measured. Those of half-precision queries spill no registers.
 
     has: its compute capability; None: as Hopper.
 
@@ -172,7 +172,7 @@ def _attend(arrays: dict[str, jax.Array | None], config: Config) -> jax.Array:
     if apart:
         out_ZTNH, weight_ZTN = result
         return reduce_splits(out_ZTNH, weight_ZTN, splits_T, q_TNH.dtype, interpret=config.interpret)
-    return jnp.where((splits_T > 0)[:, None, None], result[0], 0)  # nobody has written the others
+    return jnp.where((splits_T > 0)[:, None, None], result[0], 0)  # the others were not written
 
 
 def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Array, jax.Array]:

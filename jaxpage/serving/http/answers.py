@@ -41,7 +41,7 @@ def error_answer(error: ApiError) -> Response:
 
 
 def refusal_of(error: Exception) -> ApiError | None:
-    """What a client is told of an error that is for its eyes: an ApiError, or one of the engine's loop."""
+    """The client's error for an exception that may be shown to it: an ApiError, or one of the engine's loop."""
     match error:
         case ApiError():
             return error
@@ -57,7 +57,7 @@ def refusal_of(error: Exception) -> ApiError | None:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told of any error. What is not for its eyes is logged, and told with a fixed text."""
+    """The client's error for any exception. One that may not be shown is logged, and the client gets a fixed text."""
     refusal = refusal_of(error)
     if refusal is None:
         logger.error("a request could not be answered", exc_info=error)

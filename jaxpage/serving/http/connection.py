@@ -16,7 +16,7 @@ from jaxpage.serving.http.parser import Parser
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 MAX_BYTES_BEHIND = 1 << 16  # a request that is being answered: of the next ones, which wait
-MAX_BYTES_DROPPED = 1 << 24  # of what nobody is going to read
+MAX_BYTES_DROPPED = 1 << 24  # of a body that is not read
 LINGER_SECONDS = 2.0  # for what is still sent when its answer is out
 PROBE_SECONDS = 0.01  # from the end of what a client sends to the first look whether it is there
 MAX_PROBE_SECONDS = 10.0  # between two looks: each time it is four times as long
@@ -126,7 +126,7 @@ class Connection(H11Protocol):
             self._receiving.stop()
 
     def handle_events(self) -> None:
-        """uvicorn reads no further behind a request that is being answered, and then it sees nobody leave."""
+        """uvicorn reads no further while a request is being answered, so it does not notice a client that disconnects."""
         super().handle_events()
         if self.conn.their_state is h11.DONE and not self.transport.is_closing():
             if len(self.conn.trailing_data[0]) > MAX_BYTES_BEHIND:  # it gets its answer, which is the last one

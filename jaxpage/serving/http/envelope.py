@@ -30,7 +30,7 @@ _REASONS = {
 
 
 class Envelope:
-    """Around everything that answers a request. Every error before the answer's first byte is told to the client."""
+    """Around everything that answers a request. Every error before the answer's first byte is sent to the client."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
@@ -59,7 +59,7 @@ class Envelope:
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
                 answer["x-content-type-options"] = "nosniff"
-                if not body_is_read or scope["state"].get("is_last"):  # nobody is going to read the rest
+                if not body_is_read or scope["state"].get("is_last"):  # the rest is not read
                     answer["connection"] = "close"
                 if (reason := _reason(message["status"], scope["state"])) is not None:
                     self._metrics.rejected(reason)

@@ -45,7 +45,7 @@ def check_origin(headers: Headers) -> None:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Whether the value of a Host header names this machine, in whatever way that nobody else can define."""
+    """Whether the value of a Host header names this machine, in a form that no DNS owner can define."""
     if not (found := _HOST.fullmatch(host)):
         return False
     name = found[1].strip("[]").lower()

@@ -1,4 +1,4 @@
-"""Requests as h11 reads them, and what RFC 9112 leaves to whoever uses h11: where a request begins, how long it is, what it asks for."""
+"""Requests as h11 reads them, and what h11 leaves to its user: where a request begins, how long it is, what it asks for."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def state_routes(loop: Source, *, show_prompts: bool) -> list[BaseRoute]:
 
 
 class _Feed:
-    """The newest snapshot, made at most ten times a second however many look, and never when nobody does."""
+    """The newest snapshot, made at most ten times a second for all viewers together, and never without one."""
 
     def __init__(self, loop: Source, inspector: Inspector) -> None:
         self.num_viewers = 0

@@ -19,7 +19,7 @@ MOST_COPIES = 24  # of the last steps
 
 
 class Inspector:
-    """Looks at one engine. To be called by whoever may step it; nothing is kept of an engine that nobody looks at."""
+    """Looks at one engine. To be called by the thread that may step it; nothing is kept of an engine without viewers."""
 
     def __init__(self, *, show_prompts: bool = False) -> None:
         """show_prompts: snapshots have the prompts of requests in them. Otherwise neither text nor token ids leave the engine here."""

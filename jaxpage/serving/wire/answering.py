@@ -1,4 +1,4 @@
-"""What the answers of both endpoints have in common: ids, usage, and how the engine's failures are told."""
+"""What the answers of both endpoints have in common: ids, usage, and the errors for the engine's failures."""
 
 from __future__ import annotations
 

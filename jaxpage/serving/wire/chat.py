@@ -155,7 +155,7 @@ class _Reader:
     """Makes of the text of one answer what a delta says: content, reasoning_content, tool_calls."""
 
     def __init__(self, parser: PieceParser, *, several: bool) -> None:
-        """several: more than one call is told."""
+        """several: more than one call may be returned."""
         self.num_calls = 0
         self._parser = parser
         self._several = several

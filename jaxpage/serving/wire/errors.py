@@ -1,4 +1,4 @@
-"""What a client is told when something goes wrong: a status and OpenAI's error object. Nothing of the machine shows in it."""
+"""Errors for clients: a status and OpenAI's error object. Nothing of the machine shows in it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ApiError(Exception):
         super().__init__(self.message)
 
     def quoting(self, request: Any) -> ApiError:
-        """Itself: what looks like something of the machine, but stands in the request, is told as it stands there."""
+        """Itself: what looks like something of the machine, but stands in the request, is shown as it stands there."""
         self.message = scrubbed(self._unscrubbed, request)
         self.args = (self.message,)
         return self

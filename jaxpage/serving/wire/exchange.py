@@ -26,7 +26,7 @@ class Exchange(Protocol):
     ignored_fields: tuple[str, ...]  # unknown ones, as paths; safe in a header
 
     def refusal(self, error: Exception) -> ApiError:
-        """What the client is told of an error that the engine has with a prompt: `as_api_error`, in the client's terms."""
+        """The client's error for a prompt that the engine refuses: `as_api_error`, in the client's terms."""
         ...
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ def one_of(wanted: str) -> WrapValidator:
 
 
 class Fields(BaseModel):
-    """Strict: no type becomes another. Unknown fields are kept, to be told."""
+    """Strict: no type becomes another. Unknown fields are kept, to be reported."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 

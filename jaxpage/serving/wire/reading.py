@@ -19,7 +19,7 @@ _HONOURED_SOMEWHERE = CompletionRequest.model_fields.keys() | ChatCompletionRequ
 _MESSAGES = {  # where pydantic's own would not go on from the name of the field
     "extra_forbidden": "is not a known field",
 }
-_MAX_IGNORED = 16  # told of; they go into a header
+_MAX_IGNORED = 16  # reported; they go into a header
 _IGNORED_NAME = re.compile(r"[\w.\[\]-]{1,80}", re.ASCII)
 
 

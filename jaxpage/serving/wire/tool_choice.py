@@ -1,4 +1,4 @@
-"""Which tools an answer may or must call, what the model is told of them, and what its text is held to."""
+"""Which tools an answer may or must call, what the prompt says of them, and the grammar of its text."""
 
 from __future__ import annotations
 
