@@ -407,8 +407,8 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
     [
         ({"event": "arrival"}, "it does not begin with a header"),
         (
-            {"format": 2},
-            "the log has format 2; this version reads format 3. Replay it with the version that wrote it, or record a new log",
+            {"format": 3},
+            "the log has format 3; this version reads format 4. Replay it with the version that wrote it, or record a new log",
         ),
         ({"engine": None}, "engine of the header must be a dict, got None"),
         ({"config": {"max_num_seq": 2}}, "max_num_seq: unknown setting; did you mean 'max_num_seqs'"),
@@ -1022,7 +1022,7 @@ def test_every_history_can_be_replayed_and_every_number_counts(
 
 HEADER = {
     "event": "header",
-    "format": 3,
+    "format": 4,
     "versions": {},
     "device": "",
     "config": {},

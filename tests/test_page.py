@@ -33,14 +33,25 @@ FLAGS += ["--disable-component-update", "--disable-sync"]
 KEY = "correct-horse"
 
 
+CONFIG = EngineConfig(model="demo", max_num_batched_tokens=64, swap_space_blocks=24, **POOL)
+
+
 @pytest.fixture(scope="module")
 def built() -> Built:
-    config = EngineConfig(model="demo", max_num_batched_tokens=64, swap_space_blocks=24, **POOL)
-    return build_engine(config, progress=False)
+    return build_engine(CONFIG, progress=False)
 
 
 @pytest.fixture(scope="module")
 def crowd(built: Built) -> tuple[str, list[Any]]:
+    return crowd_of(built)
+
+
+@pytest.fixture(scope="module")
+def crowd_of_several_steps() -> tuple[str, list[Any]]:
+    return crowd_of(build_engine(CONFIG.replace(num_scheduler_steps=2), progress=False))
+
+
+def crowd_of(built: Built) -> tuple[str, list[Any]]:
     """An event log of a crowd, and the engine's snapshots of the same steps."""
     engine, inspector, snapshots = built.engine, Inspector(), []
     lines = [json.dumps(header(EngineConfig(model="demo", **POOL), engine, built.spec))]
@@ -341,8 +352,10 @@ def running(snapshot: Any) -> set[int]:
     return {request["number"] for request in snapshot["requests"] if request["state"] == "running"}
 
 
-def test_a_log_shows_what_the_engine_showed(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
-    log, snapshots = crowd
+@pytest.mark.parametrize("which", ["crowd", "crowd_of_several_steps"])
+def test_a_log_shows_what_the_engine_showed(which: str, page: Any, files: str, request: pytest.FixtureRequest) -> None:
+    log, snapshots = request.getfixturevalue(which)
+    assert ("[-1]" in log) == (which == "crowd_of_several_steps")
     open_log(page, files, log)
     onwards, jumps = page.evaluate(
         """async (text) => {
@@ -398,7 +411,7 @@ def torn(log: str) -> str:
     [
         (lambda log: "", "line 1 is not a record"),
         (lambda log: '{"event":"plan"}\n', "does not begin with a header"),
-        (lambda log: log.replace('"format": 3', '"format": 9', 1), "format 9"),
+        (lambda log: log.replace('"format": 4', '"format": 9', 1), "format 9"),
         (lambda log: log.replace('"event": "plan"', '"event": "<b>"', 1), "there is no event <b>"),
         (lambda log: log + "[1, 2\n", "is not a record of an event log"),
         (torn, None),

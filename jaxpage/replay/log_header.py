@@ -23,7 +23,7 @@ from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3  # 3: cache groups; parameters are fused
+FORMAT = 4  # 4: limits and buckets of several steps in one; placeholders among the drafts
 _HASHED_AT_ONCE = 4  # arrays, each of which may be copied to the host
 _PACKAGES = ("jaxpage", "jax", "jaxlib", "llguidance")
 _FIELDS = {"versions": dict, "device": str, "config": dict, "config_hash": str, "weights_hash": str, "engine": dict}

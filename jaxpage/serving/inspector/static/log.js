@@ -3,7 +3,8 @@
 
 import { close, compute, wait } from "./timeline.js";
 
-const FORMAT = 3;
+const FORMAT = 4;
+const PLACEHOLDER = -1; // among drafts: a token that the step itself draws
 const MOST_BYTES = 2 ** 28;
 const MOST_BLOCKS = 2 ** 21;
 const MOMENTS_BETWEEN_COPIES = 128;
@@ -223,7 +224,7 @@ class LogState {
     };
     data.copies = [...data.copies, ...copies.map((pair) => [record.step, ...pair])].slice(-MOST_COPIES);
     data.plan.num_draws = data.plan.draws.length;
-    Object.assign(data.plan, this.chooseBucket(data.plan));
+    Object.assign(data.plan, this.chooseBucket(data.plan, drafts.some(([, ids]) => ids.includes(PLACEHOLDER))));
   }
 
   /** A request owns blocks from now on. */
@@ -252,20 +253,21 @@ class LogState {
     }
   }
 
-  chooseBucket({ rows, draws }) {
+  chooseBucket({ rows, draws }, multiStep) {
     const scores = rows.some(([, id, start]) => {
       const request = this.requestOf(id);
       return request.scores && start < request.prompt_tokens - 1;
     });
-    const verifies = rows.some(([, , , , drafts]) => drafts);
+    const verifies = !multiStep && rows.some(([, , , , drafts]) => drafts);
     const lengths = rows.map(([, , , n]) => n);
     const [total, longest] = [lengths.reduce((a, b) => a + b, 0), Math.max(...lengths)];
-    const numRows = Math.max(rows.length, verifies ? 0 : draws.length);
-    const kind = verifies ? "verify" : longest === 1 && !scores ? "decode" : "chunk";
-    const fitting = this.buckets.find(
-      ([tokens, most, query, isVerify]) =>
-        Boolean(isVerify) === verifies && verifies | ((query === 1) === (kind === "decode")) && total <= tokens && numRows <= most && longest <= query,
-    );
+    const numRows = Math.max(rows.length, verifies || multiStep ? 0 : draws.length);
+    const kind = verifies ? "verify" : multiStep || (longest === 1 && !scores) ? "decode" : "chunk";
+    const fitting = this.buckets.find(([tokens, most, query, isVerify, , , numSteps]) => {
+      const isKind = multiStep || verifies || (query === 1) === (kind === "decode");
+      const holds = total <= tokens && numRows <= most && longest <= query;
+      return numSteps > 1 === multiStep && Boolean(isVerify) === verifies && isKind && holds;
+    });
     return { kind: fitting?.[4] ? "tree" : kind, bucket: fitting?.slice(0, 3) ?? [total, numRows, longest] };
   }
 
