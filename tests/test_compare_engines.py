@@ -26,6 +26,7 @@ def test_a_report_by_hand() -> None:
         "other": Answer("other 3", 4.0, [[5, 6], [7, 8, 9, 1]], {1: 0.5, 8: 1.0}),
     }
     head, table = report(answers, "tiny", TRACE, SIZES).split("\n\n")
+    assert "`python tools/compare_engines.py models/tiny --num-prompts 2 --batches 1 8 --context 20 --steps 4`" in head
     assert "tiny: 2 requests with lengths of `sharegpt`, 4 tokens in, 6 out" in head and "context of 20 to 24." in head
     assert table.splitlines()[2:] == [
         "| jaxpage | 3.0 | 1.00 | 2 of 2 | 12.3 | 20.0 | jax 1 |",

@@ -125,10 +125,12 @@ def report(
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     machine = f"commit {str(where['commit'])[:7]}, {where['cores']} cores ({where['cpu']})"
+    batches = " ".join(map(str, arguments.batches))
+    flags = f"--num-prompts {len(trace)} --batches {batches} --context {arguments.context} --steps {arguments.steps}"
     until = arguments.context + arguments.steps
     return "\n".join(
         [
-            f"`python tools/compare_engines.py models/{model}`, {day}, {machine}.",
+            f"`python tools/compare_engines.py models/{model} {flags}`, {day}, {machine}.",
             f"{model}: {len(trace)} requests with lengths of `sharegpt`, {num_input:,} tokens in, {num_output:,} out, all at once;",
             f"and milliseconds of a decode step at a context of {arguments.context} to {until}.",
             "",
