@@ -14,7 +14,7 @@ import pytest
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.device import steps
 from jaxpage.device.step_inputs import at_step
-from jaxpage.errors import ConfigError
+from jaxpage.errors import ConfigError, EventLogError
 from jaxpage.replay.replay import replay
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.plan import StepPlan
@@ -197,6 +197,9 @@ def test_a_log_of_it_is_replayed(directories: dict[str, Path], want: list[Any], 
     assert '"drafts":[[0,[-1,-1,-1]]' in path.read_text()
     report = replay(str(path))
     assert report.difference is None and report.num_tokens > 60
+    path.write_text(path.read_text().replace('"drafts":[[0,[-1,-1,-1]]', '"drafts":[[0,[-1,5,-1]]', 1))
+    with pytest.raises(EventLogError, match="a step of several has -1 for each of its tokens"):
+        replay(str(path))
 
 
 def forgets_the_token(inputs: Any, index: Any, token_ids_B: Any) -> Any:

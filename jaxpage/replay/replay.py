@@ -168,9 +168,9 @@ class Replay:
 
     def _drafts_of(self, plan: Record) -> dict[int, Draft]:
         """What the logged step verified; the same is planned where the same blocks are free."""
-        vocab_size = self._engine.builder.vocab_size
+        vocab_size, multi_step = self._engine.builder.vocab_size, self._engine.scheduler.limits.num_steps > 1
         try:
-            return dict(_draft(*item, vocab_size=vocab_size) for item in plan.get("drafts", ()))
+            return dict(_draft(*item, vocab_size=vocab_size, multi_step=multi_step) for item in plan.get("drafts", ()))
         except (OverflowError, TypeError, ValueError) as error:
             self._log.refuse(f"these drafts are none: {error}")
 
@@ -334,14 +334,15 @@ def _ends_by_text(result: Record) -> dict[int, _End]:
 
 
 def _draft(
-    sequence_id: Any, token_ids: Any, parents: Any = None, q: Any = None, *, vocab_size: int
+    sequence_id: Any, token_ids: Any, parents: Any = None, q: Any = None, *, vocab_size: int, multi_step: bool
 ) -> tuple[int, Draft]:
     """A sequence and its drafts. Raises TypeError or ValueError if they are none that an engine could verify."""
     draft = chain(tuple(token_ids)) if parents is None else Draft(tuple(token_ids), tuple(parents))
     if any(type(number) is not int for number in (sequence_id, *draft.token_ids, *draft.parents)):
         raise ValueError(f"they must be numbers, got {shown([sequence_id, token_ids, parents])}")
-    is_multi_step = set(draft.token_ids) == {PLACEHOLDER}
-    if not is_multi_step and not all(0 <= token_id < vocab_size for token_id in draft.token_ids):
+    if multi_step and set(draft.token_ids) != {PLACEHOLDER}:
+        raise ValueError(f"a step of several has {PLACEHOLDER} for each of its tokens, got {shown(token_ids)}")
+    if not multi_step and not all(0 <= token_id < vocab_size for token_id in draft.token_ids):
         raise ValueError(f"token ids are 0 to {vocab_size - 1}, got {shown(token_ids)}")
     if len(draft.parents) != len(draft.token_ids) or not all(-1 <= p < place for place, p in enumerate(draft.parents)):
         raise ValueError(f"each of {len(draft.token_ids)} needs a parent before it or -1, got {shown(parents)}")
