@@ -334,7 +334,7 @@ def _ends_by_text(result: Record) -> dict[int, _End]:
 
 
 def _draft(
-    sequence_id: Any, token_ids: Any, parents: Any = None, q: Any = None, *, vocab_size: int, multi_step: bool
+    sequence_id: Any, token_ids: Any, parents: Any = None, q: Any = None, *, vocab_size: int, multi_step: bool = False
 ) -> tuple[int, Draft]:
     """A sequence and its drafts. Raises TypeError or ValueError if they are none that an engine could verify."""
     draft = chain(tuple(token_ids)) if parents is None else Draft(tuple(token_ids), tuple(parents))
