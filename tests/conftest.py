@@ -24,8 +24,9 @@ def _private_directory() -> str:
     return str(directory)
 
 
+_DIRECTORY = _private_directory()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _private_directory())
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _DIRECTORY)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # Of torch, the oracle: with two threads on a busy machine a tiny model takes twenty times as long.
@@ -37,7 +38,7 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for _variable in [name for name in os.environ if name.startswith("JAXPAGE_")]:
     del os.environ[_variable]  # a developer's own settings change no test
-os.environ["JAXPAGE_CACHE_DIR"] = _private_directory()
+os.environ["JAXPAGE_CACHE_DIR"] = _DIRECTORY
 
 import hypothesis  # noqa: E402
 import jaxtyping  # noqa: E402

@@ -109,7 +109,7 @@ def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypa
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         limit = [int(1e9 * 75)]
-        monkeypatch.setattr(gpu_memory, "_told", told)
+        monkeypatch.setattr(gpu_memory, "_fraction", told)
         monkeypatch.setattr(gpu_memory, "_are_open", lambda: is_open)
         monkeypatch.setattr(
             jax, "devices", lambda: limit.append(int(1e11 * float(os.environ[gpu_memory.VARIABLES[0]])))
@@ -147,7 +147,7 @@ _SERVES = """
 from jaxpage import LLM
 LLM(sys.argv[2], max_num_seqs=2).generate([[1, 2, 3]], use_tqdm=False)
 from jaxpage.device import gpu_memory
-assert round(gpu_memory._told, 2) == 0.95, "JAX opens its devices as the engine asks, and not before"
+assert round(gpu_memory._fraction, 2) == 0.95, "JAX opens its devices as the engine asks, and not before"
 """
 
 

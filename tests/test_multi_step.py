@@ -18,7 +18,7 @@ from jaxpage.errors import ConfigError, EventLogError
 from jaxpage.replay.replay import replay
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.plan import StepPlan
-from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.engines import LLAMA, engines_by_name, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import write_tokenizer
 from tests.test_speculation import MISTRAL, PROMPTS, REQUESTS, everything
@@ -54,17 +54,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engines(directories: dict[str, Path]) -> Iterator[Callable[[str], LLM]]:
-    """By name, made when first asked for."""
-    made: dict[str, LLM] = {}
-
-    def engine(name: str) -> LLM:
-        if name not in made:
-            made[name] = make_llm(directories["mistral" if "mistral" in name else "llama"], **ENGINES[name])
-        return made[name]
-
-    yield engine
-    for llm in made.values():
-        llm.shutdown()
+    with engines_by_name(ENGINES, lambda name: directories["mistral" if "mistral" in name else "llama"]) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import NoSpeculation
 from tests.support.drafts import KINDS, MOST_DRAFTS, NUM_TOKEN_IDS, Drafter
-from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.engines import LLAMA, engines_by_name, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import write_tokenizer
 
@@ -105,17 +105,8 @@ def directories(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines(directories):
-    """By name, made when first asked for."""
-    made = {}
-
-    def engine(name):
-        if name not in made:
-            made[name] = make_llm(directories["mistral" if "mistral" in name else "llama"], **ENGINES[name])
-        return made[name]
-
-    yield engine
-    for llm in made.values():
-        llm.shutdown()
+    with engines_by_name(ENGINES, lambda name: directories["mistral" if "mistral" in name else "llama"]) as engine:
+        yield engine
 
 
 def everything(outputs):

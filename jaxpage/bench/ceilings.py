@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.device.cpu_products import fastest
 from jaxpage.layers.product import product
 
 WIDTH = 4096  # of the arrays
@@ -29,32 +30,20 @@ def bandwidth(num_bytes: int) -> float:
     runs = [_compiled(lambda x: jnp.sum(x, axis=1), array)]
     runs += [_compiled(product, jnp.ones((few, WIDTH), jnp.float32), array) for few in (1, 2)]
     if jax.default_backend() != "cpu":
-        return 4.0 * rows * WIDTH / min(map(_fastest, runs))
+        return 4.0 * rows * WIDTH / min(fastest(run, REPEATS) for run in runs)
     num_cores = os.cpu_count() or 1
     parts, one = np.array_split(np.asarray(array), num_cores), np.ones(WIDTH, np.float32)
     with ThreadPoolExecutor(num_cores) as pool:
         runs.append(lambda: list(pool.map(lambda part: part @ one, parts)))
-        return 4.0 * rows * WIDTH / min(map(_fastest, runs))
+        return 4.0 * rows * WIDTH / min(fastest(run, REPEATS) for run in runs)
 
 
 def product_rate(dtype: str) -> float:
     """Operations per second of a large product in this type: two for each multiplication with its addition."""
     weight = jnp.ones((WIDTH, WIDTH), dtype)
     run = _compiled(product, jnp.ones((PRODUCT_ROWS, WIDTH), dtype), weight)
-    return 2.0 * PRODUCT_ROWS * WIDTH * WIDTH / _fastest(run)
+    return 2.0 * PRODUCT_ROWS * WIDTH * WIDTH / fastest(run, REPEATS)
 
 
 def _compiled(function: Callable[..., Any], *arrays: jax.Array) -> Callable[[], Any]:
-    executable = jax.jit(function).lower(*arrays).compile()
-    return lambda: executable(*arrays).block_until_ready()
-
-
-def _fastest(run: Callable[[], Any]) -> float:
-    """Seconds; the first call may pay for more."""
-    run()
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return functools.partial(jax.jit(function).lower(*arrays).compile(), *arrays)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpage.bench.measure import parameters
-from jaxpage.bench.report import environment
+from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import baseline, changes_of, check_baseline, check_writable, started
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
@@ -68,19 +66,14 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         measured.append(Latencies(beside.engine, (beside.duration / arguments.num_iters,)))
     print(_table(measured), "\n")
     names = ("batch_size", "input_len", "output_len", "num_iters", "seed")
-    line = json.dumps(
-        {
-            **measured[0].as_dict(),
-            **{name: getattr(arguments, name) for name in names},
-            "baselines": [one.as_dict() for one in measured[1:]],
-            "config": config.model_dump(),
-            "environment": environment(),
-        },
-        allow_nan=False,
-    )
-    if arguments.output_json:
-        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
-    print(line)
+    result = {
+        **measured[0].as_dict(),
+        **{name: getattr(arguments, name) for name in names},
+        "baselines": [one.as_dict() for one in measured[1:]],
+        "config": config.model_dump(),
+        "environment": environment(),
+    }
+    print_result(result, arguments.output_json)
 
 
 def _check(arguments: argparse.Namespace) -> None:

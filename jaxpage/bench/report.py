@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 
 from jaxpage import __version__
 from jaxpage.bench.workloads import WorkItem
+from jaxpage.device.cpu_products import processor
 from jaxpage.memory import MemoryReport
 from jaxpage.tables import aligned
 
@@ -112,6 +114,14 @@ def as_result(measurements: Sequence[Measurement], **context: Any) -> dict[str, 
     return result
 
 
+def print_result(result: Mapping[str, Any], path: str | None) -> None:
+    """The last line of a benchmark: one JSON object, which also goes into the file of `--output-json`."""
+    line = json.dumps(result, allow_nan=False)
+    if path:
+        Path(path).write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
 def num_identical(measurements: Sequence[Measurement]) -> list[int]:
     """How many outputs of the first measurement each of the others has too."""
     first, *others = measurements
@@ -128,7 +138,7 @@ def environment(*, with_device: bool = True) -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         **({"device": f"{device.platform}: {device.device_kind}", "num_devices": len(jax.devices())} if device else {}),
-        "cpu": _cpu(),
+        "cpu": processor() or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
     }
 
@@ -146,11 +156,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.strip() + ("+" if changes.strip() else "")
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

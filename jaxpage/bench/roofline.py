@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +20,7 @@ from tqdm import tqdm
 
 from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
-from jaxpage.bench.report import environment
+from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import read_config, resolve_model
@@ -116,10 +114,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         "config": config.model_dump(),
         "environment": environment(),
     }
-    line = json.dumps(result, allow_nan=False)
-    if arguments.output_json:
-        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
-    print(line)
+    print_result(result, arguments.output_json)
 
 
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:

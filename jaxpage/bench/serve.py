@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import uuid
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpage.bench.http_client import Answer, Client
-from jaxpage.bench.report import environment
+from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import capped, check_workload, check_writable
 from jaxpage.bench.workloads import WorkItem, make_workload
 from jaxpage.cli.flags import UsageError
@@ -52,18 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     names = ("base_url", "dataset", "seed", "num_prompts", "request_rate", "burstiness", "max_concurrency")
     asked = {name: getattr(arguments, name) for name in names}
     asked["request_rate"] = None if math.isinf(arguments.request_rate) else arguments.request_rate
-    line = json.dumps(
-        {
-            **first,
-            **asked,
-            "baselines": [{"engine": name, **result} for name, result in others],
-            "environment": environment(with_device=False),
-        },
-        allow_nan=False,
-    )
-    if arguments.output_json:
-        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
-    print(line)
+    result = {
+        **first,
+        **asked,
+        "baselines": [{"engine": name, **one} for name, one in others],
+        "environment": environment(with_device=False),
+    }
+    print_result(result, arguments.output_json)
     return int(any(result["failed"] for _, result in measured))
 
 

@@ -17,7 +17,7 @@ from statistics import median
 from tqdm import tqdm
 
 from jaxpage.bench import startup_process
-from jaxpage.bench.report import environment
+from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import check_writable
 from jaxpage.cli.flags import UsageError
 from jaxpage.errors import JaxpageError
@@ -52,10 +52,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         "config": config.model_dump(),
         "environment": environment(),
     }
-    line = json.dumps(result, allow_nan=False)
-    if arguments.output_json:
-        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
-    print(line)
+    print_result(result, arguments.output_json)
 
 
 def table(cold: Phases, warm: Phases, warm_total: float) -> str:

@@ -21,7 +21,7 @@ from jaxpage.bench.step_shapes import LLAMA_3_8B, StepShapes, step_shapes
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
-from jaxpage.device.executables import compiler_options
+from jaxpage.device.executables import compiled, compiler_options
 from jaxpage.device.sampler import draw
 from jaxpage.device.step_inputs import TableShape, unpack
 from jaxpage.engine.batch_builder import BatchBuilder
@@ -124,7 +124,7 @@ def time_step(case: StepCase, *, backend: str = "auto", dtype: str = "bfloat16",
     parameters, packed = _drawn(shapes.arguments[0]), parts.packed
     neutral = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes.arguments[3])
     state = [jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes.arguments[1])]
-    step = _compiled(shapes.step, *shapes.arguments)
+    step = compiled(shapes.step, *shapes.arguments)
     called = []
 
     def run() -> Any:
@@ -137,7 +137,7 @@ def time_step(case: StepCase, *, backend: str = "auto", dtype: str = "bfloat16",
     called.clear()  # a call waits where too many are queued
     read = _seconds(lambda: np.asarray(run()), round_s)
     target, hidden = parameters["target"], parts.q_TNH()
-    attend = _compiled(jax.jit(parts.attention, donate_argnums=0), state[0], packed, hidden)
+    attend = compiled(jax.jit(parts.attention, donate_argnums=0), state[0], packed, hidden)
 
     def run_attention() -> Any:
         out, state[0] = attend(state[0], packed, hidden)
@@ -145,8 +145,8 @@ def time_step(case: StepCase, *, backend: str = "auto", dtype: str = "bfloat16",
 
     logits = jnp.zeros((case.bucket.num_draws, case.config["vocab_size"]), jnp.float32)
     logits = logits.at[:, ::7].set(1.0)
-    products = _compiled(jax.jit(parts.products), target, packed)
-    sampler = _compiled(jax.jit(parts.sampler), logits, packed, neutral)
+    products = compiled(jax.jit(parts.products), target, packed)
+    sampler = compiled(jax.jit(parts.sampler), logits, packed, neutral)
     return StepTimes(
         step=queued,
         read=read,
@@ -221,10 +221,6 @@ class _Parts:
         rows = 1 if self.case.chunk else self.case.rows
         per_block = shapes.pages_bytes // self.case.num_blocks
         return weights + rows * self.case.blocks_per_row * per_block
-
-
-def _compiled(function: Any, *arguments: Any) -> Any:
-    return function.lower(*arguments).compile(compiler_options(jax.default_backend()))
 
 
 def _drawn(shapes: Any) -> Any:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import importlib.util
-import json
 import re
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import run_workload
-from jaxpage.bench.report import Measurement, as_result, num_identical, table
+from jaxpage.bench.report import Measurement, as_result, num_identical, print_result, table
 from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli.flags import UsageError
@@ -55,11 +54,11 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
             num_tokens = sum(len(item.prompt_token_ids) for item in workload)
             sizes = {"max_input": max_input, "max_output": max_output, "total_input_tokens": num_tokens}
             check_same_work(path, earlier, sizes)
-        measurements = [run_workload(llm, workload, load_seconds=load_seconds, repeats=arguments.repeats)]
+        measure = functools.partial(run_workload, workload=workload, repeats=arguments.repeats)
+        measurements = [measure(llm, load_seconds=load_seconds)]
     for text, other in others:
         with started(other) as (llm, load_seconds):
-            run_of = functools.partial(run_workload, llm, workload, load_seconds=load_seconds)
-            measurements.append(run_of(name=text, repeats=arguments.repeats))
+            measurements.append(measure(llm, load_seconds=load_seconds, name=text))
     if arguments.baseline:
         measurements.append(baseline(arguments, config, directory, workload))
     result = as_result(
@@ -73,7 +72,6 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
     comparison = compare(path, earlier, result) if earlier else None
     if comparison:
         result["compared"] = comparison.as_dict()
-    line = json.dumps(result, allow_nan=False)
     memory = measurements[0].memory
     print(f"{table(measurements)}\n\n{memory}\n")
     for beside, count in zip(measurements[1:], num_identical(measurements), strict=True):
@@ -81,11 +79,9 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
     if draw and memory:
         title = f"What the KV pool held: {config.model}, {arguments.num_prompts} requests ({arguments.dataset})"
         draw(memory, title=title).savefig(arguments.plot)
-    if arguments.output_json:
-        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
     if comparison:
         print(comparison.described())
-    print(line)
+    print_result(result, arguments.output_json)
     return 1 if comparison and comparison.highest < arguments.fail_below else 0
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def _file() -> Path:
 
 
 def _conditions() -> str:
-    return f"{jax.__version__}, {_processor()}, {os.cpu_count()} cores, {os.environ.get('XLA_FLAGS', '')}"
+    return f"{jax.__version__}, {processor()}, {os.cpu_count()} cores, {os.environ.get('XLA_FLAGS', '')}"
 
 
 def _measure() -> CPUProducts:
@@ -110,24 +111,25 @@ def _measure() -> CPUProducts:
             if dtype == "float32" and not library:
                 code = compiled.as_text() or ""
                 library = next((name for call, name in _LIBRARIES.items() if call in code), "")
-            seconds.setdefault(dtype, []).append(_least(lambda run=compiled, x=x, weight=weight: run(x, weight)))
+            seconds.setdefault(dtype, []).append(fastest(functools.partial(compiled, x, weight)))
     return CPUProducts(library, seconds)
 
 
-def _least(run: Any) -> float:
-    """Seconds of the fastest of a few calls."""
+def fastest(run: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Seconds of the fastest of some calls, the device's work included; the first, which may pay for more, does not count."""
     jax.block_until_ready(run())
     found = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         started = time.perf_counter()
         jax.block_until_ready(run())
         found.append(time.perf_counter() - started)
     return min(found)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name; "" where Linux has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return "?"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

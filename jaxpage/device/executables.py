@@ -197,10 +197,10 @@ def step_call(bucket: Bucket, options: StepOptions) -> tuple[Any, tuple[Any, ...
 
 def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
     step, rest = step_call(bucket, options)
-    return _compiled(step, parameters, pages, *rest)
+    return compiled(step, parameters, pages, *rest)
 
 
-def _compiled(function: Any, *shapes: Any) -> Any:
+def compiled(function: Any, *shapes: Any) -> Any:
     return function.lower(*shapes).compile(compiler_options(jax.default_backend()))
 
 
@@ -224,19 +224,19 @@ def _neutral(num_draws: int, options: StepOptions, mesh: DeviceMesh) -> Processo
 
 def _compile_copy(pages: KVPages, num_copies: int, backend: Backend) -> Any:
     pairs = jax.ShapeDtypeStruct((num_copies, 2), jnp.int32)
-    return _compiled(jax.jit(functools.partial(copy_step, backend=backend), donate_argnums=0), pages, pairs)
+    return compiled(jax.jit(functools.partial(copy_step, backend=backend), donate_argnums=0), pages, pairs)
 
 
 def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
-    return _compiled(jax.jit(functools.partial(gather_blocks, backend=backend)), pages, blocks)
+    return compiled(jax.jit(functools.partial(gather_blocks, backend=backend)), pages, blocks)
 
 
 def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
     blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
     contents = jax.eval_shape(functools.partial(gather_blocks, backend=backend), pages, blocks)
     scatter = jax.jit(functools.partial(scatter_blocks, backend=backend), donate_argnums=0)
-    return _compiled(scatter, pages, blocks, contents)
+    return compiled(scatter, pages, blocks, contents)
 
 
 def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:

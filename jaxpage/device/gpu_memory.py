@@ -11,17 +11,17 @@ VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX
 HEADROOM = 0.05  # of the card, beyond what an engine plans: for gaps between arrays
 MOST = 0.95  # of the card: CUDA itself, code and graphs take memory beside JAX's allocator
 
-_told: float | None = None  # the share of a card, where JAX has it from here
+_fraction: float | None = None  # of a GPU's memory that `open_devices` gave JAX; None: it gave none
 
 
 def open_devices(utilization: float) -> None:
     """Has JAX open its devices such that an engine can have `utilization` of a GPU. Without effect where JAX has opened them before, or
     the user has set one of `VARIABLES`."""
-    global _told
+    global _fraction
     if any(name in os.environ for name in VARIABLES) or _are_open():
         return
-    _told = min(MOST, utilization + HEADROOM)
-    os.environ[VARIABLES[0]] = str(_told)
+    _fraction = min(MOST, utilization + HEADROOM)
+    os.environ[VARIABLES[0]] = str(_fraction)
     try:
         jax.devices()
     finally:
@@ -35,12 +35,12 @@ def _are_open() -> bool:
 def share(limit: int, utilization: float) -> int:
     """Bytes that an engine may have of a GPU of which JAX's allocator has `limit`: that share of the card where JAX has its limit from
     here, else of the limit."""
-    return int(limit * (utilization if _told is None else min(1.0, utilization / _told)))
+    return int(limit * (utilization if _fraction is None else min(1.0, utilization / _fraction)))
 
 
 def notice(utilization: float) -> str:
     """Where `utilization` is a share of less than the card."""
-    if _told is not None:
+    if _fraction is not None:
         return ""
     given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     why = (

@@ -78,6 +78,8 @@ class BatchBuilder:
         packed = np.zeros(packed_size(bucket, self.tables), np.int32)
         fields: dict[str, Any] = views(packed, bucket, self.tables)
         self._fill_rows(fields, plan.rows)
+        if plan.is_multi_step:
+            fields["token_ids_T"][fields["token_ids_T"] == PLACEHOLDER] = 0  # the step draws them
         if bucket.verifies:
             self._fill_drafts(fields, plan.rows)
         if num_scored:
@@ -113,8 +115,7 @@ class BatchBuilder:
         lengths = [len(row.token_ids) for row in rows]
         ends = list(itertools.accumulate(lengths))
         total, num_rows = ends[-1], len(rows)
-        token_ids = itertools.chain.from_iterable(row.token_ids for row in rows)
-        fields["token_ids_T"][:total] = [0 if token_id == PLACEHOLDER else token_id for token_id in token_ids]
+        fields["token_ids_T"][:total] = list(itertools.chain.from_iterable(row.token_ids for row in rows))
         fields["query_start"][1:] = total
         fields["query_start"][1 : num_rows + 1] = ends
         fields["context_len_B"][:num_rows] = [row.context_length for row in rows]

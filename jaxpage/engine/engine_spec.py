@@ -45,7 +45,7 @@ class EngineSpec:
     limits: StepLimits
     memory: MemoryPlan
     vocab_size: int
-    attention: str = ""  # the kernel set that computes it, where the device is at hand
+    attention: str = ""  # the kernel set that computes it; "": not known without the device
     dtype_reason: str = ""  # where the dtype is another than the checkpoint's, or depends on the machine
 
     @property

@@ -23,9 +23,8 @@ class StepLimits:
     streams: tuple[
         tuple[int, int], ...
     ] = ()  # (rows, query tokens of all) that each of `verified` holds; by default all it can
-    num_steps: int = (
-        1  # tokens that a step may draw of a sequence, one after the other; with more than 1 there are no drafts
-    )
+    # Tokens that a step may draw of a sequence, one after the other; with more than 1 there are no drafts
+    num_steps: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_tokens", "max_chunk_rows"):

@@ -26,9 +26,8 @@ class Row(NamedTuple):
     start: int
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
-    parents: tuple[
-        int, ...
-    ] = ()  # the row's last tokens are drafts or placeholders: which of its tokens each of them follows
+    # The row's last tokens are drafts or placeholders: which of its tokens each of them follows
+    parents: tuple[int, ...] = ()
     q: Candidates | None = None  # what each draft was drawn from: see `Draft`
     scored: tuple[int, ...] = ()  # tokens of the prompt whose log probabilities are wanted, one behind the other
     first_scored: int = 0  # which of the row's tokens stands before the first of them

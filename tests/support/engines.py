@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,23 @@ class _RoomyPages:
     def num_bytes(self, pages: kv_pages.KVPages) -> int:
         """Of what was asked: it goes into the table of the memory."""
         return kv_pages.num_bytes(self._asked)
+
+
+@contextlib.contextmanager
+def engines_by_name(
+    settings: Mapping[str, dict[str, Any]], directory_of: Callable[[str], Path | str]
+) -> Iterator[Callable[[str], LLM]]:
+    """Engines that are made when they are first asked for."""
+    made: dict[str, LLM] = {}
+
+    def engine(name: str) -> LLM:
+        if name not in made:
+            made[name] = make_llm(directory_of(name), **settings[name])
+        return made[name]
+
+    yield engine
+    for llm in made.values():
+        llm.shutdown()
 
 
 def free_blocks(llm: LLM) -> int:

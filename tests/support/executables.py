@@ -29,7 +29,7 @@ UNOPTIMIZED_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, (value, 
 _AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
 MOST_MAPS = 35_000  # of memory: an executable of XLA on CPU takes 250 to 430 or more, and Linux gives a process 65,530
 _COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
-_OURS = {f"{executables.__name__}.{name}" for name in (*_COMPILERS, "_compiled", "Executables.__init__")}
+_OURS = {f"{executables.__name__}.{name}" for name in (*_COMPILERS, "compiled", "Executables.__init__")}
 _TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")
 
 
@@ -61,7 +61,7 @@ class SharedExecutables:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(executables.Executables, "__init__", counted)
             if optimized:
-                patch.setattr(executables, "_compiled", _as_for_users)
+                patch.setattr(executables, "compiled", _as_for_users)
             for name in _COMPILERS:
                 compile_one = getattr(executables, name)
                 patch.setattr(executables, name, functools.partial(self._get, counts, (optimized, name), compile_one))
