@@ -11,6 +11,8 @@ from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention, pages_from_PSKH, write_and_attend
 from pallas_kernels.quantized_pages import is_quantized
+from pallas_kernels.quantized_product import quantized_product
+from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.sets import (
     BACKENDS,
     INTERPRETABLE_BACKENDS,
@@ -31,6 +33,7 @@ __all__ = [
     "Arguments",
     "Call",
     "KernelSet",
+    "QuantizedWeight",
     "Tiles",
     "candidates",
     "copy_blocks",
@@ -39,6 +42,7 @@ __all__ = [
     "is_quantized",
     "paged_attention",
     "pages_from_PSKH",
+    "quantized_product",
     "scatter_blocks",
     "set_for",
     "write_and_attend",

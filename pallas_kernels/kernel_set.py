@@ -1,4 +1,4 @@
-"""What a kernel set is: one implementation of every operation on pages, and what it says of itself."""
+"""What a kernel set is: one implementation of every operation on pages and quantised weights, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
+from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.tiles import Shape, Tiles
 
 Leaves = list[jax.Array]  # of the pages, each [P, S, ...]
@@ -23,12 +24,14 @@ class Call:
     interpret: run kernels on CPU, operation by operation.
     page_dtype: of pages that are read or written as numbers; None where blocks are moved as they are.
     attention, tiles: of attention; None in other operations, and where they are not known yet.
+    weight: of a product.
     """
 
     interpret: bool = False
     page_dtype: str | None = None
     attention: Arguments | None = None
     tiles: Tiles | None = None
+    weight: QuantizedWeight | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class KernelSet:
     write: (k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale) -> the pages, and the scales where there are any.
     copy_blocks, copy_slots: (leaves, source, destination) -> leaves.
     gather_blocks: (leaves, blocks) -> bytes. scatter_blocks: (leaves, blocks, bytes) -> leaves.
+    multiply: (x_TI, QuantizedWeight) -> y_TO, see `quantized_product`.
     write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns, where one kernel does both.
     supports: (jax.Device, Call) -> why not, or None. Kernels are also lowered for GPUs that are not there: then the device is a CPU.
     tiles: how a call of this shape is cut where nothing was measured; None for a set that takes no tiles.
@@ -57,6 +61,7 @@ class KernelSet:
     copy_slots: Callable[..., Leaves]
     gather_blocks: Callable[..., jax.Array]
     scatter_blocks: Callable[..., Leaves]
+    multiply: Callable[[jax.Array, QuantizedWeight], jax.Array]
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]] | None = None
     supports: Callable[[Any, Call], str | None]
     tiles: Callable[[Shape], Tiles] | None = None

@@ -11,13 +11,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxpage import SamplingParams
 from jaxpage.device.backends import choose_backend
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import SETS, candidates, copy_blocks, paged_attention, write_and_attend
+from pallas_kernels import (
+    SETS,
+    QuantizedWeight,
+    candidates,
+    copy_blocks,
+    paged_attention,
+    quantized_product,
+    write_and_attend,
+)
 from pallas_kernels.cpu import library
 from tests.support.attention import make_case
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
@@ -134,6 +143,57 @@ def test_a_row_has_its_bits_among_any_others(page_dtype: str) -> None:
         start += count
 
 
+def quantized(
+    code: str, *, zeros: bool = False, num_out: int = 19, num_in: int = 80
+) -> tuple[QuantizedWeight, np.ndarray]:
+    """A weight in groups of 32, of which the last is short, and its numbers in float64."""
+    rng = np.random.default_rng(5)
+    scale = rng.uniform(0.5, 2.0, (num_out, 3)).astype(np.float32)
+    zero = rng.integers(0, 16, (num_out, 3)).astype(np.float32) if zeros else None
+    if code in ("int4", "fp4"):
+        nibbles = rng.integers(0, 16, (num_out, num_in))
+        values = jnp.asarray(nibbles[:, ::2] + 16 * nibbles[:, 1::2], jnp.uint8)
+        numbers = np.arange(16.0) if code == "int4" else np.arange(16).astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
+        exact = numbers.astype(np.float64)[nibbles]
+    else:
+        values = jnp.asarray(rng.integers(-128, 128, (num_out, num_in)), jnp.int8)
+        if code == "fp8":  # all of its codes but its two NaNs
+            bits = np.arange(num_out * num_in).reshape(num_out, num_in) % 254
+            values = jnp.asarray((bits + (bits >= 127)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn))
+        exact = np.asarray(values).astype(np.float64)
+    for group, columns in enumerate((slice(0, 32), slice(32, 64), slice(64, 80))):
+        exact[:, columns] -= zero[:, group, None] if zero is not None else 8.0 * (code == "int4")
+        exact[:, columns] *= scale[:, group, None]
+    return QuantizedWeight(values, jnp.asarray(scale), None if zero is None else jnp.asarray(zero), code, 32), exact
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("code", ["int8", "int4", "fp8", "fp4"])
+def test_one_call_multiplies_by_a_quantised_weight(code: str, zeros: bool) -> None:
+    """The oracle is numpy in float64. A token has its bits among any others."""
+    weight, exact = quantized(code, zeros=zeros)
+    x = np.random.default_rng(6).standard_normal((11, 80)).astype(np.float32)
+    together = np.asarray(quantized_product(jnp.asarray(x), weight, backend="cpu"))
+    tolerance = 1e-5 * np.abs(exact).max()
+    np.testing.assert_allclose(together, x @ exact.T, atol=tolerance, rtol=1e-5)
+    for count in (1, 2, 3, 4, 5, 8):
+        some = quantized_product(jnp.asarray(x[-count:]), weight, backend="cpu")
+        np.testing.assert_array_equal(np.asarray(some), together[-count:])
+    by_definition = quantized_product(jnp.asarray(x), weight, backend="reference")
+    np.testing.assert_allclose(np.asarray(by_definition), x @ exact.T, atol=tolerance, rtol=1e-5)
+    narrow = quantized_product(jnp.asarray(x, jnp.bfloat16), weight, backend="cpu")
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(narrow, np.float32), x @ exact.T, atol=0.03 * np.abs(exact).max(), rtol=0.02)
+
+
+def test_a_quantised_weight_that_fits_no_vector_is_left_to_plain_xla() -> None:
+    weight, exact = quantized("int4", num_in=72)
+    x = jnp.ones((3, 72))
+    with pytest.raises(NotImplementedError, match=r"cpu: 72 inputs in groups of 32 \(multiples of 16 only\)"):
+        quantized_product(x, weight, backend="cpu")
+    np.testing.assert_allclose(quantized_product(x, weight), np.ones((3, 72)) @ exact.T, rtol=1e-5, atol=1e-3)
+
+
 def test_texts_are_those_of_plain_xla(tmp_path: Path) -> None:
     assert candidates("auto", "cpu")[0] is SETS["cpu"] and SETS["cpu"] not in candidates("auto", "gpu")
     model = random_checkpoint(tmp_path / "llama", LLAMA)
@@ -177,6 +237,15 @@ def test_without_a_compiler_plain_xla_does_it_and_the_reason_is_said(
         library.compiled("avx2", ())
 
 
+PRODUCT_MISTAKES = {
+    "the high nibble first": (
+        "{0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4}",
+        "{4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0}",
+    ),
+    "zeros are forgotten": ("p.zero ? p.zero[index]", "p.zero ? 0.0f"),
+    "scales of another group": ("(output + o) * p.num_groups + group;", "(output + o) * p.num_groups;"),
+    "the last outputs are left out": ("for (; output < end; ++output) few_tokens<code, 1>(p, output);", ""),
+}
 MISTAKES = {
     "a window that is one too wide": ("unit.last + 1 - a.window", "unit.last - a.window"),
     "the last position is left out": ("unit.last - tile + 1 : kTile", "unit.last - tile : kTile"),
@@ -187,15 +256,16 @@ MISTAKES = {
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [*MISTAKES, *PRODUCT_MISTAKES])
 def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
     sources = tmp_path / "src"
     sources.mkdir()
     for source in library.SOURCES.iterdir():
         text = source.read_text()
-        if source.name == "attention.cc":
-            assert text.count(MISTAKES[mistake][0]) == 1
-            text = text.replace(*MISTAKES[mistake])
+        mistakes = {"attention.cc": MISTAKES, "product.cc": PRODUCT_MISTAKES}.get(source.name, {})
+        if mistake in mistakes:
+            assert text.count(mistakes[mistake][0]) == 1
+            text = text.replace(*mistakes[mistake])
         (sources / source.name).write_text(text)
     done = _in_process(f"library.SOURCES = Path({str(sources)!r})", tmp_path)
     assert done.returncode == 1 and "failed" in done.stdout, done.stdout + done.stderr

@@ -17,10 +17,11 @@ from jaxpage.checkpoints import LoadPlan, check_weights, convert, load_sharded, 
 from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.orbax_files import save_orbax
 from jaxpage.errors import CheckpointError
-from jaxpage.layers.linear import Int8Linear, Linear
+from jaxpage.layers.linear import Linear
 from jaxpage.layers.parameter import Source, concatenate, parameter, stack, tensor
-from jaxpage.layers.product import Scaled, product
+from jaxpage.layers.quantized import QuantizedLinear, StoredArray, WeightFormat
 from jaxpage.models.base import abstract, abstract_model, model_weights
+from jaxpage.models.quantization.decoding import columns
 from jaxpage.models.registry import load_family
 from jaxpage.models.weights import num_bytes, weights_of
 from tests.support.dense import logits_of
@@ -109,8 +110,15 @@ def test_of_products_that_are_incomplete_either_way_those_apart_are_missing(tmp_
     assert "tensor 'model.layers.1.self_attn.q_proj.weight' of shape (32, 32) is unexpected" in text
 
 
+INT8 = WeightFormat(
+    "int8",
+    StoredArray("weight", lambda num_out, num_in: (num_out, num_in), ("int8",)),
+    StoredArray("weight_scale", lambda num_out, num_in: (num_out,), ("float32",), columns),
+)
+
+
 def to_int8(path: tuple[str | int, ...], module: nnx.Module) -> nnx.Module | None:
-    return Int8Linear(module.spec) if isinstance(module, Linear) else None
+    return QuantizedLinear(module.spec, INT8) if isinstance(module, Linear) else None
 
 
 def quantized(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -133,10 +141,11 @@ def test_weights_of_eight_bits_stand_for_what_they_are_with_their_scales(tmp_pat
     plan = check_weights(directory, model_weights(FAMILY, SPEC, to_int8), FAMILY.ignored)
     parameters = loaded(plan)
     layer = parameters["layers"][1]["attention"]["query_key_value"]
-    assert layer["kernel"].dtype == jnp.int8 and layer["scale"].dtype == jnp.float32 and layer["scale"].shape == (64,)
+    assert layer["kernel"].dtype == jnp.int8 and layer["scale"].dtype == jnp.float32 and layer["scale"].shape == (64, 1)
     weights = sum(value.size for value in stored.values() if value.dtype == np.int8)
-    rest = sum(value.size for value in stored.values() if value.dtype != np.int8)
-    assert plan.num_bytes("bfloat16") == weights + 2 * rest and plan.stored_dtype() == "float32"
+    scales = sum(value.size for name, value in stored.items() if name.endswith("weight_scale"))
+    rest = sum(value.size for value in stored.values()) - weights - scales
+    assert plan.num_bytes("bfloat16") == weights + 4 * scales + 2 * rest and plan.stored_dtype() == "float32"
     wanted = logits_of(FAMILY, SPEC, loaded(open_model(write(tmp_path / "exact", exact)).plan), TOKENS)
     found = logits_of(FAMILY, SPEC, parameters, TOKENS, rule=to_int8)
     original = logits_of(FAMILY, SPEC, loaded(open_model(random_checkpoint(tmp_path / "x", QWEN2)).plan), TOKENS)
@@ -173,17 +182,6 @@ def test_a_module_is_replaced_by_its_path_and_not_looked_into() -> None:
     assert {("tokens",), ("layers",), ("layers", 0), ("layers", 1, "attention", "query_key_value")} <= set(asked)
     assert len(asked) == len(set(asked))
     assert graph == abstract_model(FAMILY, SPEC, "bfloat16", rule)[0] != abstract_model(FAMILY, SPEC, "bfloat16")[0]
-
-
-def test_a_product_with_a_scaled_weight_is_exact_where_sums_are() -> None:
-    rng = np.random.default_rng(0)
-    x_TI, values_OI = rng.integers(-8, 8, (5, 12)), rng.integers(-128, 128, (7, 12))
-    scale_O = 2.0 ** rng.integers(-3, 3, 7)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        weight = Scaled(jnp.asarray(values_OI, jnp.int8), jnp.asarray(scale_O, dtype))
-        y_TO = product(jnp.asarray(x_TI, dtype), weight, result=jnp.float32)
-        np.testing.assert_array_equal(y_TO, (x_TI @ values_OI.T) * scale_O)
-        assert product(jnp.asarray(x_TI, dtype), weight).dtype == dtype
 
 
 # --- one parameter out of several tensors, several out of one

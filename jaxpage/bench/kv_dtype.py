@@ -47,7 +47,7 @@ _ROWS = (
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for a text that is too short."""
-    files = open_model(resolve_model(config.model, config.revision))
+    files = open_model(resolve_model(config.model, config.revision), config.quantization)
     place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     longest = min(files.spec.max_position_embeddings, config.max_model_len or files.spec.max_position_embeddings)
@@ -113,7 +113,7 @@ def position_logits(
 ) -> Logits:
     """The logits after each token of one sequence, by the engine's own step, over pages of `page_dtype`."""
     width = -(-len(token_ids) // config.block_size)
-    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype))
+    graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype), files.rule)
     context = len(token_ids)
     backend = choose_backend(config.attention_backend, jax.devices()[0])
     options = StepOptions(

@@ -32,7 +32,9 @@ class Filled:
 
     def dtype(self, dtype: str | None) -> np.dtype[Any]:
         """In a model of `dtype`; None: as it is stored, where types are mixed the one that holds them all."""
-        if self.weight.dtype is None and dtype is not None:
+        if self.weight.dtype is not None:
+            return np.dtype(jnp.dtype(self.weight.dtype))
+        if dtype is not None:
             if dtype not in FLOATS:
                 raise ValueError(f"dtype is {dtype!r}, not one of {', '.join(FLOATS)}")
             return np.dtype(jnp.dtype(dtype))
@@ -108,6 +110,8 @@ def fit_stored(
                 continue  # another part of a tensor that has been looked at
             used.update(piece.names)
             fitting = [info for info in found if _fits(weight, piece, info, problems)]
+            if fitting and compare and files_sound:
+                _check_numbers(piece, fitting[0], plan.layout, problems)
             if not found and (
                 stored or files_sound
             ):  # with no readable file at all, a list of every tensor tells nothing
@@ -165,7 +169,8 @@ def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Sour
 
 
 def _fits(weight: Weight, piece: Piece, info: TensorInfo, problems: Problems) -> bool:
-    codes = [_CODES[name] for name in ((weight.dtype,) if weight.dtype else FLOATS)]
+    dtypes = piece.stored.dtypes if piece.stored else (weight.dtype,) if weight.dtype else FLOATS
+    codes = [_CODES[name] for name in dtypes]
     if info.shape != piece.stored_shape:
         problems.add(f"tensor {quoted(info.name)} has shape {info.shape}, and the model needs {piece.stored_shape}")
     if info.dtype not in codes:
@@ -173,6 +178,17 @@ def _fits(weight: Weight, piece: Piece, info: TensorInfo, problems: Problems) ->
             f"tensor {quoted(info.name)} has dtype {info.dtype}, not {'one of ' if len(codes) > 1 else ''}{', '.join(codes)}"
         )
     return info.shape == piece.stored_shape and info.dtype in codes
+
+
+def _check_numbers(piece: Piece, info: TensorInfo, layout: str, problems: Problems) -> None:
+    """Of scales, which are small. In Orbax's layout they are not looked at: it is written here, from a checkpoint that was."""
+    if (
+        piece.stored
+        and piece.stored.check
+        and layout == "safetensors"
+        and (wrong := piece.stored.check(map_array(info)))
+    ):
+        problems.add(f"tensor {quoted(info.name)} {wrong}")
 
 
 def _check_copy(info: TensorInfo, copy: TensorInfo, problems: Problems) -> None:

@@ -12,7 +12,10 @@ from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.errors import CheckpointError
 from jaxpage.models.base import Family, ModelSpec, model_weights
+from jaxpage.models.quantization.registry import quantization_of, without_quantization
+from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.registry import load_family
+from jaxpage.models.replacing import Rule
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class ModelDescription:
     config: dict[str, Any]
     family: Family
     spec: ModelSpec
+    quantization: Scheme | None
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,27 @@ class ModelFiles:
     family: Family
     spec: ModelSpec
     plan: LoadPlan
+    quantization: Scheme | None = None
+
+    @property
+    def rule(self) -> Rule | None:
+        """Of the modules that take the place of the family's."""
+        return self.quantization.rule if self.quantization else None
 
 
-def open_model(directory: str | os.PathLike[str]) -> ModelFiles:
+def open_model(directory: str | os.PathLike[str], quantization: str | None = None) -> ModelFiles:
     """Read everything about a local model but its weights, in Hugging Face or Orbax layout.
 
+    quantization: see `EngineConfig`.
     Raises one CheckpointError listing all that does not fit: config, architecture, files and tensors.
     """
-    return _open(Path(directory), compare=True)
+    return _open(Path(directory), quantization, compare=True)
 
 
-def describe_model(directory: str | os.PathLike[str]) -> ModelDescription:
+def describe_model(directory: str | os.PathLike[str], quantization: str | None = None) -> ModelDescription:
     """Read what config.json says, for which no weights need to be there. Raises one CheckpointError listing all that is wrong."""
     problems = Problems(Path(directory))
-    described = _describe(Path(directory), problems)
+    described = _describe(Path(directory), quantization, problems)
     problems.raise_if_any()
     assert described is not None
     return described
@@ -54,31 +65,35 @@ def describe_model(directory: str | os.PathLike[str]) -> ModelDescription:
 
 def weights_bytes(directory: str | os.PathLike[str], dtype: str | None = None) -> int:
     """Bytes that the weights will take in `dtype` (None: as stored), from headers alone. Raises as `open_model`."""
-    return _open(Path(directory), compare=False).plan.num_bytes(dtype)
+    return _open(Path(directory), None, compare=False).plan.num_bytes(dtype)
 
 
-def _open(directory: Path, *, compare: bool) -> ModelFiles:
+def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelFiles:
     problems = Problems(directory)
-    described = _describe(directory, problems)
+    described = _describe(directory, quantization, problems)
     if described is None:
         read_layout(directory, problems)  # the files' own faults belong in the same list
         problems.raise_if_any()
     assert described is not None
-    config, family, spec = described.config, described.family, described.spec
-    plan = fit(directory, model_weights(family, spec), family.ignored, problems, compare=compare)
+    config, family, spec, scheme = described.config, described.family, described.spec, described.quantization
+    with problems.collect():
+        weights = model_weights(family, spec, scheme.rule if scheme else None)
+        ignored = (*family.ignored, *(scheme.ignored if scheme else ()))
+        plan = fit(directory, weights, ignored, problems, compare=compare)
     problems.raise_if_any()
-    return ModelFiles(directory, config, family, spec, plan)
+    return ModelFiles(directory, config, family, spec, plan, scheme)
 
 
-def _describe(directory: Path, problems: Problems) -> ModelDescription | None:
+def _describe(directory: Path, quantization: str | None, problems: Problems) -> ModelDescription | None:
     """None if config.json tells too little; `problems` has why. It may have something else that is wrong with the config."""
     config = check_config(directory, problems)
     if not config:
         return None
     with problems.collect():
         family = load_family(config)
+        scheme = quantization_of(config, quantization)
         if not problems:  # sizes out of bounds must not reach a family
-            return ModelDescription(config, family, read_spec(family, config))
+            return ModelDescription(config, family, read_spec(family, without_quantization(config)), scheme)
     return None
 
 

@@ -23,7 +23,10 @@ FOLDER = "orbax"  # beside config.json and the tokenizer files
 COMMIT = "commit_success.txt"  # written last: without it the directory is half a checkpoint
 
 # Orbax stores numpy's names; checkpoints are compared under the names of safetensors.
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "I8"}
+_CODES = {
+    **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
+    **{"int8": "I8", "uint8": "U8", "int32": "I32", "float8_e4m3fn": "F8_E4M3"},
+}
 
 
 def _checkpointer() -> Any:

@@ -25,6 +25,9 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
     "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 
 

@@ -95,6 +95,11 @@ ENGINE_FLAGS = (
         str,
         "auto, float32, bfloat16 or float16; default: auto (the checkpoint's; on CPU bfloat16 only if it is faster)",
     ),
+    Flag(
+        "quantization",
+        str,
+        "weights of few bits: int8 or int4, rounded at load; or the name of the checkpoint's own method; default: as the checkpoint",
+    ),
     Flag("kv_cache_dtype", str, "type of the KV cache: auto, int8 or fp8; default: auto (as --dtype)"),
     Flag("max_model_len", int, "longest sequence in tokens, prompt and output together; default: the model's"),
     Flag("block_size", int, "tokens of a KV block, a power of two from 1 to 128; default: 16"),
@@ -171,7 +176,16 @@ SERVER_FLAGS = (
 
 # Settings that decide what fits in memory.
 PLAN_SETTINGS = (
-    *("revision", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "num_blocks", "kv_cache_memory_bytes"),
+    *(
+        "revision",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "max_model_len",
+        "block_size",
+        "num_blocks",
+        "kv_cache_memory_bytes",
+    ),
     *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "speculative_config", "tensor_parallel_size"),
 )
 PLANNED_SETTINGS = (

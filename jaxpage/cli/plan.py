@@ -95,9 +95,9 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
         ConfigError: a setting is wrong, or the devices cannot share the heads.
         CapacityError: the model does not fit, with the numbers. What else it could be is printed all the same.
     """
-    model = describe_model(resolve_model_config(config.model, config.revision))
+    model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
     device = _place(arguments.memory, config.gpu_memory_utilization)
-    weights = model_weights(model.family, model.spec)
+    weights = model_weights(model.family, model.spec, model.quantization.rule if model.quantization else None)
     subject = Subject(config, model.config["architectures"][0], model.spec, weights, device, _drafting(config))
     layout = ModelLayout(choose_dtype(config, device, stated_dtype(model.config)), config.kv_cache_dtype)
     chosen = subject.option(replace(layout, **given))
@@ -120,7 +120,7 @@ def _drafting(config: EngineConfig) -> Drafting | None:
     asked = config.speculative_config
     if asked is None or asked.model is None:
         return None
-    return open_drafting(asked, open_model(resolve_model(config.model, config.revision)))
+    return open_drafting(asked, open_model(resolve_model(config.model, config.revision), config.quantization))
 
 
 def _place(memory: int | None, utilization: float) -> DeviceSpec:

@@ -1,4 +1,6 @@
-"""Binds the kernels to the layers: the seam `attend` writes a layer's new keys and values, then reads through the block tables."""
+"""Binds the kernels to the layers: the seam `attend` writes a layer's new keys and values, then reads through the block tables.
+
+And to products with weights of few bits."""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
-from pallas_kernels import write_and_attend
+from jaxpage.layers.product import Grouped, GroupedProduct
+from pallas_kernels import QuantizedWeight, quantized_product, write_and_attend
 
 
 def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_groups: tuple[int, ...]) -> Attend:
@@ -50,3 +53,12 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
         return out_TNH, LayerPages(*pages)
 
     return attend
+
+
+def make_grouped_product(backend: Backend) -> GroupedProduct:
+    """What multiplies by weights of few bits."""
+
+    def multiply(x_TI: jax.Array, weight: Grouped) -> jax.Array:
+        return quantized_product(x_TI, QuantizedWeight(*weight), **backend.options)
+
+    return multiply

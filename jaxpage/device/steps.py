@@ -11,7 +11,7 @@ import numpy.typing as npt
 from flax import nnx
 
 from jaxpage.device.acceptance import decide
-from jaxpage.device.attention import make_attend
+from jaxpage.device.attention import make_attend, make_grouped_product
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
@@ -21,6 +21,7 @@ from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
 from jaxpage.device.verify import last_of, moves
 from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.product import grouped_products
 from jaxpage.settings.draft_settings import AcceptanceRule
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
@@ -75,7 +76,18 @@ def model_step(
         parameters: {"target": the model's, "drafter": those of what drafts beside it, or None}.
         pages: of all layers, a drafter's behind the model's.
     """
-    inputs = unpack(packed, bucket, options.tables)
+    with grouped_products(make_grouped_product(options.attention_backend)):
+        return _step(parameters, pages, unpack(packed, bucket, options.tables), processor_inputs, bucket, options)
+
+
+def _step(
+    parameters: Any,
+    pages: KVPages,
+    inputs: StepInputs,
+    processor_inputs: ProcessorInputs,
+    bucket: Bucket,
+    options: StepOptions,
+) -> tuple[StepOutput, KVPages]:
     if bucket.num_steps > 1:
         return _multi_step(parameters["target"], pages, inputs, processor_inputs, bucket, options)
     pages, own_pages = split_layers(pages, options.drafter)
@@ -180,8 +192,9 @@ def logits_step(
 ) -> tuple[jax.Array, KVPages]:
     """The part before the draw: the model's logits [B, V] in float32 of the tokens to draw from, and the pages."""
     pages, own_pages = split_layers(pages, options.drafter)
-    model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
-    return model.logits(hidden_TD[inputs.drawn_token_R]), pages + own_pages
+    with grouped_products(make_grouped_product(options.attention_backend)):
+        model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
+        return model.logits(hidden_TD[inputs.drawn_token_R]), pages + own_pages
 
 
 def _hidden(

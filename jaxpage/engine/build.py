@@ -143,7 +143,8 @@ def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, draftin
     own = [spec.num_blocks[group] for group in spec.layer_groups[: files.spec.kv.num_layers]]
     pages = kv_pages.page_shapes(files.spec.kv, own, config.block_size, spec.page_dtype)
     attention = attention_set(kernels, mesh.first, pages, files.spec.num_query_heads, layout.dtype)
-    spec = replace(spec, attention=attention, dtype_reason=dtype_reason(config, device, stored))
+    described = files.quantization.described if files.quantization else ""
+    spec = replace(spec, attention=attention, quantization=described, dtype_reason=dtype_reason(config, device, stored))
     for notice in notices(config, device, files.spec, spec.memory):
         logger.warning(notice)
     return spec
@@ -161,7 +162,7 @@ def _step_options(
     spec: EngineSpec, config: EngineConfig, files: ModelFiles, drafting: Drafting, *, by_row: bool
 ) -> StepOptions:
     assert spec.kernels is not None, "the device is at hand"
-    graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype)
+    graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, files.rule)
     return StepOptions(
         graph,
         spec.vocab_size,
@@ -220,7 +221,7 @@ def _opened(config: EngineConfig) -> ModelFiles:
     """The model's files, after everything that can be refused before they are read."""
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
         use_compile_cache(compile_cache_directory())
-    files = open_model(resolve_model(config.model, config.revision))
+    files = open_model(resolve_model(config.model, config.revision), config.quantization)
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
     return files

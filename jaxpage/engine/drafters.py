@@ -188,7 +188,7 @@ def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDraf
     return ModelDrafterFiles(
         files.spec.kv,
         None,
-        lambda dtype: DraftModel(files.family, files.spec, vocab_size=target.spec.vocab_size, dtype=dtype),
+        lambda dtype: DraftModel(files.family, files.spec, files.rule, vocab_size=target.spec.vocab_size, dtype=dtype),
         files.plan.num_bytes,
         read,
     )

@@ -46,6 +46,7 @@ class EngineSpec:
     memory: MemoryPlan
     vocab_size: int
     attention: str = ""  # the kernel set that computes it; "": not known without the device
+    quantization: str = ""  # of the weights, described; "": none
     dtype_reason: str = ""  # where the dtype is another than the checkpoint's, or depends on the machine
 
     @property
@@ -81,6 +82,8 @@ class EngineSpec:
         dtype, cache = self.layout.dtype, self.layout.kv_cache_dtype
         yield from self.memory.rows()
         yield "dtype", f"{dtype} ({self.dtype_reason})" if self.dtype_reason else dtype
+        if self.quantization:
+            yield "quantization", self.quantization
         yield "KV dtype", dtype if cache == "auto" else f"{cache}, a float32 scale per token and head"
         if self.attention:
             yield "attention", self.attention + " (interpreted)" * bool(self.kernels and self.kernels.interpret)

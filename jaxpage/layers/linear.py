@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
-from jaxpage.layers.product import Scaled, product
+from jaxpage.layers.product import Weight, product
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,29 @@ class LinearSpec:
     fused: str | None = None
     transposed: bool = False
 
-    def declare(self, name: str, *columns: int, dtype: DTypeLike | None = None) -> nnx.Param[jax.Array]:
-        """A parameter `[out]` or `[out, in]` that is called so in the modules of the checkpoint; of this type, or of the layer's."""
-        rows: Axis = tuple((part.axis, part.rows) for part in self.parts)
-        return parameter(
-            (sum(part.rows for part in self.parts), *columns),
-            axes=(rows if len(self.parts) > 1 else self.parts[0].axis, *(self.input_axis for _ in columns)),
-            dtype=self.dtype if dtype is None else dtype,
-            sources=self._sources(name, columns),
-        )
+    def declare(self, name: str, *columns: int) -> nnx.Param[jax.Array]:
+        """A parameter `[out]` or `[out, in]` that is called so in the modules of the checkpoint."""
 
-    def _sources(self, name: str, columns: tuple[int, ...]) -> list[Source]:
         def one(module: str, rows: int) -> Source:
             transpose, shape = self.transposed and bool(columns), (rows, *columns)
             return tensor(f"{module}.{name}", *(shape[::-1] if transpose else shape), transpose=transpose)
 
+        axes = (self.output_axis, *(self.input_axis for _ in columns))
+        return parameter((self.num_out, *columns), axes=axes, dtype=self.dtype, sources=self.sources(one))
+
+    def sources(self, one: Callable[[str, int], Source]) -> list[Source]:
+        """Of a parameter with a row for each output. one: the rows of a module of the checkpoint, of this name and so many rows."""
         apart = [one(part.name, part.rows) for part in self.parts if part.name is not None]
-        together = [one(self.fused, sum(part.rows for part in self.parts))] if self.fused else []
+        together = [one(self.fused, self.num_out)] if self.fused else []
         return [concatenate(apart), *together] if apart else together
+
+    @property
+    def num_out(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def output_axis(self) -> Axis:
+        return self.parts[0].axis if len(self.parts) == 1 else tuple((part.axis, part.rows) for part in self.parts)
 
 
 class Linear(nnx.Module):
@@ -71,7 +76,7 @@ class Linear(nnx.Module):
         self.bias = spec.declare("bias") if spec.bias else None
 
     @property
-    def weight(self) -> jax.Array | Scaled:
+    def weight(self) -> Weight:
         return self.kernel[...]
 
     def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
@@ -90,16 +95,3 @@ def linear(
 ) -> Linear:
     """See `LinearSpec`."""
     return Linear(LinearSpec(num_in, parts, input_axis, bias, dtype, fused, transposed))
-
-
-class Int8Linear(Linear):
-    """In place of a `Linear`: its modules of the checkpoint have a `weight` of int8 and a `weight_scale` for each row."""
-
-    def __init__(self, spec: LinearSpec):
-        super().__init__(spec)
-        self.kernel = spec.declare("weight", spec.num_in, dtype=jnp.int8)
-        self.scale = spec.declare("weight_scale")
-
-    @property
-    def weight(self) -> Scaled:
-        return Scaled(self.kernel[...], self.scale[...])

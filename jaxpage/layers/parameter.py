@@ -6,12 +6,13 @@ A module holds shapes, no numbers: nothing is allocated when it is made. The num
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -29,6 +30,19 @@ Axis = str | None | tuple[tuple[str | None, int], ...]
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A tensor that has to be decoded, or checked, before it fills a part of a parameter.
+
+    dtypes: that it may have, as numpy names them. decode: its numbers (transposed, where the piece says so) to the part's.
+    check: what is wrong with its numbers, or None. It is asked before anything is loaded.
+    """
+
+    dtypes: tuple[str, ...]
+    decode: Callable[[np.ndarray], np.ndarray] = lambda array: array
+    check: Callable[[np.ndarray], str | None] | None = None
+
+
+@dataclass(frozen=True)
 class Piece:
     """A tensor of the checkpoint, and the part of a parameter that it fills.
 
@@ -36,6 +50,7 @@ class Piece:
     rows: from which row up to which it is taken, after the transposition, where the tensor holds several parameters. None: all.
     shape, offset: of the part and where it begins; they have the parameter's rank.
     aliases: other names for the same tensor. If a checkpoint has several of them, they must hold the same numbers.
+    stored: how the tensor becomes the part, where it is not simply its numbers.
     """
 
     name: str
@@ -45,6 +60,7 @@ class Piece:
     transpose: bool = False
     rows: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
+    stored: Stored | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,12 +111,18 @@ def stack(sources: Sequence[Source]) -> Source:
 
 
 def parameter(
-    shape: tuple[int, ...], *, axes: tuple[Axis, ...], dtype: DTypeLike, sources: Sequence[Source] = ()
+    shape: tuple[int, ...],
+    *,
+    axes: tuple[Axis, ...],
+    dtype: DTypeLike,
+    sources: Sequence[Source] = (),
+    keeps_dtype: bool = False,
 ) -> nnx.Param[jax.Array]:
-    """Declare a parameter. Its metadata are `axes` and `sources`.
+    """Declare a parameter. Its metadata are `axes`, `sources` and `keeps_dtype`.
 
     axes: a name of `AXES`, the parts of a fused axis, or None, for each axis; a name stands once.
     sources: the ways to fill it; the first of which the checkpoint has all tensors is taken. None: it is no checkpoint's.
+    keeps_dtype: whether it has this type in a model of any; integers always do.
     Raises ValueError for a declaration that contradicts itself.
     """
     parts = [axis if isinstance(axis, tuple) else ((axis, size),) for axis, size in zip(axes, shape, strict=True)]
@@ -115,7 +137,7 @@ def parameter(
         if source.shape != shape or sum(math.prod(piece.shape) for piece in source.pieces) != math.prod(shape):
             raise ValueError(f"{[piece.name for piece in source.pieces]} make {source.shape}, the parameter is {shape}")
     struct = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    return nnx.Param(cast(jax.Array, struct), axes=axes, sources=tuple(sources))
+    return nnx.Param(cast(jax.Array, struct), axes=axes, sources=tuple(sources), keeps_dtype=keeps_dtype)
 
 
 def _sum(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:

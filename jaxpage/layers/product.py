@@ -2,38 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int8, Shaped
+
+SMALLEST_SCALE = 2.0**-100  # of a token whose inputs are all zero
 
 
 class Scaled(NamedTuple):
-    """A weight of eight bits: row o stands for `scale_O[o] * values_OI[o]`."""
+    """Eight bits, multiplied by inputs of eight bits (W8A8): row o stands for `scale_O[o] * values_OI[o]`."""
 
     values_OI: Int8[Array, "O I"]
     scale_O: Float[Array, "O"]
 
 
+class Grouped(NamedTuple):
+    """Few bits, multiplied by inputs as they are. See `pallas_kernels.QuantizedWeight`, which has the same fields."""
+
+    values: Shaped[Array, "O _"]
+    scale_OJ: Float[Array, "O J"]
+    zero_OJ: Float[Array, "O J"] | None
+    code: str
+    group_size: int
+
+
+Weight = jax.Array | Scaled | Grouped
+GroupedProduct = Callable[[jax.Array, Grouped], jax.Array]
+_grouped_product: ContextVar[GroupedProduct] = ContextVar("grouped_product")
+
+
+@contextmanager
+def grouped_products(multiply: GroupedProduct) -> Iterator[None]:
+    """What is traced inside multiplies by a `Grouped` weight with this function: the device room binds a kernel so."""
+    token = _grouped_product.set(multiply)
+    try:
+        yield
+    finally:
+        _grouped_product.reset(token)
+
+
 @jax.named_scope("product")  # these names are for profiles: see `bench.step_profile`
-def product(
-    x_TI: Float[Array, "T I"], weight: jax.Array | Scaled, *, result: DTypeLike | None = None
-) -> Float[Array, "T O"]:
+def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | None = None) -> Float[Array, "T O"]:
     """`x @ weight.T` for a weight that is stored `[out, in]`, as a torch `Linear` stores it.
 
     Not only to spare a transposition: in this order XLA on CPU computes a row in the same way whether it stands among 2 or among
     512 (docs/lab-log.md), which is what makes a token's result independent of the batch and of how its prompt was cut.
 
-    Float32 means float32: by default XLA would use TF32 for it on GPU and one bfloat16 pass on TPU. Scales go onto the result, not onto
-    the weight, so that the integers are converted inside the product.
+    Float32 means float32: by default XLA would use TF32 for it on GPU and one bfloat16 pass on TPU.
 
     Args:
         result: the type of the result, which is also that of the sums; None: as `x`.
     """
     if isinstance(weight, Scaled):
-        y_TO = product(x_TI, weight.values_OI.astype(x_TI.dtype), result=result)
-        return y_TO * weight.scale_O.astype(y_TO.dtype)
+        return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
+    if isinstance(weight, Grouped):
+        return _grouped_product.get()(x_TI, weight).astype(result or x_TI.dtype)
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
+
+
+def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:
+    """In float32. Each token is rounded to eight bits with a scale of its own, so that the sums are of integers, and exact in any order."""
+    x_TI = x_TI.astype(jnp.float32)
+    scale_T1 = jnp.maximum(jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), SMALLEST_SCALE)
+    rounded_TI = jnp.round(x_TI / scale_T1).astype(jnp.int8)
+    sums_TO = jnp.einsum("TI,OI->TO", rounded_TI, weight.values_OI, preferred_element_type=jnp.int32)
+    return sums_TO.astype(jnp.float32) * scale_T1 * weight.scale_O

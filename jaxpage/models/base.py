@@ -111,7 +111,7 @@ def run_layers(
 
 def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> list[Weight]:
     """Every parameter of the model, with where it stands in a checkpoint. rule: of modules that replace the family's."""
-    return weights_of(_made(family, spec, "float32", rule), family.prefix)
+    return weights_of(make_model(family, spec, "float32", rule), family.prefix)
 
 
 def abstract_model(
@@ -121,16 +121,19 @@ def abstract_model(
 
     Inside a jitted function, `nnx.merge(graph, parameters)` makes the model of such a dict filled with arrays.
     """
-    return abstract(_made(family, spec, dtype, rule))
+    return abstract(make_model(family, spec, dtype, rule))
 
 
 def abstract(module: nnx.Module) -> tuple[Any, dict[str, Any]]:
-    """As `abstract_model`, of any module."""
+    """As `abstract_model`, of any module. What its parameters say of checkpoints is left out: it is no part of what is compiled."""
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        variable.set_metadata(sources=())
     graph, state = nnx.split(module)
     return graph, nnx.to_pure_dict(state)
 
 
-def _made(family: Family, spec: ModelSpec, dtype: DTypeLike, rule: Rule | None) -> nnx.Module:
+def make_model(family: Family, spec: ModelSpec, dtype: DTypeLike, rule: Rule | None) -> Any:
+    """The module, which is a `Model`. rule: of modules that replace the family's."""
     model = cast(nnx.Module, family.Model(spec, dtype=dtype))
     if rule is not None:
         replace_modules(model, rule)

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.context import ForwardContext
-from jaxpage.models.base import Family, KVSpec, ModelSpec, Pages
+from jaxpage.models.base import Family, KVSpec, ModelSpec, Pages, make_model
+from jaxpage.models.replacing import Rule
 
 
 class DraftModel(nnx.Module):
@@ -23,8 +24,8 @@ class DraftModel(nnx.Module):
 
     aux_layers = None
 
-    def __init__(self, family: Family, spec: ModelSpec, *, vocab_size: int, dtype: DTypeLike):
-        self.model = family.Model(spec, dtype=dtype)
+    def __init__(self, family: Family, spec: ModelSpec, rule: Rule | None = None, *, vocab_size: int, dtype: DTypeLike):
+        self.model = make_model(family, spec, dtype, rule)
         self.spec = spec
         self.vocab_size = vocab_size
 

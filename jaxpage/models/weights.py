@@ -46,7 +46,7 @@ def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         metadata, struct = variable.get_metadata(), variable.get_value()
         if metadata["sources"]:
-            own = None if struct.dtype.name in FLOATS else struct.dtype.name
+            own = struct.dtype.name if metadata["keeps_dtype"] or struct.dtype.name not in FLOATS else None
             sources = tuple(_also_without(prefix, source) for source in metadata["sources"])
             found.append(Weight(cast("tuple[str | int, ...]", path), struct.shape, metadata["axes"], sources, own))
     return found

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
 
 SOURCES = Path(__file__).parent / "src"
-FUNCTIONS = ("jaxpage_attend", "jaxpage_write_and_attend")
+FUNCTIONS = ("jaxpage_attend", "jaxpage_write_and_attend", "jaxpage_multiply")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-Wall")
 # By instruction set, the best first: what /proc/cpuinfo must have, and the compiler's flags.
 X86 = {

@@ -17,6 +17,7 @@ import numpy as np
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.cpu import library
 from pallas_kernels.kernel_set import Call, first_reason
+from pallas_kernels.quantized_weight import CODES, QuantizedWeight
 from pallas_kernels.sets import reference
 
 LANES = 16  # of a vector: heads are whole ones
@@ -62,6 +63,18 @@ def write_and_attend(
     return out_TNH, (*(jax.lax.bitcast_convert_type(each, kept) for each in (k_pages, v_pages)), k_scale, v_scale)
 
 
+def multiply(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    """Multiplies in float32."""
+    library.load()
+    call = jax.ffi.ffi_call(
+        "jaxpage_multiply", jax.ShapeDtypeStruct((x_TI.shape[0], weight.scale_OJ.shape[0]), jnp.float32)
+    )
+    zero_OJ = jnp.zeros((0, 0), jnp.float32) if weight.zero_OJ is None else weight.zero_OJ.astype(jnp.float32)
+    options = {"code": np.int64(CODES.index(weight.code)), "group_size": np.int64(weight.group_size)}
+    y_TO = call(x_TI.astype(jnp.float32), weight.values, weight.scale_OJ.astype(jnp.float32), zero_OJ, **options)
+    return y_TO.astype(x_TI.dtype)
+
+
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
@@ -102,6 +115,9 @@ def _supports(device: Any, call: Call) -> str | None:
     reason = first_reason((device.platform != "cpu", "needs a CPU"), (call.interpret, "is not interpreted"))
     if reason is None and call.attention is not None:
         reason = _refusal(call.attention)
+    if reason is None and call.weight is not None and (call.weight.num_in % LANES or call.weight.group_size % LANES):
+        shape = f"{call.weight.num_in} inputs in groups of {call.weight.group_size}"
+        reason = f"{shape} (multiples of {LANES} only)"
     return reason or library.load().reason or reference.supports(device, call)
 
 
@@ -124,6 +140,7 @@ SET = dataclasses.replace(
     reference.SET,
     name="cpu",
     attend=attend,
+    multiply=multiply,
     write_and_attend=write_and_attend,
     supports=_supports,
     platforms=("cpu",),

@@ -16,7 +16,7 @@ from pallas_kernels.arguments import Arguments
 from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.quantized_pages import dequantize
 from pallas_kernels.query_tiles import token_rows
-from pallas_kernels.xla import move, write
+from pallas_kernels.xla import move, product, write
 
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
 
@@ -85,5 +85,6 @@ SET = KernelSet(
     copy_slots=move.copy_slots,
     gather_blocks=move.gather_blocks,
     scatter_blocks=move.scatter_blocks,
+    multiply=product.multiply,
     supports=supports,
 )

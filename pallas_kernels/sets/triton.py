@@ -28,6 +28,7 @@ from pallas_kernels.triton import backend as tb
 from pallas_kernels.triton import move, write
 from pallas_kernels.triton.attention import Config, kernel
 from pallas_kernels.triton.reduce import reduce_splits
+from pallas_kernels.xla.product import multiply_narrow
 
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 PAGE_DTYPES = (*QUERY_DTYPES, "int8", "float8_e4m3fn", "uint8")
@@ -200,6 +201,7 @@ SET = KernelSet(
     copy_slots=move.copy_slots,
     gather_blocks=move.gather_blocks,
     scatter_blocks=move.scatter_blocks,
+    multiply=multiply_narrow,
     supports=supports,
     tiles=heuristic,
     unaddressable=unaddressable,

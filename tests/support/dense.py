@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxpage.device.attention import make_grouped_product
+from jaxpage.device.backends import Backend
 from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.product import grouped_products
 from jaxpage.models.base import abstract_model
 
 
@@ -51,8 +54,9 @@ def logits_of(
     def forward(parameters: dict[Any, Any], token_ids_T: jax.Array) -> jax.Array:
         model = nnx.merge(graph, parameters)
         context = ForwardContext(jnp.arange(token_ids_T.shape[0]), attend or dense_attend())
-        hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
-        return model.logits(hidden_TD)
+        with grouped_products(make_grouped_product(Backend("auto"))):
+            hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
+            return model.logits(hidden_TD)
 
     logits = forward(parameters, jnp.asarray(token_ids, jnp.int32))
     assert logits.dtype == jnp.float32

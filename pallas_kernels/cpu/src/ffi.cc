@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "attention.h"
+#include "product.h"
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__x86_64__)
@@ -16,6 +17,7 @@ namespace jaxpage {
 
 namespace JAXPAGE_ISA {
 extern const Kernels kKernels;
+extern const Multiply kMultiply;
 }
 
 namespace {
@@ -163,6 +165,25 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
   return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, *out);
 }
 
+ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values, ffi::Buffer<ffi::F32> scale,
+                    ffi::Buffer<ffi::F32> zero, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t code, int64_t group_size) {
+  const auto xd = x.dimensions(), vd = values.dimensions(), sd = scale.dimensions();
+  if (xd.size() != 2 || vd.size() != 2 || sd.size() != 2) return ffi::Error::InvalidArgument("wrong number of axes");
+  Product p{};
+  p.code = static_cast<Code>(code), p.group_size = group_size;
+  p.num_tokens = xd[0], p.num_in = xd[1], p.num_out = vd[0], p.num_groups = sd[1];
+  const int64_t codes_of_byte = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
+  if (p.num_in % 16 || group_size % 16 || vd[1] * codes_of_byte != p.num_in || sd[0] != p.num_out ||
+      (p.num_in + group_size - 1) / group_size != p.num_groups || out->element_count() != static_cast<size_t>(p.num_tokens * p.num_out) ||
+      (zero.element_count() && zero.element_count() != scale.element_count()))
+    return ffi::Error::InvalidArgument("the shapes of a quantised weight do not fit");
+  p.x = x.typed_data(), p.values = values.untyped_data(), p.scale = scale.typed_data(), p.out = out->typed_data();
+  p.zero = zero.element_count() ? zero.typed_data() : nullptr;
+  in_parallel(pool, (p.num_out + kOutputsAtOnce - 1) / kOutputsAtOnce, 4,
+              [&](int64_t unit) { JAXPAGE_ISA::kMultiply(p, unit * kOutputsAtOnce); });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #define JAXPAGE_READ(binding)                                                                                              \
@@ -203,5 +224,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("code")
+                                  .Attr<int64_t>("group_size"));
 
 }  // namespace jaxpage

@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace jaxpage {
 namespace JAXPAGE_ISA {
 
@@ -13,6 +17,7 @@ typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t Int __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef uint16_t Half __attribute__((vector_size(32)));
+typedef int16_t Short __attribute__((vector_size(32)));
 typedef int8_t Byte __attribute__((vector_size(16)));
 typedef uint8_t UByte __attribute__((vector_size(16)));
 
@@ -24,9 +29,22 @@ static inline Bits as_bits(Vec x) { return (Bits)x; }
 static inline Vec select(Int mask, Vec a, Vec b) { return (Vec)(((Int)a & mask) | ((Int)b & ~mask)); }
 static inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
-// A vector of numbers as they are stored.
-template <typename Stored>
-struct Load;
+// a * b + c, rounded once.
+static inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  typedef float Half8 __attribute__((vector_size(32)));
+  Half8 x[2], y[2], z[2];
+  std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
+  for (int i = 0; i < 2; ++i) z[i] = (Half8)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
+  std::memcpy(&c, z, 64);
+  return c;
+#else
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
 
 template <typename Raw>
 static inline Raw raw_at(const void* at) {
@@ -34,6 +52,37 @@ static inline Raw raw_at(const void* at) {
   std::memcpy(&raw, at, sizeof(Raw));
   return raw;
 }
+
+// Integers of 8 and 16 bits as those of 32. GCC 12 makes sixteen scalar conversions of __builtin_convertvector for some of them.
+#if defined(__AVX512F__)
+static inline Int widened(Byte x) { return (Int)_mm512_cvtepi8_epi32((__m128i)x); }
+static inline Bits widened(UByte x) { return (Bits)_mm512_cvtepu8_epi32((__m128i)x); }
+static inline Bits widened(Half x) { return (Bits)_mm512_cvtepu16_epi32((__m256i)x); }
+#elif defined(__AVX2__)
+static inline Bits joined(__m256i low, __m256i high) {
+  __m256i both[2] = {low, high};
+  return raw_at<Bits>(both);
+}
+static inline Int widened(Byte x) {
+  return (Int)joined(_mm256_cvtepi8_epi32((__m128i)x), _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)x, 8)));
+}
+static inline Bits widened(UByte x) {
+  return joined(_mm256_cvtepu8_epi32((__m128i)x), _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)x, 8)));
+}
+static inline Bits widened(Half x) {
+  __m128i part[2];
+  std::memcpy(part, &x, sizeof(x));
+  return joined(_mm256_cvtepu16_epi32(part[0]), _mm256_cvtepu16_epi32(part[1]));
+}
+#else
+static inline Int widened(Byte x) { return __builtin_convertvector(__builtin_convertvector(x, Short), Int); }
+static inline Bits widened(UByte x) { return __builtin_convertvector(__builtin_convertvector(x, Half), Bits); }
+static inline Bits widened(Half x) { return __builtin_convertvector(x, Bits); }
+#endif
+
+// A vector of numbers as they are stored.
+template <typename Stored>
+struct Load;
 
 struct F32 {
   typedef float type;
@@ -59,7 +108,7 @@ struct Load<F32> {
 template <>
 struct Load<BF16> {
   static Vec at(const uint16_t* x) {
-    return as_float(__builtin_convertvector(raw_at<Half>(x), Bits) << 16);
+    return as_float(widened(raw_at<Half>(x)) << 16);
   }
 };
 
@@ -67,7 +116,7 @@ struct Load<BF16> {
 template <>
 struct Load<F16> {
   static Vec at(const uint16_t* x) {
-    Bits bits = __builtin_convertvector(raw_at<Half>(x), Bits);
+    Bits bits = widened(raw_at<Half>(x));
     Bits sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
     Bits normal = (magnitude << 13) + (112u << 23);
     Vec subnormal = __builtin_convertvector((Int)magnitude, Vec) * splat(0x1p-24f);
@@ -81,14 +130,14 @@ struct Load<F16> {
 template <>
 struct Load<I8> {
   static Vec at(const int8_t* x) {
-    return __builtin_convertvector(__builtin_convertvector(raw_at<Byte>(x), Int), Vec);
+    return __builtin_convertvector(widened(raw_at<Byte>(x)), Vec);
   }
 };
 
 template <>
 struct Load<F8> {
   static Vec at(const uint8_t* x) {
-    Bits bits = __builtin_convertvector(raw_at<UByte>(x), Bits);
+    Bits bits = widened(raw_at<UByte>(x));
     Bits sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
     Bits normal = (magnitude << 20) + (120u << 23);
     Vec subnormal = __builtin_convertvector((Int)magnitude, Vec) * splat(0x1p-9f);

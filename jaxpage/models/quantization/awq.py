@@ -1,0 +1,57 @@
+"""AWQ (Lin et al., 2023), version "gemm": four bits with zeros, eight outputs in a word in an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.layers.quantized import StoredArray, WeightFormat
+from jaxpage.models.quantization.decoding import FLOATS, check_scale, nibbles, transposed, unpacked
+from jaxpage.models.quantization.scheme import Scheme, matches
+
+NAME = "awq"
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word output i of eight is
+
+
+def read(config: Mapping[str, Any]) -> Scheme:
+    """Of `quantization_config`. Raises CheckpointError or UnsupportedError for what is not understood or not honoured."""
+    if (bits := config.get("bits", config.get("w_bit"))) != 4:
+        raise UnsupportedError(f"config.json: quantization_config: AWQ with {bits!r} bits is not supported, only 4")
+    if str(config.get("version", "gemm")).lower() != "gemm":
+        raise UnsupportedError(
+            f"config.json: quantization_config.version = {config['version']!r} is not supported, only 'gemm'"
+        )
+    size = config.get("group_size", config.get("q_group_size"))
+    if type(size) is not int or (size < 1 and size != -1):
+        raise CheckpointError(f"config.json: quantization_config.group_size must be a size or -1, not {size!r}")
+
+    def groups(num_in: int) -> int:
+        return 1 if size == -1 else -(-num_in // size)
+
+    values = StoredArray("qweight", lambda num_out, num_in: (num_in, num_out // 8), ("int32",), _codes)
+    scale = StoredArray("scales", lambda num_out, num_in: (groups(num_in), num_out), FLOATS, transposed, check_scale)
+    zero = StoredArray("qzeros", lambda num_out, num_in: (groups(num_in), num_out // 8), ("int32",), _zeros)
+    has_zeros = config.get("zero_point", True)
+    form = WeightFormat("int4", values, scale, zero if has_zeros else None, None if size == -1 else size)
+    kept = ("lm_head", *(config.get("modules_to_not_convert") or ()))
+    ignored = () if has_zeros else ("*.qzeros",)
+    return Scheme(
+        NAME, f"AWQ: int4 weights in groups of {size}", lambda name: None if matches(name, kept) else form, ignored
+    )
+
+
+def _outputs(words: np.ndarray) -> np.ndarray:
+    """The codes of the words' outputs [..., out]."""
+    codes = unpacked(np.ascontiguousarray(words), 4)
+    return codes.reshape(*words.shape, 8)[..., ORDER].reshape(codes.shape)
+
+
+def _codes(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    return nibbles(_outputs(words).T)
+
+
+def _zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    return _outputs(words).T.astype(np.float32)

@@ -1,0 +1,49 @@
+"""Weights that are quantised while they are loaded, by rounding to the nearest: `quantization="int8"` and `"int4"`.
+
+int8: each output has a scale, and inputs are rounded to eight bits as well (W8A8), each token with a scale of its own.
+int4: each group of 32 inputs has a scale, as in GGUF's Q4_0; inputs stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from jaxpage.layers.quantized import StoredArray, WeightFormat
+from jaxpage.models.quantization.decoding import FLOATS, nibbles
+from jaxpage.models.quantization.scheme import Scheme
+
+GROUP_SIZE = 32
+
+
+def int8_scale(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    most = np.abs(np.asarray(weight, np.float32)).max(axis=1, keepdims=True)
+    return np.where(most > 0, most / np.float32(127), np.float32(1))
+
+
+def int8_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    return np.rint(np.asarray(weight, np.float32) / int8_scale(weight, num_out, num_in)).astype(np.int8)
+
+
+def int4_scale(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    """What takes the number of the greatest magnitude to the code 0, which is -8."""
+    groups = np.asarray(weight, np.float32).reshape(num_out, -1, GROUP_SIZE)
+    most = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[..., None], axis=2)[..., 0]
+    return np.where(most != 0, most / np.float32(-8), np.float32(1))
+
+
+def int4_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    groups = np.asarray(weight, np.float32).reshape(num_out, -1, GROUP_SIZE)
+    scaled = groups / int4_scale(weight, num_out, num_in)[..., None]
+    return nibbles(np.clip(np.rint(scaled) + 8, 0, 15).astype(np.uint8).reshape(num_out, num_in))
+
+
+_weight = functools.partial(StoredArray, "weight", lambda num_out, num_in: (num_out, num_in), FLOATS, transposed=True)
+INT8 = WeightFormat("int8", _weight(int8_codes), _weight(int8_scale), int8_inputs=True)
+INT4 = WeightFormat("int4", _weight(int4_codes), _weight(int4_scale), group_size=GROUP_SIZE)
+
+SCHEMES = {
+    "int8": Scheme("int8", "int8 weights and inputs, rounded at load", lambda name: INT8),
+    "int4": Scheme("int4", "int4 weights in groups of 32, rounded at load", lambda name: INT4),
+}

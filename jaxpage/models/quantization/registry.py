@@ -1,0 +1,48 @@
+"""From `quantization_config` of config.json, or from the setting `quantization`, to the scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.models.quantization import awq, compressed_tensors, fp8, gptq
+from jaxpage.models.quantization.on_load import SCHEMES
+from jaxpage.models.quantization.scheme import Scheme
+
+# By `quant_method`; each reads `quantization_config`.
+METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq)
+}
+
+
+FIELDS = ("quantization_config", "compression_config")  # of config.json; the second is an older name
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is left for the family, which knows nothing of it."""
+    return {name: value for name, value in config.items() if name not in FIELDS}
+
+
+def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | None:
+    """The scheme of a model. asked: the setting.
+
+    Raises CheckpointError where config.json contradicts itself or the setting, UnsupportedError for a method that is not supported.
+    """
+    found = next((config[name] for name in FIELDS if config.get(name)), None)
+    if not found:
+        if asked is None or asked in SCHEMES:
+            return SCHEMES.get(asked or "")
+        raise CheckpointError(
+            f"quantization is {asked!r}, but the checkpoint is not quantised; use {' or '.join(SCHEMES)}, or none"
+        )
+    if not isinstance(found, dict):
+        raise CheckpointError(f"config.json: quantization_config must be an object, not {found!r}")
+    method = found.get("quant_method")
+    if method not in METHODS:
+        raise UnsupportedError(
+            f"config.json: quantization_config.quant_method = {method!r} is not one of {', '.join(METHODS)}"
+        )
+    if asked not in (None, method):
+        raise CheckpointError(f"quantization is {asked!r}, but the checkpoint is quantised already, by {method!r}")
+    return METHODS[method](found)

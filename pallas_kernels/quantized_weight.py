@@ -1,0 +1,56 @@
+"""Weights that are stored in few bits, with a scale for each group of inputs.
+
+A weight is `(code - zero) * scale`, in float32. Its codes are
+
+    int8: integers. Without zeros nothing is subtracted.
+    int4: two of 0 to 15 in a byte, the low nibble first. Without zeros 8 is subtracted.
+    fp8: float8_e4m3fn.
+    fp4: two of float4_e2m1fn in a byte, the low nibble first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+CODES = ("int8", "int4", "fp8", "fp4")
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight of O outputs and I inputs; J = ceil(I / group_size) groups.
+
+    values: the codes [O, I], or [O, I / 2] bytes.
+    """
+
+    values: Shaped[Array, "O _"]
+    scale_OJ: Float[Array, "O J"]
+    zero_OJ: Float[Array, "O J"] | None
+    code: str
+    group_size: int
+
+    @property
+    def num_in(self) -> int:
+        return self.values.shape[1] * (2 if self.code in ("int4", "fp4") else 1)
+
+
+def numbers(weight: QuantizedWeight) -> Float[Array, "O I"]:
+    """The whole weight in float32."""
+    if weight.code in ("int4", "fp4"):
+        nibbles = jnp.stack([weight.values & 15, weight.values >> 4], axis=-1).reshape(weight.values.shape[0], -1)
+        codes = jnp.asarray(FP4, jnp.float32)[nibbles] if weight.code == "fp4" else nibbles.astype(jnp.float32)
+    else:
+        codes = weight.values.astype(jnp.float32)
+    zero_OJ = weight.zero_OJ
+    if zero_OJ is None and weight.code == "int4":
+        codes = codes - 8.0
+    elif zero_OJ is not None:
+        codes = codes - _by_input(zero_OJ, weight)
+    return codes * _by_input(weight.scale_OJ, weight)
+
+
+def _by_input(values_OJ: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    return jnp.repeat(values_OJ, weight.group_size, axis=1)[:, : weight.num_in]

@@ -1,0 +1,385 @@
+"""Quantised weights: each format against the numbers that its library or publication gives, engines of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.checkpoints import convert, load_weights, open_model
+from jaxpage.device.attention import make_grouped_product
+from jaxpage.device.backends import Backend
+from jaxpage.errors import CheckpointError, JaxpageError
+from jaxpage.layers.product import Scaled, grouped_products, product
+from jaxpage.models.base import make_model
+from tests.support.engines import BLOCKS_OF_4, LLAMA, SMALL_POOL, make_llm
+from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
+
+CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+RNG = np.random.default_rng(0)
+Tensors = dict[str, np.ndarray]
+Stored = tuple[Tensors, np.ndarray]  # what a module stores, behind its name, and the weight that it stands for
+
+
+# --- what a module stores in each format, made of random codes; the weight is computed entry by entry, as the format's publication says
+
+
+def compressed(num_bits: int, group_size: int | None, symmetric: bool, *, packed: bool) -> Callable[[int, int], Stored]:
+    def make(num_out: int, num_in: int) -> Stored:
+        library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+        torch = pytest.importorskip("torch")
+        most = 2 ** (num_bits - 1)
+        size = group_size or num_in
+        codes = RNG.integers(-most, most, (num_out, num_in)).astype(np.int8)
+        scale = RNG.uniform(0.01, 0.03, (num_out, num_in // size)).astype(np.float32)
+        zero = RNG.integers(-most, most, scale.shape).astype(np.int8) * (not symmetric)
+        weight = (codes - np.repeat(zero, size, 1).astype(np.float32)) * np.repeat(scale, size, 1)
+        if not packed:
+            return {"weight": codes, "weight_scale": scale}, weight
+        tensors = {
+            "weight_packed": library.pack_to_int32(torch.tensor(codes), num_bits).numpy(),
+            "weight_scale": scale,
+        }
+        if not symmetric:
+            packed_zero = library.pack_to_int32(torch.tensor(zero), num_bits, packed_dim=0)
+            tensors["weight_zero_point"] = packed_zero.contiguous().numpy()
+        return tensors, weight
+
+    return make
+
+
+def float8(scale_name: str, block: tuple[int, int] | None, per_output: bool = False) -> Callable[[int, int], Stored]:
+    def make(num_out: int, num_in: int) -> Stored:
+        codes = RNG.standard_normal((num_out, num_in)).astype(ml_dtypes.float8_e4m3fn)
+        rows, cols = (-(-num_out // block[0]), -(-num_in // block[1])) if block else (num_out if per_output else 1, 1)
+        scale = RNG.uniform(0.05, 0.2, (rows, cols)).astype(np.float32)
+        weight = np.empty((num_out, num_in), np.float32)
+        for o in range(num_out):
+            for i in range(num_in):
+                s = scale[o // block[0], i // block[1]] if block else scale[o if per_output else 0, 0]
+                weight[o, i] = np.float32(codes[o, i]) * s
+        if not block and not per_output:
+            scale = scale.reshape(()) if scale_name == "weight_scale_inv" else scale.reshape(1)
+        return {"weight": codes, scale_name: scale}, weight
+
+    return make
+
+
+def mxfp4(num_out: int, num_in: int) -> Stored:
+    nibbles = RNG.integers(0, 16, (num_out, num_in)).astype(np.uint8)
+    exponents = RNG.integers(121, 125, (num_out, num_in // 32)).astype(np.uint8)
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    weight = np.empty((num_out, num_in), np.float32)
+    for o in range(num_out):
+        for i in range(num_in):
+            magnitude = table[nibbles[o, i] & 7] * 2.0 ** (int(exponents[o, i // 32]) - 127)
+            weight[o, i] = -magnitude if nibbles[o, i] & 8 else magnitude
+    return {"weight_packed": nibbles[:, ::2] | nibbles[:, 1::2] << 4, "weight_scale": exponents}, weight
+
+
+def awq(num_out: int, num_in: int) -> Stored:
+    """Column 8 c + i is nibble (0, 4, 1, 5, 2, 6, 3, 7)[i] of word c."""
+    size, order = 64, (0, 4, 1, 5, 2, 6, 3, 7)
+    codes = RNG.integers(0, 16, (num_in, num_out))
+    zeros = RNG.integers(0, 16, (num_in // size, num_out))
+    scale = RNG.uniform(0.01, 0.03, zeros.shape).astype(np.float16)
+
+    def words(values: np.ndarray) -> np.ndarray:
+        found = np.zeros((len(values), num_out // 8), np.uint32)
+        for row in range(len(values)):
+            for column in range(num_out):
+                found[row, column // 8] |= np.uint32(values[row, column]) << np.uint32(4 * order[column % 8])
+        return found.view(np.int32)
+
+    weight = (codes - np.repeat(zeros, size, 0)).astype(np.float32) * np.repeat(scale.astype(np.float32), size, 0)
+    return {"qweight": words(codes), "qzeros": words(zeros), "scales": scale}, np.ascontiguousarray(weight.T)
+
+
+def gptq(bits: int, sym: bool, version: str) -> Callable[[int, int], Stored]:
+    def make(num_out: int, num_in: int) -> Stored:
+        size, each = 32, 32 // bits
+        codes = RNG.integers(0, 2**bits, (num_in, num_out))
+        zeros = (
+            RNG.integers(1, 2**bits, (num_in // size, num_out))
+            if not sym
+            else np.full((num_in // size, num_out), 2 ** (bits - 1))
+        )
+        scale = RNG.uniform(0.01, 0.03, zeros.shape).astype(np.float16)
+        qweight = np.zeros((num_in // each, num_out), np.uint32)
+        for i in range(num_in):
+            qweight[i // each] |= codes[i].astype(np.uint32) << np.uint32(bits * (i % each))
+        stored = zeros - 1 if version == "gptq" else zeros
+        qzeros = np.zeros((num_in // size, num_out // each), np.uint32)
+        for o in range(num_out):
+            qzeros[:, o // each] |= stored[:, o].astype(np.uint32) << np.uint32(bits * (o % each))
+        weight = (codes - np.repeat(zeros, size, 0)).astype(np.float32) * np.repeat(scale.astype(np.float32), size, 0)
+        tensors = {
+            "qweight": qweight.view(np.int32),
+            "qzeros": qzeros.view(np.int32),
+            "scales": scale,
+            "g_idx": (np.arange(num_in) // size).astype(np.int32),
+        }
+        return tensors, np.ascontiguousarray(weight.T)
+
+    return make
+
+
+def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+INT8_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+INT8_WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+# By name: `quantization_config`, and what makes the tensors of a module.
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
+    "W8A8": (_compressed("int-quantized", INT8_WEIGHTS, INT8_INPUTS), compressed(8, None, True, packed=False)),
+    "W8A16": (_compressed("pack-quantized", INT8_WEIGHTS), compressed(8, None, True, packed=True)),
+    "W4A16": (_compressed("pack-quantized", INT4_WEIGHTS), compressed(4, 32, True, packed=True)),
+    "W4A16 with zeros": (
+        _compressed("pack-quantized", {**INT4_WEIGHTS, "symmetric": False}),
+        compressed(4, 32, False, packed=True),
+    ),
+    "fp8 by output": (
+        _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+        float8("weight_scale", None, per_output=True),
+    ),
+    "fp8 by weight": (
+        _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+        float8("weight_scale", None),
+    ),
+    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, float8("weight_scale_inv", (128, 128))),
+    "mxfp4": (
+        _compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+        mxfp4,
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, gptq(4, True, "gptq")),
+    "gptq with zeros": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, gptq(4, False, "gptq")),
+    "gptq v2 of 8 bits": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(8, False, "gptq_v2"),
+    ),
+}
+
+
+def quantized_checkpoint(directory: Path, name: str) -> dict[str, np.ndarray]:
+    """Writes one; returns the weights that its products stand for."""
+    quantization, make = FORMATS[name]
+    directory.mkdir(exist_ok=True)
+    tensors, exact = random_tensors(CONFIG), {}
+    for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        stored, weight = make(*tensors.pop(key).shape)
+        exact[key] = weight
+        tensors |= {f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()}
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+    write_tensors(directory, tensors)
+    return exact
+
+
+FOUR_BITS = {"W4A16", "W4A16 with zeros", "mxfp4", "awq", "gptq", "gptq with zeros"}
+
+
+class Loaded:
+    """The modules of a checkpoint with their numbers."""
+
+    def __init__(self, directory: Path, quantization: str | None = None, dtype: str = "float32"):
+        self.files = open_model(directory, quantization)
+        self.parameters = load_weights(self.files.plan, dtype, jnp.asarray)
+        self.model = make_model(self.files.family, self.files.spec, dtype, self.files.rule)
+
+    def multiply(self, x: np.ndarray, *path: str) -> np.ndarray:
+        """By the weight of a module of the second layer."""
+        module, arrays = self.model.layers[1], self.parameters["layers"][1]
+        for name in path:
+            module, arrays = getattr(module, name), arrays[name]
+        for name, value in arrays.items():
+            getattr(module, name).set_value(value)
+        with grouped_products(make_grouped_product(Backend("auto"))):
+            return np.asarray(product(jnp.asarray(x), module.weight))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_stands_for_its_weights(name: str, tmp_path: Path) -> None:
+    """It is kept as it is stored, and its products are those with the weights that the format stands for."""
+    exact = quantized_checkpoint(tmp_path, name)
+    loaded = Loaded(tmp_path, dtype="bfloat16")
+    layer = loaded.parameters["layers"][0]
+    assert layer["attention_norm"]["scale"].dtype == jnp.bfloat16 and layer["mlp"]["down"]["scale"].dtype == jnp.float32
+    num_weights = sum(weight.size for weight in exact.values())
+    others = sum(array.size for key, array in random_tensors(CONFIG).items() if key not in exact)
+    bytes_of_weight = (loaded.files.plan.num_bytes("bfloat16") - 2 * others) / num_weights
+    assert bytes_of_weight < (0.8 if name in FOUR_BITS else 1.4)
+    tolerance = 0.02 if name == "W8A8" else 1e-5  # there inputs are rounded too
+    attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
+    for path, names in {
+        ("mlp", "down"): [f"{mlp}down_proj"],
+        ("mlp", "gate_up"): [f"{mlp}gate_proj", f"{mlp}up_proj"],
+        ("attention", "query_key_value"): [f"{attention}{part}_proj" for part in "qkv"],
+    }.items():
+        weight = np.concatenate([exact[f"{module}.weight"] for module in names])
+        x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
+        wanted = x @ weight.T
+        np.testing.assert_allclose(loaded.multiply(x, *path), wanted, atol=tolerance * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
+def test_a_checkpoint_is_rounded_at_load(name: str, bits: int, tmp_path: Path) -> None:
+    """By the definition, written anew: the nearest multiple of a scale, which is that of an output or of 32 inputs."""
+    loaded = Loaded(random_checkpoint(tmp_path, CONFIG), name)
+    weight = random_tensors(CONFIG)["model.layers.1.mlp.down_proj.weight"]
+    x = RNG.standard_normal((4, 192)).astype(np.float32)
+    rounded = np.empty_like(weight)
+    size = 192 if bits == 8 else 32
+    for o in range(weight.shape[0]):
+        for start in range(0, 192, size):
+            group = weight[o, start : start + size]
+            largest = group[np.abs(group).argmax()]
+            scale = abs(largest) / 127 if bits == 8 else largest / -8
+            rounded[o, start : start + size] = (
+                np.clip(np.rint(group / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
+            )
+    got = loaded.multiply(x, "mlp", "down")
+    np.testing.assert_allclose(got, x @ rounded.T, atol=(0.02 if bits == 8 else 1e-5) * np.abs(got).max())
+    assert np.abs(rounded - weight).max() > 0, "else this shows nothing"
+
+
+def test_products_in_eight_bits_are_exact_sums() -> None:
+    """Inputs by their own rounding, in integers; one row, many rows and any order give the same bits."""
+    x = RNG.standard_normal((40, 96)).astype(np.float32)
+    x[3] = 0
+    weight = Scaled(jnp.asarray(RNG.integers(-127, 128, (24, 96)), jnp.int8), jnp.asarray(RNG.random(24), jnp.float32))
+    together = np.asarray(jax.jit(product)(jnp.asarray(x), weight))
+    scale = np.maximum(np.abs(x).max(1, keepdims=True) * np.float32(1 / 127), np.float32(2.0**-100))
+    sums = np.rint(x / scale).astype(np.int64) @ np.asarray(weight.values_OI).astype(np.int64).T
+    np.testing.assert_array_equal(together, sums.astype(np.float32) * scale * np.asarray(weight.scale_O))
+    for count in (1, 2, 7):
+        np.testing.assert_array_equal(np.asarray(jax.jit(product)(jnp.asarray(x[:count]), weight)), together[:count])
+
+
+PROMPTS = [RNG.integers(1, 257, length).tolist() for length in (5, 61, 33, 90)]
+PARAMS = [
+    SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True, logprobs=2) for t in (0.0, 1.0, 0.7, 0.0)
+]
+
+
+def texts(model: Path, **settings: Any) -> list[Any]:
+    with make_llm(model, **settings) as llm:
+        outputs = [each.outputs[0] for each in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    return [(one.token_ids, [{t: e.logprob for t, e in place.items()} for place in one.logprobs]) for one in outputs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_an_engine_gives_the_same_bits_however_it_is_run(quantization: str, dtype: str, tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path, CONFIG)
+    settings = {"quantization": quantization, "dtype": dtype}
+    plain = texts(model, **settings)
+    assert texts(model, **settings, **BLOCKS_OF_4, preemption_mode="swap") == plain
+    assert texts(model, **settings, **SMALL_POOL) == plain
+    assert plain != texts(model, dtype=dtype)
+
+
+def test_a_quantised_checkpoint_goes_through_every_door(tmp_path: Path) -> None:
+    """Into Orbax and back, as a draft model, with n-grams, and through `plan`."""
+    (tmp_path / "awq").mkdir()
+    quantized_checkpoint(tmp_path / "awq", "awq")
+    plain = texts(tmp_path / "awq")
+    convert(tmp_path / "awq", tmp_path / "orbax", progress=False)
+    assert texts(tmp_path / "orbax") == plain
+    convert(tmp_path / "orbax", tmp_path / "back", progress=False)
+    assert (tmp_path / "back" / "model.safetensors").stat().st_size == (
+        tmp_path / "awq" / "model.safetensors"
+    ).stat().st_size
+    for drafting in ({"method": "ngram"}, {"method": "draft_model", "model": str(tmp_path / "awq")}):
+        drafted = texts(tmp_path / "awq", speculative_config={**drafting, "num_speculative_tokens": 3})
+        assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown method": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        "'bitsandbytes' is not one of compressed-tensors, fp8",
+    ),
+    "no object": (["fp8"], "quantization_config must be an object"),  # type: ignore[dict-item]
+    "activations in order": ({**FORMATS["gptq"][0], "desc_act": True}, "desc_act = true"),
+    "three bits": ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "GPTQ with 3 bits"),
+    "a version of AWQ": ({**FORMATS["awq"][0], "version": "gemv"}, "version = 'gemv'"),
+    "NVFP4": (_compressed("nvfp4-pack-quantized", INT4_WEIGHTS), "format = 'nvfp4-pack-quantized' is not one of"),
+    "static inputs": (
+        _compressed("int-quantized", INT8_WEIGHTS, {**INT8_INPUTS, "dynamic": False}),
+        "dynamic per token, not",
+    ),
+    "a quantised cache": (
+        {**FORMATS["W4A16"][0], "kv_cache_scheme": {"num_bits": 8}},
+        "kv_cache_scheme is not supported",
+    ),
+    "groups without a size": (_compressed("pack-quantized", {**INT4_WEIGHTS, "group_size": None}), "group_size = None"),
+    "parts that differ": (
+        {**FORMATS["W4A16"][0], "ignore": ["re:.*k_proj"]},
+        "q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj are one product, and must be quantised alike",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_honoured_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    quantization, text = REFUSED[case]
+    random_checkpoint(tmp_path, CONFIG)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+    with pytest.raises(JaxpageError) as caught:
+        open_model(tmp_path)
+    assert text in str(caught.value)
+
+
+def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) -> None:
+    quantized_checkpoint(tmp_path, "awq")
+    tensors = dict(load_file(tmp_path / "model.safetensors"))
+    for name, number in (("mlp.down_proj", np.nan), ("mlp.up_proj", 0.0)):
+        tensors[f"model.layers.0.{name}.scales"].flat[0] = number
+    del tensors["model.layers.1.mlp.gate_proj.qzeros"]
+    name = "model.layers.1.self_attn.o_proj.qweight"
+    tensors[name] = tensors[name].astype(np.float32)
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    text = str(caught.value)
+    for wanted in (
+        "(4 problems)",
+        "'model.layers.0.mlp.down_proj.scales' has 1 scales that are not finite",
+        "'model.layers.0.mlp.up_proj.scales' has 1 scales that are zero",
+        "'model.layers.1.mlp.gate_proj.qzeros' of shape (2, 24) is missing",
+        "'model.layers.1.self_attn.o_proj.qweight' has dtype F32, not I32",
+    ):
+        assert wanted in text, text
+
+
+def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
+    quantized_checkpoint(tmp_path, "awq")
+    assert open_model(tmp_path, "awq").quantization.name == "awq"
+    with pytest.raises(
+        CheckpointError, match="quantization is 'int8', but the checkpoint is quantised already, by 'awq'"
+    ):
+        open_model(tmp_path, "int8")
+    random_checkpoint(tmp_path / "plain", CONFIG)
+    with pytest.raises(
+        CheckpointError, match="quantization is 'awq', but the checkpoint is not quantised; use int8 or int4"
+    ):
+        open_model(tmp_path / "plain", "awq")
+    with pytest.raises(JaxpageError, match="quantization"):
+        LLM(model=str(tmp_path / "plain"), quantization="int3")
