@@ -62,6 +62,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "load_format": "auto",
         "tokenizer": None,
         "revision": None,
+        "quantization": None,
         "kv_cache_dtype": "auto",
         "enable_mixed_steps": None,
         "scheduling_policy": "fcfs",

@@ -34,12 +34,15 @@ STEP_TOKENS = 128
 _BUCKET = Bucket(STEP_TOKENS, STEP_TOKENS, STEP_TOKENS)  # as many rows as tokens, so that every token's logits come out
 Logits = npt.NDArray[np.float32]  # [T, V]
 
-_ROWS = (
+DIFFERENCES = (
     ("max |logit difference|", "max_logit_difference", ".4f"),
     ("mean |logit difference|", "mean_logit_difference", ".5f"),
     ("KL divergence (nats)", "kl_divergence", ".2e"),
     ("same likeliest token", "top1_agreement", ".1%"),
     ("loss (nats per token)", "loss", ".4f"),
+)
+_ROWS = (
+    *DIFFERENCES,
     ("KV bytes per token", "bytes_per_token", ",.0f"),
     ("sequences per GiB", "sequences_per_gib", ",d"),
 )
@@ -50,10 +53,8 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
-    longest = min(files.spec.max_position_embeddings, config.max_model_len or files.spec.max_position_embeddings)
-    token_ids = _token_ids(arguments, config, files)[: min(arguments.num_tokens, longest)]
-    if len(token_ids) < 2:
-        raise UsageError(f"at least 2 tokens are needed, got {len(token_ids)}")
+    longest = _longest(config, files)
+    token_ids = text_tokens(arguments, config, files)
     parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)
     columns: dict[str, dict[str, float]] = {}
     for kv_cache_dtype in KV_CACHE_DTYPES:
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
             "bytes_per_token": block_bytes / config.block_size,
             "sequences_per_gib": (2**30 // block_bytes - 1) // -(-longest // config.block_size),
         }
-    print(_table({dtype if name == "auto" else name: column for name, column in columns.items()}))
+    print(table(_ROWS, {dtype if name == "auto" else name: column for name, column in columns.items()}))
     print(f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; sequences of {longest:,} tokens")
     context = {"num_tokens": len(token_ids), "text": arguments.text, "seed": arguments.seed, "dtype": dtype}
     print(json.dumps({**columns, **context, "config": config.model_dump(), "environment": environment()}))
@@ -90,6 +91,18 @@ def _log_softmax(logits_TV: Logits) -> npt.NDArray[np.float64]:
     shifted_TV = logits_TV.astype(np.float64) - logits_TV.max(-1, keepdims=True)
     logprobs_TV: npt.NDArray[np.float64] = shifted_TV - np.log(np.exp(shifted_TV).sum(-1, keepdims=True))
     return logprobs_TV
+
+
+def text_tokens(arguments: argparse.Namespace, config: EngineConfig, files: ModelFiles) -> list[int]:
+    """Of the text that is asked for, or random ones. Raises UsageError for less than two."""
+    token_ids = _token_ids(arguments, config, files)[: min(arguments.num_tokens, _longest(config, files))]
+    if len(token_ids) < 2:
+        raise UsageError(f"at least 2 tokens are needed, got {len(token_ids)}")
+    return token_ids
+
+
+def _longest(config: EngineConfig, files: ModelFiles) -> int:
+    return min(files.spec.max_position_embeddings, config.max_model_len or files.spec.max_position_embeddings)
 
 
 def _token_ids(arguments: argparse.Namespace, config: EngineConfig, files: ModelFiles) -> list[int]:
@@ -160,8 +173,9 @@ def _packed(token_ids: Sequence[int], start: int, width: int, block_size: int) -
     return packed
 
 
-def _table(columns: dict[str, dict[str, float]]) -> str:
+def table(measures: Sequence[tuple[str, str, str]], columns: dict[str, dict[str, float]]) -> str:
+    """measures: heading, key in the columns and format of each row."""
     rows = [["", *columns]]
-    for label, key, form in _ROWS:
+    for label, key, form in measures:
         rows.append([label, *(format(column[key], form) for column in columns.values())])
     return "\n".join(aligned(rows, num_words=1))

@@ -10,7 +10,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -23,7 +23,7 @@ from jaxpage.bench.measure import parameters
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
 from jaxpage.bench.throughput import check_writable
-from jaxpage.checkpoints import read_config, resolve_model
+from jaxpage.checkpoints import describe_model, resolve_model
 from jaxpage.cli.flags import UsageError
 from jaxpage.device.cpu_products import cpu_products
 from jaxpage.device.kv_pages import bytes_per_layer
@@ -31,7 +31,8 @@ from jaxpage.engine.batch_builder import Batch
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
 from jaxpage.models.base import Family, ModelSpec, model_weights
-from jaxpage.models.registry import load_family
+from jaxpage.models.replacing import Rule
+from jaxpage.models.weights import Weight, num_bytes
 from jaxpage.replay.opening import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -53,22 +54,33 @@ class Work:
 
 
 def work_of(
-    spec: ModelSpec, num_weights: int, dtypes: tuple[str, Any], *, num_rows: int, num_tokens: int, context: int
+    spec: ModelSpec, weights: ProductWeights, page_dtype: Any, *, num_rows: int, num_tokens: int, context: int
 ) -> Work:
-    """num_weights: of products. dtypes: of weights and of pages. num_tokens: of each row, behind `context` others."""
-    weight_bytes = num_weights * jnp.dtype(dtypes[0]).itemsize
+    """num_tokens: of each row, behind `context` others."""
     positions = sum(min(context + num_tokens, window or context + num_tokens) for window in spec.kv.sliding_windows)
-    pages_bytes = num_rows * positions * bytes_per_layer(spec.kv, 1, dtypes[1])
+    pages_bytes = num_rows * positions * bytes_per_layer(spec.kv, 1, page_dtype)
     seen = (context + (num_tokens + 1) / 2) * spec.kv.num_layers  # of a token, in the mean; windows see less
     attention = 4 * spec.num_query_heads * spec.kv.head_width * seen
-    return Work(weight_bytes + pages_bytes, num_rows * num_tokens * (2 * num_weights + attention))
+    return Work(weights.num_bytes + pages_bytes, num_rows * num_tokens * (2 * weights.number + attention))
 
 
-def num_product_weights(family: Family, spec: ModelSpec) -> int:
-    """Numbers in the weights that every token is multiplied by."""
-    tables = [weight for weight in model_weights(family, spec) if len(weight.shape) > 1 and weight.axes[0] is not None]
+class ProductWeights(NamedTuple):
+    """What every token is multiplied by: how many numbers, and the bytes that they take."""
+
+    number: int
+    num_bytes: int
+
+
+def product_weights(family: Family, spec: ModelSpec, dtype: str, rule: Rule | None = None) -> ProductWeights:
+    """rule: of modules with quantised weights."""
     looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.model_width
-    return sum(weight.size for weight in tables) - looked_up
+    number = sum(weight.size for weight in _tables(family, spec, None)) - looked_up
+    return ProductWeights(number, num_bytes(_tables(family, spec, rule), dtype) - looked_up * jnp.dtype(dtype).itemsize)
+
+
+def _tables(family: Family, spec: ModelSpec, rule: Rule | None) -> list[Weight]:
+    weights = model_weights(family, spec, rule)
+    return [weight for weight in weights if len(weight.shape) > 1 and weight.axes[0] is not None]
 
 
 @dataclass(frozen=True)
@@ -84,20 +96,20 @@ class Measured:
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints tables and, as the last line, one JSON object. Raises UsageError or CapacityError for sizes that cannot be."""
     _check(arguments, config)
-    model = read_config(resolve_model(config.model, config.revision))
-    family = load_family(model)
-    spec = family.Spec.from_config(model)
+    model = describe_model(resolve_model(config.model, config.revision), config.quantization)
+    spec = model.spec
     longest = min(spec.max_position_embeddings, config.max_model_len or spec.max_position_embeddings)
     if arguments.context + 4 * STEPS > longest:
         raise UsageError(f"--context must be at most {longest - 4 * STEPS}: max_model_len is {longest}")
     config = config.replace(enable_prefix_caching=False, event_log=None)
     built = open_engine(config, progress=True)
-    engine, dtypes = built.engine, (built.spec.layout.dtype, built.spec.page_dtype)
-    work = functools.partial(work_of, spec, num_product_weights(family, spec), dtypes)
+    engine = built.engine
+    weights = product_weights(model.family, spec, built.spec.layout.dtype, model.rule)
+    work = functools.partial(work_of, spec, weights, built.spec.page_dtype)
     measured = []
     for num_rows in tqdm(arguments.batches, desc="Measuring", unit="batch"):
         seen = arguments.context + 3 * STEPS // 2  # in the mean of the steps that are measured
-        _start_decoding(engine, num_rows, arguments.context)
+        start_decoding(engine, num_rows, arguments.context)
         one = work(num_rows=num_rows, num_tokens=1, context=seen)
         measured.append(_measured(engine, f"{num_rows} rows", one, lambda: None))
     chunk = min(built.spec.menu.chunk[-1].num_tokens, longest - 1)
@@ -129,7 +141,7 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
     check_writable("--output-json", arguments.output_json)
 
 
-def _start_decoding(engine: Engine, num_rows: int, context: int) -> None:
+def start_decoding(engine: Engine, num_rows: int, context: int) -> None:
     """Computes prompts of `context` tokens, so that the next steps compute a token of each."""
     reporters = [_add(engine, context, 4 * STEPS) for _ in range(num_rows)]  # they run until they are aborted
     while not all(reporter.num_output_tokens for reporter in reporters):

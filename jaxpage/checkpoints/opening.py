@@ -27,6 +27,11 @@ class ModelDescription:
     spec: ModelSpec
     quantization: Scheme | None
 
+    @property
+    def rule(self) -> Rule | None:
+        """Of the modules that take the place of the family's."""
+        return self.quantization.rule if self.quantization else None
+
 
 @dataclass(frozen=True)
 class ModelFiles:
@@ -77,7 +82,7 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
     assert described is not None
     config, family, spec, scheme = described.config, described.family, described.spec, described.quantization
     with problems.collect():
-        weights = model_weights(family, spec, scheme.rule if scheme else None)
+        weights = model_weights(family, spec, described.rule)
         ignored = (*family.ignored, *(scheme.ignored if scheme else ()))
         plan = fit(directory, weights, ignored, problems, compare=compare)
     problems.raise_if_any()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from jaxpage.cli.flags import ENGINE_FLAGS, add_engine_flags
 from jaxpage.cli.parsing import Commands, Parser, add_command, add_model, lazily
 
-_KV_DTYPE_SETTINGS = {"model", "tokenizer", "revision", "dtype", "max_model_len", "block_size", "attention_backend"}
+_KV_DTYPE_SETTINGS = {
+    *("model", "tokenizer", "revision", "dtype", "quantization", "max_model_len", "block_size", "attention_backend"),
+}
 
 
 def add_bench(commands: Commands[Parser]) -> None:
@@ -33,13 +35,34 @@ def add_bench(commands: Commands[Parser]) -> None:
         kinds, "kv-dtype", "effect of an int8 or fp8 KV cache on the logits, and how many tokens fit"
     )
     add_model(kv_dtype)
-    add = kv_dtype.add_argument
+    _add_text(kv_dtype)
+    add_engine_flags(kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS))
+    kv_dtype.set_defaults(run=lazily("commands", "bench_kv_dtype"))
+    _add_bench_quantization(kinds)
+    _add_bench_speculation(kinds)
+
+
+def _add_text(parser: Parser) -> None:
+    add = parser.add_argument
     add("--text", metavar="FILE", help="text to compute; default: random token ids")
     add("--num-tokens", type=int, default=512, metavar="N", help="most tokens of the text; default: 512")
     add("--seed", type=int, default=0, metavar="N", help="seed of the random token ids; default: 0")
-    add_engine_flags(kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS))
-    kv_dtype.set_defaults(run=lazily("commands", "bench_kv_dtype"))
-    _add_bench_speculation(kinds)
+
+
+def _add_bench_quantization(kinds: Commands[Parser]) -> None:
+    parser = add_command(
+        kinds, "quantization", "effect of int8 and int4 weights on the logits, their size and their speed"
+    )
+    add_model(parser)
+    _add_text(parser)
+    add = parser.add_argument
+    rows = [1, 8, 32]
+    add("--batches", type=int, nargs="+", default=rows, metavar="N", help="batch sizes, in sequences; default: 1 8 32")
+    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
+    add_engine_flags(
+        parser, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS | {"quantization"})
+    )
+    parser.set_defaults(run=lazily("commands", "bench_quantization"))
 
 
 def _add_workload(parser: Parser) -> None:

@@ -110,6 +110,14 @@ def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     run(arguments, resolved(arguments, without=("seed",)).config)
 
 
+def bench_quantization(arguments: argparse.Namespace) -> None:
+    """`jaxpage bench quantization`."""
+    from jaxpage.bench.quantization import run
+
+    arguments.max_num_seqs = max(1, *arguments.batches)
+    run(arguments, resolved(arguments, without=("seed",)).config)
+
+
 def bench_speculation(arguments: argparse.Namespace) -> None:
     """`jaxpage bench speculation`."""
     from jaxpage.bench.speculation import run

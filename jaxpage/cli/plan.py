@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
     """
     model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
     device = _place(arguments.memory, config.gpu_memory_utilization)
-    weights = model_weights(model.family, model.spec, model.quantization.rule if model.quantization else None)
+    weights = model_weights(model.family, model.spec, model.rule)
     subject = Subject(config, model.config["architectures"][0], model.spec, weights, device, _drafting(config))
     layout = ModelLayout(choose_dtype(config, device, stated_dtype(model.config)), config.kv_cache_dtype)
     chosen = subject.option(replace(layout, **given))

@@ -92,12 +92,26 @@ def compiled(name: str, flags: Sequence[str], *, extra: Sequence[str] = ()) -> P
     logger.warning("Compiling the kernels for CPUs (%s), once; this takes up to a minute", name)
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         made = Path(temporary) / path.name
-        units = [str(source) for source in sources if source.suffix == ".cc"]
-        done = subprocess.run([compiler, *options, *units, "-o", str(made)], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+        units = [source for source in sources if source.suffix == ".cc"]
+        objects = [Path(temporary) / f"{unit.stem}.o" for unit in units]
+        # One process for each file, all at once, and then one that links.
+        _run(
+            [[compiler, *options, "-c", str(unit), "-o", str(each)] for unit, each in zip(units, objects, strict=True)]
+        )
+        _run([[compiler, *options, *map(str, objects), "-o", str(made)]])
         os.replace(made, path)  # another process may have made the same
     return path
+
+
+def _run(commands: Sequence[Sequence[str]]) -> None:
+    """Raises RuntimeError with what a command said, after all have ended."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
+    ]
+    said = [process.communicate()[1] for process in running]
+    for command, process, errors in zip(commands, running, said, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{command[0]} failed: {errors.strip()[-2000:]}")
 
 
 def _cache() -> Path:

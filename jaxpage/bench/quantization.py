@@ -1,0 +1,91 @@
+"""`jaxpage bench quantization`: what int8 and int4 weights change in a model's logits, how large they are and how fast they decode."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jaxpage.bench.kv_dtype import DIFFERENCES, Logits, differences, position_logits, table, text_tokens
+from jaxpage.bench.report import environment, print_result
+from jaxpage.bench.roofline import STEPS, start_decoding
+from jaxpage.bench.throughput import check_writable
+from jaxpage.checkpoints import load_weights, open_model, resolve_model
+from jaxpage.cli.flags import UsageError
+from jaxpage.device.kv_pages import page_dtype
+from jaxpage.engine.capacity import choose_dtype, device_spec_of
+from jaxpage.replay.opening import open_engine
+from jaxpage.settings.engine_config import EngineConfig
+
+QUANTIZATIONS = (None, "int8", "int4")
+CONTEXT = 64  # tokens before those that are decoded
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Prints a table and, as the last line, one JSON object.
+
+    Raises UsageError for a text that is too short and for a model that is quantised already, CapacityError where a batch does not fit.
+    """
+    if min(arguments.batches) < 1:
+        raise UsageError("--batches must be at least 1")
+    check_writable("--output-json", arguments.output_json)
+    files = open_model(resolve_model(config.model, config.revision))
+    if files.quantization is not None:
+        raise UsageError(
+            f"{config.model} is quantised already ({files.quantization.described}): there is nothing to compare it with"
+        )
+    place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
+    dtype = choose_dtype(config, place, files.plan.stored_dtype())
+    token_ids = text_tokens(arguments, config, files)
+    exact_TV: Logits | None = None
+    columns: dict[str, dict[str, float]] = {}
+    for quantization in tqdm(QUANTIZATIONS, desc="Measuring", unit="model"):
+        asked = config.replace(quantization=quantization, dtype=dtype, enable_prefix_caching=False)
+        files = open_model(files.directory, quantization)
+        parameters = load_weights(files.plan, dtype, jax.device_put)
+        logits_TV = position_logits(
+            asked, files, parameters, token_ids, dtype=dtype, page_dtype=page_dtype("auto", dtype)
+        )
+        del parameters
+        exact_TV = logits_TV if exact_TV is None else exact_TV
+        found = differences(exact_TV, logits_TV, token_ids)
+        columns[quantization or dtype] = {
+            **found,
+            "perplexity": math.exp(found["loss"]),
+            "weights_mib": files.plan.num_bytes(dtype) / 2**20,
+            **_decoding_rates(asked, arguments.batches),
+        }
+    rates = [
+        (f"decoding, {rows} sequences, tokens/s", f"tokens_per_second_{rows}", ",.0f") for rows in arguments.batches
+    ]
+    print(
+        table(
+            (*DIFFERENCES, ("perplexity", "perplexity", ".3f"), ("weights (MiB)", "weights_mib", ",.1f"), *rates),
+            columns,
+        )
+    )
+    print(f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; decoding behind {CONTEXT} tokens")
+    context = {"num_tokens": len(token_ids), "text": arguments.text, "seed": arguments.seed, "dtype": dtype}
+    result: dict[str, Any] = {**columns, **context, "config": config.model_dump(), "environment": environment()}
+    print_result(result, arguments.output_json)
+
+
+def _decoding_rates(config: EngineConfig, batches: list[int]) -> dict[str, float]:
+    """Tokens per second of a whole step, by the median of some."""
+    engine = open_engine(config, progress=False).engine
+    rates = {}
+    for num_rows in batches:
+        start_decoding(engine, num_rows, CONTEXT)
+        seconds = []
+        for _ in range(2 * STEPS):
+            started = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - started)
+        engine.abort_all()
+        rates[f"tokens_per_second_{num_rows}"] = num_rows / statistics.median(seconds[STEPS:])
+    return rates
