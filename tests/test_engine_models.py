@@ -17,7 +17,10 @@ from tests.support.sweeps import few  # noqa: E402
 PROMPT_LENGTHS = (3, 41, 17, 30)
 NUM_TOKENS = 14
 # Of each family. The numbers of all configurations are compared in tests/test_models.py; here it is what the engine makes of them.
-ONE_OF_EACH = ("llama-grouped", "mistral-window", "qwen2-layer-types", "qwen3-windows", "opt-350m-form", "gpt2-usual")
+ONE_OF_EACH = (
+    *("llama-grouped", "mistral-window", "qwen2-layer-types", "qwen3-windows", "opt-350m-form", "gpt2-usual"),
+    *("gemma2-caps", "gemma3-types", "cohere2-parallel", "olmo3-windows", "glm4-interleaved"),
+)
 
 
 @torch.no_grad()

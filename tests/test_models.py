@@ -56,7 +56,8 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
     unused = set(state)
     for weight in model_weights(family, spec):
         filled = np.full(weight.shape, np.nan, np.float32)
-        for piece in weight.sources[0].pieces:
+        there = (source for source in weight.sources if all(state.keys() & set(piece.names) for piece in source.pieces))
+        for piece in next(there).pieces:
             names = [name for name in piece.names if name in state]
             unused -= set(names)
             tensor = state[names[0]]
@@ -352,7 +353,8 @@ def test_an_original_length_at_the_top_of_the_file_outranks_the_one_in_the_rope(
 def test_absent_fields_mean_what_they_mean_to_transformers():
     for name in MODELS:
         config = config_json(name)
-        for field in ("rms_norm_eps", "sliding_window", "head_dim", "max_position_embeddings", "n_positions"):
+        ropes = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor") * ("growth" not in name)
+        for field in ("rms_norm_eps", "sliding_window", "head_dim", "max_position_embeddings", "n_positions", *ropes):
             config.pop(field, None)
         fields = {key: _copied(value) for key, value in config.items() if key not in ("architectures", "model_type")}
         theirs = getattr(transformers, config["architectures"][0]).config_class(**fields)
@@ -365,6 +367,10 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
         window = getattr(theirs, "sliding_window", None)
         types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.kv.num_layers
         assert ours.kv.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in types)
+        if ropes and (parameters := getattr(theirs, "rope_parameters", None)):
+            theta = parameters.get("full_attention", parameters)["rope_theta"]
+            pairs = len(ours.rope.frequencies)
+            assert ours.rope.frequencies[-1] == pytest.approx(theta ** (1 / pairs - 1), rel=1e-5), name
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -439,7 +445,7 @@ def test_a_missing_size_is_named():
 def test_the_registry_lists_the_supported_families_and_gpt2_reads_the_common_names():
     with pytest.raises(UnsupportedError, match=", ".join(FAMILIES)):
         load_family({"architectures": ["NoSuchModel"]})
-    assert {MODELS[name][0] for name in MODELS} == set(FAMILIES.values())
+    assert {MODELS[name][0].removesuffix("_text") for name in MODELS} == set(FAMILIES.values())
     config = config_json("gpt2-usual")
     config["hidden_size"] = config.pop("n_embd")
     assert load_family(config).Spec.from_config(config) == read_spec("gpt2-usual")[1]

@@ -34,6 +34,7 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
         *,
         scale: float,
         sliding_window: int | None = None,
+        logit_softcap: float | None = None,
     ) -> tuple[jax.Array, LayerPages]:
         out_TNH, pages = write_and_attend(
             k_TKH,
@@ -45,6 +46,7 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
             query_start=inputs.query_start,
             scale=scale,
             sliding_window=sliding_window,
+            logit_softcap=logit_softcap,
             tree_mask_TQ=tree_mask_TQ,
             max_query_len=bucket.max_query_len,
             **layer_pages._asdict(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.rope import Rope
 
 
@@ -19,6 +20,8 @@ class Attention(nnx.Module):
     """Products for queries, keys and values in one, and for the output; optional norms of queries and keys; optional rotation.
 
     layer_index: of the layer in its model. query_key_value: three parts, in this order. scale: None is `head_width ** -0.5`.
+    query_norm, key_norm: over each head, or over all heads together (`norm_together`).
+    query_growth: (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))` (Llama 4, Ministral 3).
     """
 
     def __init__(
@@ -31,12 +34,16 @@ class Attention(nnx.Module):
         scale: float | None = None,
         sliding_window: int | None = None,
         rope: Rope | None = None,
-        query_norm: RMSNorm | None = None,
-        key_norm: RMSNorm | None = None,
+        query_norm: RMSNorm | LayerNorm | None = None,
+        key_norm: RMSNorm | LayerNorm | None = None,
+        norm_together: bool = False,
+        logit_softcap: float | None = None,
+        query_growth: tuple[float, int] | None = None,
     ):
         self.layer_index = layer_index
         self.query_key_value, self.output = query_key_value, output
-        self.query_norm, self.key_norm = query_norm, key_norm
+        self.query_norm, self.key_norm, self.norm_together = query_norm, key_norm, norm_together
+        self.logit_softcap, self.query_growth = logit_softcap, query_growth
         self.head_width, self.sliding_window, self.rope = head_width, sliding_window, rope
         self.scale = head_width**-0.5 if scale is None else scale
 
@@ -44,13 +51,19 @@ class Attention(nnx.Module):
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
-        parts = jnp.split(self.query_key_value(x_TI), ends[:-1], axis=-1)
-        q_TNH, k_TKH, v_TKH = (part.reshape(part.shape[0], -1, self.head_width) for part in parts)
-        if self.query_norm is not None and self.key_norm is not None:
-            q_TNH, k_TKH = self.query_norm(q_TNH), self.key_norm(k_TKH)
+        q, k, v = jnp.split(self.query_key_value(x_TI), ends[:-1], axis=-1)
+        if self.norm_together:
+            q, k = self._normed(q, k)
+        q_TNH, k_TKH, v_TKH = (part.reshape(part.shape[0], -1, self.head_width) for part in (q, k, v))
+        if not self.norm_together:
+            q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.rope is not None:
             angles = context.angles(self.rope)
             q_TNH, k_TKH = angles.rotate(q_TNH), angles.rotate(k_TKH)
+        if self.query_growth is not None:
+            rate, length = self.query_growth
+            growth_T = 1 + rate * jnp.log(1 + jnp.floor(context.positions_T.astype(jnp.float32) / length))
+            q_TNH = q_TNH * growth_T[:, None, None].astype(q_TNH.dtype)
         out_TNH, layer_pages = context.attend(
             self.layer_index,
             q_TNH,
@@ -59,8 +72,12 @@ class Attention(nnx.Module):
             layer_pages,
             scale=self.scale,
             sliding_window=self.sliding_window,
+            **({} if self.logit_softcap is None else {"logit_softcap": self.logit_softcap}),
         )
         return self.output(out_TNH.reshape(x_TI.shape[0], -1)), layer_pages
+
+    def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (q, k) if self.query_norm is None or self.key_norm is None else (self.query_norm(q), self.key_norm(k))
 
 
 def query_key_value(num_in: int, num_queries: int, num_keys: int, *, name: str, bias: bool, dtype: DTypeLike) -> Linear:

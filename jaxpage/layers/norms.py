@@ -32,30 +32,47 @@ def _along_last_axis(parameter: nnx.Param[jax.Array], rank: int) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019). name: of the checkpoint's module."""
+    """`scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019). name: of the checkpoint's module.
 
-    def __init__(self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike):
+    offset: what is added to the stored scale (Gemma stores it less 1).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        name: str,
+        epsilon: float,
+        axis: str | None = "embed",
+        offset: float = 0.0,
+        dtype: DTypeLike,
+    ):
         self.scale = _declare(f"{name}.weight", width, axis, dtype)
-        self.epsilon = epsilon
+        self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
-        return (normed * _along_last_axis(self.scale, x.ndim)).astype(x.dtype)
+        scale = _along_last_axis(self.scale, x.ndim)
+        return (normed * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """`scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016); scale and bias only if `affine`."""
+    """`scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016); scale only if `affine`, bias only if `bias` too."""
 
-    def __init__(self, width: int, *, name: str, epsilon: float = 1e-5, affine: bool = True, dtype: DTypeLike):
+    def __init__(
+        self, width: int, *, name: str, epsilon: float = 1e-5, affine: bool = True, bias: bool = True, dtype: DTypeLike
+    ):
         self.scale = _declare(f"{name}.weight", width, "embed", dtype) if affine else None
-        self.bias = _declare(f"{name}.bias", width, "embed", dtype) if affine else None
+        self.bias = _declare(f"{name}.bias", width, "embed", dtype) if affine and bias else None
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         wide = x.astype(jnp.float32)
         centred = wide - _mean(wide)
         normed = centred * jax.lax.rsqrt(_mean(jnp.square(centred)) + self.epsilon)
-        if self.scale is not None and self.bias is not None:
-            normed = normed * _along_last_axis(self.scale, x.ndim) + _along_last_axis(self.bias, x.ndim)
+        if self.scale is not None:
+            normed = normed * _along_last_axis(self.scale, x.ndim)
+        if self.bias is not None:
+            normed = normed + _along_last_axis(self.bias, x.ndim)
         return normed.astype(x.dtype)

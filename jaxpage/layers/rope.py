@@ -13,31 +13,41 @@ from jaxtyping import Array, Float, Int
 class Rope:
     """What a rotation needs; a constant of the trace. `layers.rope_scaling` computes it from a config.
 
-    frequencies: radians per position of each pair of the head, H / 2 of them, each exactly a float32.
+    frequencies: radians per position of each pair of the head, each exactly a float32. Where there are fewer than H / 2, the rest of
+        the head is not turned.
+    interleaved: the pairs are neighbours, (2 i, 2 i + 1), and not (i, i + E).
     attention_factor: multiplies sines and cosines, hence queries and keys (YaRN and LongRoPE).
     """
 
     frequencies: tuple[float, ...]
     attention_factor: float = 1.0
+    interleaved: bool = False
 
     def angles(self, positions_T: Int[Array, "T"]) -> Angles:
         """Cosines and sines for the positions, in float32; computed once per step and shared by the layers."""
         frequencies_E = jnp.asarray(np.asarray(self.frequencies, np.float32))
         angles_TE = positions_T.astype(jnp.float32)[:, None] * frequencies_E[None, :]
         factor = float(self.attention_factor)
-        return Angles(jnp.cos(angles_TE) * factor, jnp.sin(angles_TE) * factor)
+        return Angles(jnp.cos(angles_TE) * factor, jnp.sin(angles_TE) * factor, self.interleaved)
 
 
 @dataclass(frozen=True)
 class Angles:
-    """Cosines and sines of a stream of tokens, each [T, H / 2]."""
+    """Cosines and sines of a stream of tokens, of E pairs of each head."""
 
     cos_TE: Float[Array, "T E"]
     sin_TE: Float[Array, "T E"]
+    interleaved: bool = False
 
     def rotate(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        """Turn the pairs (i, i + H/2) of every head, in float32: the layout of Hugging Face checkpoints."""
+        """Turn the pairs of every head, in float32."""
         cos_T1E, sin_T1E = self.cos_TE[:, None, :], self.sin_TE[:, None, :]
-        first_TNE, second_TNE = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
+        width = 2 * self.cos_TE.shape[1]
+        wide = x_TNH[..., :width].astype(jnp.float32)
+        if self.interleaved:
+            first_TNE, second_TNE = wide[..., 0::2], wide[..., 1::2]
+        else:
+            first_TNE, second_TNE = jnp.split(wide, 2, axis=-1)
         turned = (first_TNE * cos_T1E - second_TNE * sin_T1E, second_TNE * cos_T1E + first_TNE * sin_T1E)
-        return jnp.concatenate(turned, axis=-1).astype(x_TNH.dtype)
+        joined = jnp.stack(turned, -1).reshape(wide.shape) if self.interleaved else jnp.concatenate(turned, axis=-1)
+        return jnp.concatenate([joined.astype(x_TNH.dtype), x_TNH[..., width:]], axis=-1)

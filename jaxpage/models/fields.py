@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from jaxpage.errors import CheckpointError, UnsupportedError
@@ -71,6 +71,22 @@ class Fields:
             raise CheckpointError(f"config.json: {name} must be a positive number, not {value!r}")
         return float(value)
 
+    def optional_number(self, name: str, default: float | None) -> float | None:
+        return None if self.get(name, default) is None else self.number(name, 1.0 if default is None else default)
+
+    def layer_types(self, default: Sequence[str]) -> tuple[str, ...]:
+        """`layer_types`: for each layer "full_attention" or "sliding_attention"."""
+        types = self.get("layer_types", None)
+        types = list(default) if types is None else types
+        if not isinstance(types, list) or len(types) != len(default):
+            raise CheckpointError(
+                f"config.json: layer_types must name each of the {len(default)} layers, not {types!r}"
+            )
+        unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise UnsupportedError(f"config.json: layer_types {', '.join(unknown)} are not supported")
+        return tuple(types)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
@@ -90,18 +106,69 @@ class Fields:
             raise CheckpointError(f"config.json: {divisor_name} = {divisor} does not divide {name} = {value}")
         return value // divisor
 
-    def rope(self, head_width: int, max_position_embeddings: int) -> tuple[Rope, int]:
-        """The rotary embedding and the number of positions it holds for; see `make_rope`."""
-        if head_width % 2:
-            raise CheckpointError(f"config.json: the rotary embedding needs an even head width, not {head_width}")
-        parameters = self._rope_parameters(max_position_embeddings)
-        if (self.get("partial_rotary_factor", None) or parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+    def rope(
+        self,
+        head_width: int,
+        max_position_embeddings: int,
+        *,
+        theta: float = 10_000.0,
+        partial: float | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> tuple[Rope, int]:
+        """The rotary embedding and the number of positions it holds for; see `make_rope`.
+
+        theta: the default. partial: the share of each head that is turned, by default; None: this family turns all of it.
+        aliases: other names of rope types in this family.
+        """
+        parameters = self._rope_parameters(max_position_embeddings, theta)
+        return self._rope_of(parameters, head_width, max_position_embeddings, partial, aliases or {})
+
+    def ropes_by_type(
+        self, head_width: int, max_position_embeddings: int, theta: Mapping[str, float]
+    ) -> tuple[dict[str, Rope], int]:
+        """As `rope`, for each layer type. theta: the defaults; older configs have `rope_local_base_freq` for layers with windows, and
+        `rope_scaling` for the others."""
+        given = self.get("rope_parameters", None) or {}
+        if not isinstance(given, dict) or not all(value is None or isinstance(value, dict) for value in given.values()):
+            raise CheckpointError(
+                f"config.json: rope_parameters must have an object for each layer type, not {given!r}"
+            )
+        old = {
+            "full_attention": {"rope_theta": self.get("rope_theta", None), **(self.get("rope_scaling", None) or {})},
+            "sliding_attention": {"rope_theta": self.get("rope_local_base_freq", self.get("rope_theta", None))},
+        }
+        ropes, limit = {}, max_position_embeddings
+        for kind, default in theta.items():
+            parameters = {key: value for key, value in (given.get(kind) or old[kind]).items() if value is not None}
+            parameters.setdefault("rope_theta", default)
+            parameters.setdefault("rope_type", parameters.get("type", "default"))
+            parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
+            ropes[kind], reach = self._rope_of(parameters, head_width, max_position_embeddings, None, {})
+            limit = min(limit, reach)
+        return ropes, limit
+
+    def _rope_of(
+        self,
+        parameters: dict[str, Any],
+        head_width: int,
+        longest: int,
+        partial: float | None,
+        aliases: Mapping[str, str],
+    ) -> tuple[Rope, int]:
+        kind = parameters["rope_type"]
+        parameters["rope_type"] = aliases.get(kind, kind) if isinstance(kind, str) else kind
+        factor = self.get("partial_rotary_factor", None) or parameters.get("partial_rotary_factor") or partial or 1.0
+        if partial is None and factor != 1.0:
             raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not supported for this family")
+        if not isinstance(factor, int | float) or not 0 < factor <= 1:
+            raise CheckpointError(f"config.json: partial_rotary_factor must be above 0, up to 1, not {factor!r}")
+        if (width := int(head_width * factor)) % 2 or width == 0:
+            raise CheckpointError(f"config.json: the rotary embedding needs an even head width, not {width}")
         if parameters.get("mrope_section"):
             raise UnsupportedError("config.json: mrope_section (positions with several axes) is not supported")
-        return make_rope(parameters, head_width=head_width, max_position_embeddings=max_position_embeddings)
+        return make_rope(parameters, head_width=width, max_position_embeddings=longest)
 
-    def _rope_parameters(self, max_position_embeddings: int) -> dict[str, Any]:
+    def _rope_parameters(self, max_position_embeddings: int, theta: float) -> dict[str, Any]:
         """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of older versions, as one dict."""
         old, new = self.get("rope_scaling", None), self.get("rope_parameters", None)
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):
@@ -112,7 +179,7 @@ class Fields:
         parameters = dict(cast("dict[str, Any]", old or new or {}))
         if any(isinstance(value, dict) for value in parameters.values()):
             raise UnsupportedError("config.json: rope_parameters by layer type are not supported for this family")
-        parameters.setdefault("rope_theta", self.get("rope_theta", 10_000.0))
+        parameters.setdefault("rope_theta", self.get("rope_theta", theta))
         parameters.setdefault("rope_type", parameters.get("type", "default"))
         # As in transformers, a length at the top of the file outranks the one in the dict.
         original = self.get("original_max_position_embeddings", None)

@@ -1,34 +1,65 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share: RMS norms first, rotary positions, a gated feed-forward.
+"""The decoder that Llama and most families after it share: norms, rotary positions, a gated feed-forward.
 
-The families differ in which biases and norms exist and in what their configs mean; their files say that.
+The families differ in which biases and norms exist, in a few factors and in what their configs mean; their files say that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.errors import CheckpointError
 from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import token_tables
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.fields import Fields
 
 prefix = "model."
 ignored = ("*rotary_emb.inv_freq",)
+Norm = RMSNorm | LayerNorm
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """Where norms stand in a layer, and which.
+
+    norms: their names in the checkpoint: before attention, behind it, before the feed-forward half, behind it; None: there is none.
+    kind: "rms"; "rms+1", whose stored scale is less 1; "layer", a LayerNorm without bias.
+    together: norms of queries and keys are over all heads together (see `norm_heads`).
+    parallel: both halves take the same normed input, that before attention.
+    """
+
+    norms: tuple[str | None, str | None, str | None, str | None] = (
+        "input_layernorm",
+        None,
+        "post_attention_layernorm",
+        None,
+    )
+    kind: str = "rms"
+    together: bool = False
+    parallel: bool = False
+
+    def norm(self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike) -> Norm:
+        if self.kind == "layer":
+            return LayerNorm(width, name=name, epsilon=epsilon, bias=False, dtype=dtype)
+        offset = 1.0 if self.kind == "rms+1" else 0.0
+        return RMSNorm(width, name=name, epsilon=epsilon, axis=axis, offset=offset, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryDecoderSpec:
-    """The common part of the four families' configs."""
+    """The common part of the families' configs."""
 
     vocab_size: int
     model_width: int
@@ -44,6 +75,18 @@ class RotaryDecoderSpec:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     norm_heads: bool = False  # RMS norms of queries and keys over the head width, before the rotation
+    form: BlockForm = BlockForm()
+    rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None: no rotation
+    attention_scale: float | None = None  # None: head_width ** -0.5
+    attention_softcap: float | None = None
+    query_growth: tuple[float, int] | None = None  # see `Attention`
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each half of a layer adds
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def rope_of(self, layer_index: int) -> Rope | None:
+        return self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
 
     @classmethod
     def _from_fields(
@@ -58,13 +101,20 @@ class RotaryDecoderSpec:
         attention_output_bias: bool = False,
         mlp_bias: bool = False,
         norm_heads: bool = False,
+        rope: tuple[Rope, int] | None = None,
+        epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6),
+        activation: tuple[str, str] = ("hidden_act", "silu"),
+        tied: bool = False,
+        **knobs: Any,
     ) -> RotaryDecoderSpec:
+        """rope: with the positions it holds for, where it is not what `Fields.rope` reads. epsilon, activation: the name of the field and
+        its default. tied: the default. knobs: further fields of the spec."""
         num_layers, num_query_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
         if num_query_heads % num_kv_heads:
             raise CheckpointError(
                 f"config.json: num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}"
             )
-        rope, length = fields.rope(head_width, max_position_embeddings)
+        turned, length = rope or fields.rope(head_width, max_position_embeddings)
         return cls(
             vocab_size=fields.integer("vocab_size"),
             model_width=fields.integer("hidden_size"),
@@ -72,14 +122,15 @@ class RotaryDecoderSpec:
             num_query_heads=num_query_heads,
             max_position_embeddings=length,
             kv=KVSpec(num_layers, num_kv_heads, head_width, sliding_windows),
-            rope=rope,
-            norm_epsilon=fields.number("rms_norm_eps", 1e-6),
-            activation=fields.activation("hidden_act", "silu"),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            rope=turned,
+            norm_epsilon=fields.number(*epsilon),
+            activation=fields.activation(*activation),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
             attention_input_bias=attention_input_bias,
             attention_output_bias=attention_output_bias,
             mlp_bias=mlp_bias,
             norm_heads=norm_heads,
+            **knobs,
         )
 
 
@@ -99,15 +150,14 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
     window = fields.optional_integer("sliding_window", 4096)
     if not fields.flag("use_sliding_window", False):
         window = None
-    types = fields.get("layer_types", None)
-    if types is None:
-        first = fields.integer("max_window_layers", 28, least=0)
-        return tuple(window if index >= first else None for index in range(num_layers))
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise CheckpointError(f"config.json: layer_types must name each of the {num_layers} layers, not {types!r}")
-    unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise UnsupportedError(f"config.json: layer_types {', '.join(unknown)} are not supported")
+    first = fields.integer("max_window_layers", 28, least=0)
+    full, sliding = "full_attention", "sliding_attention"
+    types = fields.layer_types([sliding if window and index >= first else full for index in range(num_layers)])
+    return windows_of(types, window)
+
+
+def windows_of(types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Raises CheckpointError for layers with windows where there is none."""
     if window is None and "sliding_attention" in types:
         raise CheckpointError("config.json: layer_types has sliding_attention, but there is no window in use")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
@@ -120,10 +170,11 @@ def make_attention(
     width, head = spec.model_width, spec.kv.head_width
     queries, keys = spec.num_query_heads * head, spec.kv.num_kv_heads * head
 
-    def norm(part: str) -> RMSNorm | None:
+    def norm(part: str, num_rows: int, axis: str) -> Norm | None:
         if not spec.norm_heads:
             return None
-        return RMSNorm(head, name=f"{name}.{part}", epsilon=spec.norm_epsilon, axis=None, dtype=dtype)
+        over = (num_rows, axis) if spec.form.together else (head, None)
+        return spec.form.norm(over[0], name=f"{name}.{part}", epsilon=spec.norm_epsilon, axis=over[1], dtype=dtype)
 
     return Attention(
         layer_index,
@@ -137,9 +188,13 @@ def make_attention(
         ),
         head_width=head,
         sliding_window=spec.kv.sliding_windows[layer_index],
-        rope=spec.rope,
-        query_norm=norm("q_norm"),
-        key_norm=norm("k_norm"),
+        rope=spec.rope_of(layer_index),
+        scale=spec.attention_scale,
+        query_norm=norm("q_norm", queries, "heads"),
+        key_norm=norm("k_norm", keys, "kv_heads"),
+        norm_together=spec.form.together,
+        logit_softcap=spec.attention_softcap,
+        query_growth=spec.query_growth,
     )
 
 
@@ -159,26 +214,43 @@ def make_mlp(spec: RotaryDecoderSpec, *, name: str, dtype: DTypeLike) -> GatedML
 
 
 class DecoderLayer(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`. norm_first: without it attention takes x as it is (EAGLE)."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, or another `BlockForm`.
+
+    norm_first: without it attention takes x as it is (EAGLE).
+    """
 
     def __init__(
         self, spec: RotaryDecoderSpec, layer_index: int, *, name: str, norm_first: bool = True, dtype: DTypeLike
     ):
-        def norm(part: str) -> RMSNorm:
-            return RMSNorm(spec.model_width, name=f"{name}.{part}", epsilon=spec.norm_epsilon, dtype=dtype)
+        def norm(part: str | None) -> Norm | None:
+            if part is None:
+                return None
+            return spec.form.norm(spec.model_width, name=f"{name}.{part}", epsilon=spec.norm_epsilon, dtype=dtype)
 
-        self.attention_norm = norm("input_layernorm") if norm_first else None
+        before_attention, behind_attention, before_mlp, behind_mlp = spec.form.norms
+        self.attention_norm = norm(before_attention) if norm_first else None
         self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-        self.mlp_norm = norm("post_attention_layernorm")
+        self.behind_attention = norm(behind_attention)
+        self.mlp_norm = norm(before_mlp)
         self.mlp = make_mlp(spec, name=f"{name}.mlp", dtype=dtype)
+        self.behind_mlp = norm(behind_mlp)
+        self.parallel, self.residual_scale = spec.form.parallel, spec.residual_scale
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
+        normed_TD = _normed(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
-        x_TD = x_TD + attended_TD
-        return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
+        added_TD = x_TD + self._scaled(_normed(self.behind_attention, attended_TD))
+        fed_TD = self.mlp(normed_TD if self.parallel else _normed(self.mlp_norm, added_TD))
+        return added_TD + self._scaled(_normed(self.behind_mlp, fed_TD)), layer_pages
+
+    def _scaled(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return x_TD if self.residual_scale == 1.0 else x_TD * self.residual_scale
+
+
+def _normed(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    return x_TD if norm is None else norm(x_TD)
 
 
 class RotaryDecoder(nnx.Module):
@@ -192,10 +264,23 @@ class RotaryDecoder(nnx.Module):
         self.layers = nnx.List(
             DecoderLayer(spec, index, name=f"model.layers.{index}", dtype=dtype) for index in range(spec.kv.num_layers)
         )
-        self.norm = RMSNorm(width, name="model.norm", epsilon=spec.norm_epsilon, dtype=dtype)
+        self.norm = spec.form.norm(width, name="model.norm", epsilon=spec.norm_epsilon, dtype=dtype)
+        self.embedding_scale, self.logit_scale, self.logit_softcap = (
+            spec.embedding_scale,
+            spec.logit_scale,
+            spec.logit_softcap,
+        )
 
     def __call__(self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext) -> Hidden:
-        return run_layers(self.layers, self.norm, self.tokens(token_ids_T), pages, context)
+        hidden_TD = self.tokens(token_ids_T)
+        if self.embedding_scale != 1.0:
+            hidden_TD = hidden_TD * self.embedding_scale
+        return run_layers(self.layers, self.norm, hidden_TD, pages, context)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        return (self.head or self.tokens).logits(hidden_BD)
+        logits_BV = (self.head or self.tokens).logits(hidden_BD)
+        if self.logit_scale != 1.0:
+            logits_BV = logits_BV * self.logit_scale
+        return (
+            logits_BV if self.logit_softcap is None else self.logit_softcap * jnp.tanh(logits_BV / self.logit_softcap)
+        )

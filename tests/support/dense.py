@@ -20,10 +20,12 @@ from jaxpage.models.base import abstract_model
 def dense_attend(window_error: int = 0) -> Callable[..., Any]:
     """`Attend` over one whole sequence held in memory; `window_error` widens every sliding window."""
 
-    def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None):
+    def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None, logit_softcap=None):
         num_tokens, num_heads, _ = q_TNH.shape
         k_TNH, v_TNH = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k_TKH, v_TKH))
         scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * scale
+        if logit_softcap is not None:
+            scores_NQC = logit_softcap * jnp.tanh(scores_NQC / logit_softcap)
         distance_QC = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None, :]
         seen_QC = distance_QC >= 0
         if sliding_window is not None:

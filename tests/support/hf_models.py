@@ -29,6 +29,10 @@ _DIMENSIONS = {
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 0.5}
 _LONG = {"short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0], "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0]}
+_BY_TYPE = {
+    "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, **_YARN},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
 # name: (family, what config.json says beyond _DIMENSIONS or, for opt and gpt2, all of it)
@@ -61,6 +65,48 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-windows": (
         "qwen3",
         {"head_dim": 12, **_QWEN_WINDOWS, "max_window_layers": 2, "num_hidden_layers": 3, "num_key_value_heads": 4},
+    ),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": None}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "rope_scaling": {"rope_type": "longrope", **_LONG, "original_max_position_embeddings": 64},
+            "sliding_window": 9,
+        },
+    ),
+    "smollm3-nope": ("smollm3", {"no_rope_layer_interval": 2, "num_hidden_layers": 3}),
+    "granite-factors": (
+        "granite",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 2.0},
+    ),
+    "olmo2-grouped": ("olmo2", {"num_hidden_layers": 3}),
+    "olmo3-windows": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 7, "rope_parameters": _BY_TYPE}),
+    "ministral3-growth": (
+        "ministral3",
+        {
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.4, "rope_theta": 500.0, **_YARN},
+        },
+    ),
+    "glm4-interleaved": ("glm4", {"head_dim": 16}),
+    "cohere2-parallel": (
+        "cohere2",
+        {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3, "logit_scale": 0.5},
+    ),
+    "gemma-wide": ("gemma", {"head_dim": 20}),
+    "gemma2-caps": (
+        "gemma2",
+        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3-types": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "num_hidden_layers": 3,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 12,
+        },
     ),
     "opt-norm-first": ("opt", {"hidden_size": 48, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 131}),
     "opt-350m-form": (
@@ -125,6 +171,17 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }

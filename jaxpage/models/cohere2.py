@@ -1,0 +1,54 @@
+"""Command R7B and Command A (Cohere, 2024): both halves of a layer side by side, windows, and no positions in the layers without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    BlockForm,
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    prefix,
+    windows_of,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+FORM = BlockForm(norms=("input_layernorm", None, None, None), kind="layer", parallel=True)
+
+
+class Spec(RotaryDecoderSpec):
+    """`Cohere2Config`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "cohere2")
+        num_layers, head_width = fields.integer("num_hidden_layers"), head_width_or_quotient(fields)
+        every = fields.integer("sliding_window_pattern", 4)
+        kinds = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(num_layers)]
+        types = fields.layer_types(kinds)
+        rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 8192))
+        rope = replace(rope, interleaved=True)
+        bias = fields.flag("attention_bias", False)
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, None),
+            head_width=head_width,
+            max_position_embeddings=longest,
+            sliding_windows=windows_of(types, fields.optional_integer("sliding_window", 4096)),
+            attention_input_bias=bias,
+            attention_output_bias=bias,
+            rope=(rope, longest),
+            rope_by_layer=tuple(rope if kind == "sliding_attention" else None for kind in types),
+            epsilon=("layer_norm_eps", 1e-5),
+            logit_scale=fields.number("logit_scale", 0.0625),
+            form=FORM,
+            tied=True,
+        )

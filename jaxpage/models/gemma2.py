@@ -1,0 +1,69 @@
+"""Gemma 2 (Gemma Team, 2024): windows in every second layer, soft caps of attention and of logits, four norms in a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.errors import UnsupportedError
+from jaxpage.models.fields import Fields
+from jaxpage.models.gemma import ACTIVATION
+from jaxpage.models.rotary_decoder import (
+    BlockForm,
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    ignored,
+    key_value_heads,
+    prefix,
+    windows_of,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+FORM = BlockForm(norms=NORMS, kind="rms+1")
+
+
+class Spec(RotaryDecoderSpec):
+    """`Gemma2Config`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "gemma2")
+        types = layer_types(fields, 2)
+        longest = fields.integer("max_position_embeddings", 8192)
+        return cls._from_fields(
+            fields,
+            max_position_embeddings=longest,
+            sliding_windows=windows_of(types, fields.optional_integer("sliding_window", 4096)),
+            **gemma_knobs(fields, caps=(50.0, 30.0)),
+        )
+
+
+def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
+    """By default each so-and-so-many-th layer sees everything."""
+    num_layers = fields.integer("num_hidden_layers")
+    kinds = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(num_layers)]
+    return fields.layer_types(kinds)
+
+
+def gemma_knobs(fields: Fields, *, caps: tuple[float | None, float | None]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common. caps: of attention and of logits, by default."""
+    if fields.get("use_bidirectional_attention", None):
+        raise UnsupportedError("config.json: use_bidirectional_attention (attention to later tokens) is not supported")
+    bias = fields.flag("attention_bias", False)
+    return {
+        "num_kv_heads": key_value_heads(fields, 4),
+        "head_width": fields.integer("head_dim", 256),
+        "attention_input_bias": bias,
+        "attention_output_bias": bias,
+        "activation": ("hidden_activation", ACTIVATION),
+        "embedding_scale": math.sqrt(fields.integer("hidden_size")),
+        "attention_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_softcap": fields.optional_number("attn_logit_softcapping", caps[0]),
+        "logit_softcap": fields.optional_number("final_logit_softcapping", caps[1]),
+        "form": FORM,
+        "tied": True,
+    }

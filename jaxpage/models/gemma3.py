@@ -1,0 +1,37 @@
+"""Gemma 3, text (Gemma Team, 2025): Gemma 2 without caps, with norms of queries and keys, and five layers with windows to one without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.fields import Fields
+from jaxpage.models.gemma2 import gemma_knobs, layer_types
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix, windows_of
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+
+
+class Spec(RotaryDecoderSpec):
+    """`Gemma3TextConfig`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "gemma3_text")
+        types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
+        knobs = gemma_knobs(fields, caps=(None, None))
+        ropes, longest = fields.ropes_by_type(
+            knobs["head_width"], fields.integer("max_position_embeddings", 131_072), THETA
+        )
+        return cls._from_fields(
+            fields,
+            max_position_embeddings=longest,
+            sliding_windows=windows_of(types, fields.optional_integer("sliding_window", 4096)),
+            rope=(ropes["full_attention"], longest),
+            rope_by_layer=tuple(ropes[kind] for kind in types),
+            norm_heads=True,
+            **knobs,
+        )

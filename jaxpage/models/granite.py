@@ -1,0 +1,43 @@
+"""Granite 3 and 4, dense (IBM, 2024): Llama with four factors, of embeddings, attention, what layers add, and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    prefix,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+
+
+class Spec(RotaryDecoderSpec):
+    """`GraniteConfig`. `attention_multiplier` takes the place of the head width's root; logits are divided by `logits_scaling`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "granite")
+        bias = fields.flag("attention_bias", False)
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, None),
+            head_width=head_width_or_quotient(fields),
+            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+            sliding_windows=(None,) * fields.integer("num_hidden_layers"),
+            attention_input_bias=bias,
+            attention_output_bias=bias,
+            mlp_bias=fields.flag("mlp_bias", False),
+            embedding_scale=fields.number("embedding_multiplier", 1.0),
+            attention_scale=fields.number("attention_multiplier", 1.0),
+            residual_scale=fields.number("residual_multiplier", 1.0),
+            logit_scale=1 / fields.number("logits_scaling", 1.0),
+        )

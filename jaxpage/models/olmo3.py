@@ -1,0 +1,50 @@
+"""OLMo 3 (Ai2, 2025): OLMo 2 with a sliding window in three of four layers, whose rotation is not scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.fields import Fields
+from jaxpage.models.olmo2 import FORM
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    prefix,
+    windows_of,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+THETA = {"full_attention": 500_000.0, "sliding_attention": 500_000.0}
+
+
+class Spec(RotaryDecoderSpec):
+    """`Olmo3Config`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "olmo3")
+        num_layers, head_width = fields.integer("num_hidden_layers"), head_width_or_quotient(fields)
+        kinds = ["full_attention" if (index + 1) % 4 == 0 else "sliding_attention" for index in range(num_layers)]
+        types = fields.layer_types(kinds)
+        ropes, longest = fields.ropes_by_type(head_width, fields.integer("max_position_embeddings", 2048), THETA)
+        bias = fields.flag("attention_bias", False)
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, None),
+            head_width=head_width,
+            max_position_embeddings=longest,
+            sliding_windows=windows_of(types, fields.optional_integer("sliding_window", 4096)),
+            attention_input_bias=bias,
+            attention_output_bias=bias,
+            epsilon=("rms_norm_eps", 1e-5),
+            rope=(ropes["full_attention"], longest),
+            rope_by_layer=tuple(ropes[kind] for kind in types),
+            form=FORM,
+            norm_heads=True,
+        )
