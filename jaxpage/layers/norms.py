@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxpage.layers.parameter import parameter, tensor
 
 
-def _mean(x: jax.Array) -> jax.Array:
+def mean(x: jax.Array) -> jax.Array:
     """The mean over the last axis. On a GPU a plain one, which XLA fuses with what is around it."""
     return jax.lax.platform_dependent(x, cpu=_mean_as_product, default=lambda y: jnp.mean(y, axis=-1, keepdims=True))
 
@@ -52,7 +52,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
+        normed = wide * jax.lax.rsqrt(mean(jnp.square(wide)) + self.epsilon)
         scale = _along_last_axis(self.scale, x.ndim)
         return (normed * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 
@@ -69,8 +69,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         wide = x.astype(jnp.float32)
-        centred = wide - _mean(wide)
-        normed = centred * jax.lax.rsqrt(_mean(jnp.square(centred)) + self.epsilon)
+        centred = wide - mean(wide)
+        normed = centred * jax.lax.rsqrt(mean(jnp.square(centred)) + self.epsilon)
         if self.scale is not None:
             normed = normed * _along_last_axis(self.scale, x.ndim)
         if self.bias is not None:

@@ -18,11 +18,13 @@ from jaxpage.errors import CheckpointError
 from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import token_tables
+from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
 
 prefix = "model."
@@ -84,6 +86,9 @@ class RotaryDecoderSpec:
     residual_scale: float = 1.0  # of what each half of a layer adds
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    experts: ExpertsSpec | None = None
+    expert_names: ExpertNames = PLAIN_NAMES
+    sparse_layers: tuple[bool, ...] = ()  # which layers have experts
 
     def rope_of(self, layer_index: int) -> Rope | None:
         return self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
@@ -198,8 +203,9 @@ def make_attention(
     )
 
 
-def make_mlp(spec: RotaryDecoderSpec, *, name: str, dtype: DTypeLike) -> GatedMLP:
-    width, inner, bias = spec.model_width, spec.feed_forward_width, spec.mlp_bias
+def make_mlp(spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = None, dtype: DTypeLike) -> GatedMLP:
+    """inner_width: None is that of the spec."""
+    width, inner, bias = spec.model_width, inner_width or spec.feed_forward_width, spec.mlp_bias
     gate_up = linear(
         width,
         Part(inner, "ffn", f"{name}.gate_proj"),
@@ -211,6 +217,22 @@ def make_mlp(spec: RotaryDecoderSpec, *, name: str, dtype: DTypeLike) -> GatedML
     )
     down = linear(inner, Part(width, "embed", f"{name}.down_proj"), input_axis="ffn", bias=bias, dtype=dtype)
     return GatedMLP(gate_up, down, activation=spec.activation)
+
+
+def make_feed_forward(
+    spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
+) -> GatedMLP | MixtureOfExperts:
+    """name: of the layer."""
+    experts, module = spec.experts, f"{name}.mlp"
+    if experts is None or not spec.sparse_layers[layer_index]:
+        return make_mlp(spec, name=module, dtype=dtype)
+    shared = None
+    if experts.shared_width is not None:
+        expert = make_mlp(spec, name=f"{module}.shared_expert", inner_width=experts.shared_width, dtype=dtype)
+        shared = expert, f"{module}.shared_expert_gate.weight"
+    return make_experts(
+        experts, spec.model_width, spec.expert_names, layer=name, activation=spec.activation, shared=shared, dtype=dtype
+    )
 
 
 class DecoderLayer(nnx.Module):
@@ -232,7 +254,7 @@ class DecoderLayer(nnx.Module):
         self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
         self.behind_attention = norm(behind_attention)
         self.mlp_norm = norm(before_mlp)
-        self.mlp = make_mlp(spec, name=f"{name}.mlp", dtype=dtype)
+        self.mlp = make_feed_forward(spec, layer_index, name=name, dtype=dtype)
         self.behind_mlp = norm(behind_mlp)
         self.parallel, self.residual_scale = spec.form.parallel, spec.residual_scale
 

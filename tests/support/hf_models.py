@@ -108,6 +108,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 12,
         },
     ),
+    "qwen3-moe-mixed": (
+        "qwen3_moe",
+        {
+            **{"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{"norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+        },
+    ),
+    "qwen2-moe-shared": (
+        "qwen2_moe",
+        {
+            **{"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+            **{"shared_expert_intermediate_size": 40, "use_sliding_window": False},
+        },
+    ),
+    "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 7}),
+    "olmoe-many": ("olmoe", {"num_experts": 16, "num_experts_per_tok": 4}),
     "opt-norm-first": ("opt", {"hidden_size": 48, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 131}),
     "opt-350m-form": (
         "opt",
@@ -171,6 +187,10 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -238,6 +258,9 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         bias = getattr(module, "bias", None)
         if isinstance(bias, torch.nn.Parameter):
             draw(bias, 0.2)
+        for experts in (getattr(module, name, None) for name in ("gate_up_proj", "down_proj")):
+            if isinstance(experts, torch.nn.Parameter):
+                draw(experts, 1.4 / math.sqrt(experts.shape[2]))
         if isinstance(module, torch.nn.Embedding):
             draw(module.weight, 0.2)
         elif isinstance(module, torch.nn.Linear | transformers.Conv1D):

@@ -1,0 +1,44 @@
+"""Mixtral (Jiang et al., 2024): Mistral with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.experts import ExpertNames, read_experts
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    prefix,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+
+
+class Spec(RotaryDecoderSpec):
+    """`MixtralConfig`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "mixtral", {"num_local_experts": "num_experts"})
+        num_layers, head_width = fields.integer("num_hidden_layers"), head_width_or_quotient(fields)
+        longest, width = fields.integer("max_position_embeddings", 4096 * 32), ("intermediate_size", 14336)
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, 8),
+            head_width=head_width,
+            max_position_embeddings=longest,
+            sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
+            rope=fields.rope(head_width, longest, theta=1_000_000.0),
+            epsilon=("rms_norm_eps", 1e-5),
+            experts=read_experts(fields, count=("num_local_experts", 8), per_token=2, width=width, normalized=True),
+            expert_names=NAMES,
+            sparse_layers=(True,) * num_layers,
+        )

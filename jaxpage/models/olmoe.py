@@ -1,0 +1,49 @@
+"""OLMoE (Muennighoff et al., 2024): experts, and norms of queries and keys over all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.errors import UnsupportedError
+from jaxpage.models.experts import read_experts
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    BlockForm,
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    head_width_or_quotient,
+    ignored,
+    key_value_heads,
+    prefix,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+
+
+class Spec(RotaryDecoderSpec):
+    """`OlmoeConfig`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "olmoe")
+        if fields.get("clip_qkv", None) is not None:
+            raise UnsupportedError("config.json: clip_qkv is not supported")
+        num_layers, bias = fields.integer("num_hidden_layers"), fields.flag("attention_bias", False)
+        width = ("intermediate_size", 2048)
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, None),
+            head_width=head_width_or_quotient(fields),
+            max_position_embeddings=fields.integer("max_position_embeddings", 4096),
+            sliding_windows=(None,) * num_layers,
+            attention_input_bias=bias,
+            attention_output_bias=bias,
+            epsilon=("rms_norm_eps", 1e-5),
+            form=BlockForm(together=True),
+            norm_heads=True,
+            experts=read_experts(fields, count=("num_experts", 64), per_token=8, width=width, normalized=None),
+            sparse_layers=(True,) * num_layers,
+        )
