@@ -54,7 +54,13 @@ def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_a_model_is_brought_once(links: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_brought_once(
+    links: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(ModelNotFoundError, match=r"`jaxpage fetch small` brings it: 93 MB .*licence Apache-2.0"):
         resolve_model("small")
     assert cli.main(["fetch", "small"]) == 0
@@ -63,6 +69,12 @@ def test_a_model_is_brought_once(links: Path, capfd: pytest.CaptureFixture[str])
     path = resolve_model("small")
     assert path.read_bytes() == CONTENT and path == fetched_path("small")
     assert sorted(file.name for file in path.parent.iterdir()) == ["LICENSE", "model.gguf"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    assert resolve_model("small") == path and resolve_model("./small") == tmp_path / "small"
+    assert (
+        "model = 'small' is the model of `jaxpage fetch`; for the directory of that name use './small'" in caplog.text
+    )
     links.rename(links.with_name("gone"))
     assert cli.main(["fetch", "small"]) == 0
     assert "small is there already" in capfd.readouterr().err

