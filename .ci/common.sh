@@ -44,6 +44,12 @@ install() {
     "$pip" install --quiet "$@"
 }
 
+# fetch_models py311: real weights, which some tests want; where they cannot be had, those tests say that they are skipped.
+fetch_models() {
+    say "Models"
+    "$work/$1/bin/jaxpage" fetch smollm2 --quiet || echo "No SmolLM2 here: what needs it is not tested"
+}
+
 # The page is tested in a browser; where none can be had, those tests say that they are skipped.
 install_chromium() {
     if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

@@ -14,7 +14,7 @@ class CheckpointError(JaxpageError):
 
 
 class ModelNotFoundError(JaxpageError):
-    """There is no model of this name: neither packaged, nor a local directory, nor on the hub."""
+    """There is no model of this name: neither packaged, nor a local directory or GGUF file, nor on the hub."""
 
 
 class UnsupportedError(JaxpageError, NotImplementedError):

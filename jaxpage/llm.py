@@ -32,7 +32,7 @@ class LLM:
     their requests share the batch. Use it as a context manager, or call `shutdown()`, to free the device memory.
 
     Args:
-        model: "demo" (packaged), a local directory, or a Hugging Face hub id.
+        model: "demo" (packaged), "smollm2" (of `jaxpage fetch`), a local directory, a GGUF file, or a Hugging Face hub id.
         use_tqdm: show progress bars on standard error.
         verbose: print how memory is divided and what was in the compile cache; None: as `use_tqdm`.
         settings: the other fields of `EngineConfig`, by name.

@@ -1,4 +1,4 @@
-"""The user's own directory for what can be made again: executables, measurements."""
+"""The user's own directory for what can be made again: executables, measurements, models that were fetched."""
 
 from __future__ import annotations
 

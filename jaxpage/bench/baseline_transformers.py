@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from jaxpage.bench.report import Measurement
 from jaxpage.bench.workloads import WorkItem
+from jaxpage.checkpoints.gguf_header import is_gguf
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -20,8 +21,13 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfl
 def run_baseline(directory: Path, workload: Sequence[WorkItem], *, batch_size: int, dtype: str) -> Measurement:
     """Batches in the order of the requests; each ends with its longest output. `dtype` "auto" is float32."""
     start = time.perf_counter()
+    place = {"gguf_file": directory.name} if is_gguf(directory) else {}
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False
+        directory.parent if place else directory,
+        dtype=DTYPES[dtype],
+        local_files_only=True,
+        trust_remote_code=False,
+        **place,
     ).eval()
     model.generation_config = GenerationConfig(
         do_sample=False, pad_token_id=0

@@ -19,6 +19,8 @@ from tqdm import tqdm
 from jaxpage.bench import startup_process
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import check_writable
+from jaxpage.checkpoints import resolve_model
+from jaxpage.checkpoints.fetched import FETCHABLE
 from jaxpage.cli.flags import UsageError
 from jaxpage.errors import JaxpageError
 from jaxpage.settings.engine_config import EngineConfig
@@ -63,12 +65,13 @@ def table(cold: Phases, warm: Phases, warm_total: float) -> str:
 
 
 def _start(config: EngineConfig, cache: Path) -> Phases:
-    """A process with a cache of its own: what it compiles and measures is what the next one finds."""
+    """A process with a cache of its own: what it compiles and measures is what the next one finds. Fetched models are in the user's."""
     variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache)}
     variables.pop("JAX_COMPILATION_CACHE_DIR", None)
     command: Sequence[str] = [sys.executable, "-m", startup_process.__name__]
     began = time.time()
-    settings = json.dumps(config.replace(event_log=None).given())
+    model = str(resolve_model(config.model)) if config.model in FETCHABLE else config.model
+    settings = json.dumps(config.replace(event_log=None, model=model).given())
     done = subprocess.run(command, input=settings, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise JaxpageError(f"A start failed with status {done.returncode}:\n{done.stderr.strip()[-2000:]}")

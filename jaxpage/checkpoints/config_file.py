@@ -1,4 +1,7 @@
-"""Reads config.json and generation_config.json, as data only: a model that brings its own code is refused."""
+"""Reads config.json and generation_config.json, or what a GGUF file has for them, as data only.
+
+A model that brings its own code is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.checkpoints.files import has_file, read_object
+from jaxpage.checkpoints.gguf_config import gguf_config, gguf_generation_config
+from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError
 
@@ -42,6 +47,15 @@ def read_config(directory: Path) -> dict[str, Any]:
 def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
     """As `read_config`, but adds to `problems`, and then returns what could be read."""
     config: dict[str, Any] = {}
+    if is_gguf(directory):
+        if config := gguf_config(directory, problems):
+            check_sizes(config, problems)
+        return config
+    if not has_file(directory, "config.json") and (files := sorted(file.name for file in directory.glob("*.gguf"))):
+        problems.add(
+            f"there is a GGUF file in it ({', '.join(map(quoted, files[:5]))}): name the file and not the directory"
+        )
+        return config
     for name in CODE_FILES:
         if name == "config.json" or has_file(directory, name):
             with problems.collect():
@@ -67,6 +81,8 @@ def stated_dtype(config: dict[str, Any]) -> str:
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
     """generation_config.json, or {} where there is none. Raises CheckpointError when it is not a JSON object."""
+    if is_gguf(directory):
+        return gguf_generation_config(directory)
     if not has_file(Path(directory), "generation_config.json"):
         return {}
     return read_object(Path(directory), "generation_config.json", MAX_CONFIG_BYTES)

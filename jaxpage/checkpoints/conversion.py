@@ -1,11 +1,13 @@
-"""Converts a model directory between Hugging Face safetensors and Orbax, both ways and bit for bit."""
+"""Converts a model: between Hugging Face safetensors and Orbax, both ways and bit for bit, and from GGUF, dequantised, to the first."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxpage.checkpoints.config_file import read_generation_config
 from jaxpage.checkpoints.files import file_in
 from jaxpage.checkpoints.fitting import LoadPlan
 from jaxpage.checkpoints.loading import insert, stored_arrays
-from jaxpage.checkpoints.opening import open_model
+from jaxpage.checkpoints.opening import ModelFiles, open_model
 from jaxpage.checkpoints.orbax_files import save_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, write_safetensors
 from jaxpage.errors import CheckpointError
@@ -37,9 +40,10 @@ def convert(
     progress: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Write the model in the directory `source` to `destination` in the other layout; returns `destination`.
+    """Write the model in the directory or GGUF file `source` to `destination` in the other layout; returns `destination`.
 
-    Every parameter keeps its dtype and its bits. Tensors that carry nothing (a tied head saved in full, old buffers)
+    Every parameter keeps its dtype and its bits; what is quantised in a GGUF file becomes float32, and its metadata the config and the
+    tokenizer of a Hugging Face directory. Tensors that carry nothing (a tied head saved in full, old buffers)
     are left out; config, tokenizer and generation files are copied. The result appears whole or not at all: it is
     written beside `destination` and renamed. Into Orbax the host holds the model once, out of it likewise.
     Raises CheckpointError when the source does not fit, when `destination` exists and is not an empty directory, or
@@ -50,13 +54,15 @@ def convert(
         destination.is_symlink() or not destination.is_dir() or any(destination.iterdir())
     ):
         raise CheckpointError(f"{destination} exists and is not an empty directory; nothing was written")
-    plan = open_model(source).plan
+    files = open_model(source)
+    plan = files.plan
     temporary = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.tmp"
     try:
         temporary.mkdir(parents=True)
-        for name in COPIED:
-            if os.path.lexists(source / name):
-                shutil.copyfile(file_in(source, name), temporary / name)
+        if plan.layout == "gguf":
+            _write_metadata(files, temporary)
+        else:
+            _copy_files(source, temporary)
         total = sum(math.prod(info.shape) * NUMPY_DTYPES[info.dtype].itemsize for info in plan.tensors.values())
         with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=None if progress else True) as bar:
             if plan.layout == "safetensors":
@@ -70,6 +76,33 @@ def convert(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return destination
+
+
+def _copy_files(source: Path, destination: Path) -> None:
+    for name in COPIED:
+        if os.path.lexists(source / name):
+            shutil.copyfile(file_in(source, name), destination / name)
+
+
+def _write_metadata(files: ModelFiles, destination: Path) -> None:
+    """What a GGUF file has of config, generation and tokenizer."""
+    # Lazy on purpose: transformers takes a second to import.
+    from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
+
+    config = {**files.config, "dtype": _written_dtype(files.plan)}
+    contents = {"config.json": config, "generation_config.json": read_generation_config(files.directory)}
+    for name, content in contents.items():
+        (destination / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if tokenizer := gguf_tokenizer(files.directory):
+        tokenizer.save_pretrained(destination)
+
+
+def _written_dtype(plan: LoadPlan) -> str:
+    """That of most numbers."""
+    counts: Counter[str] = Counter()
+    for info in plan.tensors.values():
+        counts[NUMPY_DTYPES[info.dtype].name] += math.prod(info.shape)
+    return counts.most_common(1)[0][0]
 
 
 def _to_orbax(plan: LoadPlan, destination: Path, bar: tqdm[Any]) -> None:

@@ -6,13 +6,15 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
+from jaxpage.checkpoints.gguf_tensors import gguf_names, read_gguf_tensors, under_model_names
 from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, has_safetensors, map_array, read_tensors
@@ -47,8 +49,10 @@ class LoadPlan:
     """Which stored tensors fill which parameter; made by `check_weights`, so all of it fits."""
 
     directory: Path
-    layout: str  # "safetensors" or "orbax"; the names and shapes of the tensors are the same in both
+    layout: str  # "safetensors", "orbax" or "gguf"
     parameters: tuple[Filled, ...] = ()
+    # In a GGUF file, of the tensors that the model's family has other names for.
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -63,7 +67,7 @@ class LoadPlan:
         """The dtype that most numbers of the checkpoint have: "float32", "bfloat16" or "float16"."""
         counts = dict.fromkeys(FLOATS, 0)
         for info in self.tensors.values():
-            name = NUMPY_DTYPES[info.dtype].name
+            name = info.counts_as if isinstance(info, GGUFTensor) else NUMPY_DTYPES[info.dtype].name
             if name in counts:
                 counts[name] += math.prod(info.shape)
         return max(counts, key=lambda name: counts[name])
@@ -86,7 +90,11 @@ def fit(
 ) -> LoadPlan:
     """As `check_weights`, but adds to `problems`. compare: read what is stored under two names to see that it agrees."""
     layout, stored = read_layout(directory, problems)
-    return fit_stored(LoadPlan(directory, layout), stored, weights, ignored, problems, compare=compare)
+    plan = LoadPlan(directory, layout)
+    if layout == "gguf":
+        plan = replace(plan, names=gguf_names(directory, weights))
+        stored = under_model_names(stored, plan.names)
+    return fit_stored(plan, stored, weights, ignored, problems, compare=compare)
 
 
 def fit_stored(
@@ -115,7 +123,8 @@ def fit_stored(
             if not found and (
                 stored or files_sound
             ):  # with no readable file at all, a list of every tensor tells nothing
-                problems.add(f"tensor {quoted(piece.name)} of shape {piece.stored_shape} is missing")
+                name = plan.names.get(piece.name, piece.name)
+                problems.add(f"tensor {quoted(name)} of shape {piece.stored_shape} is missing")
             for copy in fitting[1:]:
                 if plan.layout == "orbax":
                     problems.add(
@@ -140,8 +149,10 @@ def renamed(found: Mapping[str, TensorInfo], rename: Callable[[str], str], probl
     return stored
 
 
-def read_layout(directory: Path, problems: Problems) -> tuple[str, dict[str, TensorInfo]]:
-    """The layout of the directory, and its tensors by name; headers only."""
+def read_layout(directory: Path, problems: Problems) -> tuple[str, Mapping[str, TensorInfo]]:
+    """The layout of the directory or file, and its tensors by name; headers only."""
+    if is_gguf(directory):
+        return "gguf", read_gguf_tensors(directory, problems)
     if has_orbax(directory) and has_safetensors(directory):
         problems.add("there are both safetensors files and an orbax directory: set load_format to one of them")
         return "safetensors", {}

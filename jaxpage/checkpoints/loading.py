@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpage.checkpoints.fitting import Filled, LoadPlan
+from jaxpage.checkpoints.gguf_tensors import read_gguf_array
 from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
@@ -73,12 +74,14 @@ def load_sharded(
 
 
 def stored_arrays(plan: LoadPlan, targets: Mapping[str, Any] | None = None) -> Callable[[TensorInfo], Any]:
-    """How tensors are read: as views of their files; from Orbax as numpy arrays, or as `targets[name]` asks for.
+    """How tensors are read: as views of their files, or dequantised; from Orbax as numpy arrays, or as `targets[name]` asks for.
 
     Of Orbax a tensor is given away with the last of the pieces that it fills: nothing here holds it any longer.
     """
     if plan.layout == "safetensors":
         return map_array
+    if plan.layout == "gguf":
+        return read_gguf_array
     wanted: dict[str, Any] = {}
     for info in plan.tensors.values():
         # One element stands for all: the target only tells Orbax the shape and the dtype.

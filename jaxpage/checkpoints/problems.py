@@ -14,17 +14,19 @@ MAX_LINE = 2000  # characters
 
 
 class Problems:
-    """Collects what is wrong with the checkpoint in `directory`; `raise_if_any` turns it into one CheckpointError."""
+    """Collects what is wrong with the checkpoint in `directory`, or in a file; `raise_if_any` turns it into one CheckpointError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.lines: list[str] = []
+        # What a family reads of a GGUF file is made of its metadata.
+        self._config = "its metadata, as config.json" if directory.is_file() else "config.json"
 
     def __bool__(self) -> bool:
         return bool(self.lines)
 
     def add(self, line: str) -> None:
-        self.lines.append(line[:MAX_LINE])
+        self.lines.append(line.replace("config.json", self._config)[:MAX_LINE])
 
     @contextmanager
     def collect(self) -> Iterator[None]:

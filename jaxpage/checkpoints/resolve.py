@@ -1,4 +1,4 @@
-"""From the name a user gives a model to the directory that holds it: packaged, local, or from the Hugging Face hub."""
+"""From the name a user gives a model to where it is: packaged, fetched, a local directory or GGUF file, or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from jaxpage.checkpoints.fetched import FETCHABLE, check_fetched, fetched_path
+from jaxpage.checkpoints.gguf_header import looks_like_gguf
 from jaxpage.errors import ConfigError, ModelNotFoundError
 from jaxpage.settings.argument_checks import close_names
 
@@ -28,32 +30,45 @@ HUB_FILES = (
 def resolve_model(
     model: str | os.PathLike[str], revision: str | None = None, *, hub_files: Iterable[str] = HUB_FILES
 ) -> Path:
-    """The directory of `model`: one of `PACKAGED`, a local directory, or a hub id such as "org/name", in this order.
+    """The directory or GGUF file of `model`: one of `PACKAGED` or `FETCHABLE`, a local directory or GGUF file, or a hub id such as
+    "org/name", in this order.
 
-    There is a warning where a local directory has a packaged name too; "./demo" is that one.
+    There is a warning where a local directory has such a name too; "./demo" is that one.
     All files of a hub model come from one snapshot, the one that `revision` (branch, tag or commit) names when asked;
     what is in the hub's cache is used without a download. Raises ModelNotFoundError, with the nearest names, when there
     is no such model, and ConfigError for a revision of what is not on the hub. hub_files: globs of what is wanted from there.
     """
     name = os.fspath(model)
-    local = DEMO / name[len("demo/") :] if name in PACKAGED else Path(name).expanduser()
-    if name in PACKAGED and os.path.isdir(name) and local.resolve() != Path(name).resolve():
-        logger.warning(
-            "model = %r is the model packaged with jaxpage; for the directory of that name use %r", name, f"./{name}"
-        )
-    if name and os.path.isdir(local):  # "" would be the current directory
+    local = _own(name) or Path(name).expanduser()
+    if _own(name) and os.path.isdir(name) and local.resolve() != Path(name).resolve():
+        whose = "packaged with jaxpage" if name in PACKAGED else "of `jaxpage fetch`"
+        logger.warning("model = %r is the model %s; for the directory of that name use %r", name, whose, f"./{name}")
+    if name in FETCHABLE:
+        check_fetched(name)
+    is_file = looks_like_gguf(local)
+    if name and (os.path.isdir(local) or is_file):  # "" would be the current directory
         if revision is not None:
-            raise ConfigError(
-                f"revision = {revision!r} names a version on the hub, but model = {name!r} is a directory"
-            )
+            kind = "file" if is_file else "directory"
+            raise ConfigError(f"revision = {revision!r} names a version on the hub, but model = {name!r} is a {kind}")
         return local.resolve()
     if name in PACKAGED:
         raise ModelNotFoundError(f"the packaged {name} model is missing from this installation ({local})")
     if name and os.path.lexists(local):
-        raise ModelNotFoundError(f"model = {name!r} is not a directory: give the one that holds its config.json")
+        raise ModelNotFoundError(
+            f"model = {name!r} is not a directory, and no GGUF file: give one, or the directory that holds its config.json"
+        )
+    if name.endswith(".gguf"):
+        raise ModelNotFoundError(f"model = {name!r}: there is no such file{_near(name)}")
     if not HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"model = {name!r}: there is no such directory{_near(name)}")
     return _from_hub(name, revision, hub_files)
+
+
+def _own(name: str) -> Path | None:
+    """Where a model of a name that is jaxpage's own is."""
+    if name in PACKAGED:
+        return DEMO / name[len("demo/") :]
+    return fetched_path(name) if name in FETCHABLE else None
 
 
 def resolve_model_config(model: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -82,9 +97,9 @@ def _near(name: str) -> str:
     """The names most like `name` among its siblings (and what is packaged), as the end of a sentence."""
     path = Path(name).expanduser()
     try:
-        siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+        siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf"]
     except (OSError, ValueError):  # no such parent, or a name that no file can have
         siblings = []
     near = [str(path.with_name(match)) for match in close_names(path.name, siblings, most=3)] if path.name else []
-    near += close_names(name, PACKAGED)
+    near += close_names(name, (*PACKAGED, *FETCHABLE))
     return f". Did you mean {' or '.join(map(repr, near))}?" if near else ""

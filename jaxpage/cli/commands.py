@@ -15,7 +15,9 @@ def serve(arguments: argparse.Namespace) -> int:
     """`jaxpage serve [MODEL]`: until a signal ends it."""
     settings, server = resolved_both(arguments)
     if settings.origins["model"] == BUILT_IN:
-        raise UsageError("serve which model? jaxpage serve demo, a directory, a hub id, or --config FILE with a model")
+        raise UsageError(
+            "serve which model? jaxpage serve demo, a directory, a GGUF file, a hub id, or --config FILE with a model"
+        )
     with bound_socket(server.config) as listener:
         from jaxpage.serving.startup import start  # once settings and address are known to be right: this imports jax
 

@@ -86,10 +86,10 @@ def seconds_or_none(text: str) -> float | None:
 
 # One per field of EngineConfig; a test compares the two.
 ENGINE_FLAGS = (
-    Flag("model", str, '"demo" (packaged), a directory, or a hub id; default: demo', action=OneModel),
-    Flag("tokenizer", str, "directory of the tokenizer's files; default: the model's"),
+    Flag("model", str, '"demo" (packaged), a directory, a GGUF file, or a hub id; default: demo', action=OneModel),
+    Flag("tokenizer", str, "directory of the tokenizer's files, or a GGUF file; default: the model's"),
     Flag("revision", str, "branch, tag or commit of the hub repository"),
-    Flag("load_format", str, "auto, safetensors or orbax; default: auto"),
+    Flag("load_format", str, "auto, safetensors, orbax or gguf; default: auto"),
     Flag(
         "dtype",
         str,

@@ -29,6 +29,7 @@ def make_parser() -> Parser:
     _add_generate(commands)
     _add_chat(commands)
     _add_serve(commands)
+    _add_fetch(commands)
     _add_convert(commands)
     _add_plan(commands)
     _add_compile(commands)
@@ -42,7 +43,7 @@ def make_parser() -> Parser:
 
 def _add_generate(commands: Commands[Parser]) -> None:
     parser = add_command(commands, "generate", "continue a text, streamed to standard output")
-    add_model(parser, '"demo" (packaged, the default), a directory, or a hub id; before the prompt')
+    add_model(parser, '"demo" (packaged, the default), a directory, a GGUF file, or a hub id; before the prompt')
     add = parser.add_argument
     add("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
     add("--echo", action=argparse.BooleanOptionalAction, help="print the prompt first; default: on a terminal")
@@ -70,16 +71,27 @@ def _add_serve(commands: Commands[Parser]) -> None:
     parser.set_defaults(run=lazily("commands", "serve"))
 
 
+def _add_fetch(commands: Commands[Parser]) -> None:
+    parser = add_command(commands, "fetch", "download a small model by name, or list those that can be had")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="name of the model, such as smollm2; default: list the names"
+    )
+    add_verbosity(parser)
+    parser.set_defaults(run=lazily("fetch", "fetch"))
+
+
 def _add_convert(commands: Commands[Parser]) -> None:
-    parser = add_command(commands, "convert", "convert a checkpoint: Hugging Face safetensors to Orbax, or back")
-    parser.add_argument("source", metavar="SRC", help="model directory, hub id or demo")
+    parser = add_command(
+        commands, "convert", "convert a checkpoint: Hugging Face safetensors to Orbax, or back; GGUF to Hugging Face"
+    )
+    parser.add_argument("source", metavar="SRC", help="model directory, GGUF file, hub id or demo")
     parser.add_argument("destination", metavar="DST", help="new directory")
     parser.set_defaults(run=lazily("commands", "convert"))
 
 
 def _add_plan(commands: Commands[Parser]) -> None:
     parser = add_command(commands, "plan", "how many KV blocks and users fit in memory; needs only config.json")
-    add_model(parser, '"demo" (packaged), a directory, a config.json, or a hub id')
+    add_model(parser, '"demo" (packaged), a directory, a config.json, a GGUF file, or a hub id')
     add = parser.add_argument
     add(
         "--memory",

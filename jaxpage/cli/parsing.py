@@ -61,7 +61,9 @@ def lazily(module: str, function: str) -> Callable[[argparse.Namespace], int | N
     return run
 
 
-def add_model(parser: argparse.ArgumentParser, help: str = '"demo" (packaged), a directory, or a hub id') -> None:
+def add_model(
+    parser: argparse.ArgumentParser, help: str = '"demo" (packaged), a directory, a GGUF file, or a hub id'
+) -> None:
     """MODEL by position; the flag --model is among those of the engine."""
     parser.add_argument("model", metavar="MODEL", nargs="?", action=OneModel, default=argparse.SUPPRESS, help=help)
 

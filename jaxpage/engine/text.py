@@ -9,6 +9,8 @@ from typing import Any, Self
 from transformers import AutoTokenizer
 
 from jaxpage.checkpoints import resolve_model
+from jaxpage.checkpoints.gguf_header import is_gguf
+from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 from jaxpage.errors import CheckpointError
 from jaxpage.settings.engine_config import EngineConfig
 
@@ -18,7 +20,9 @@ _CONTEXT_TOKENS = 8  # of the prompt, so that the first piece of text gets or la
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """The tokenizer of a model directory, or None if there are no files of one: such a model serves token ids."""
+    """The tokenizer of a model directory or GGUF file, or None if it has none: such a model serves token ids."""
+    if is_gguf(directory):
+        return gguf_tokenizer(directory)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:

@@ -66,11 +66,11 @@ class StartUp:
 
 
 def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """The model's name for clients: served_model_name, or the engine's; of a directory only the last part, which shows no path."""
+    """The model's name for clients: served_model_name, or the engine's; of a directory or file only the last part, which shows no path."""
     if server.served_model_name:
         return server.served_model_name
     path = Path(engine.model)
-    return (path.resolve().name if path.is_dir() else engine.model,)
+    return (path.resolve().name if path.exists() else engine.model,)
 
 
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:

@@ -39,10 +39,12 @@ class EngineConfig(Settings):
     nested: ClassVar[Mapping[str, type[BaseModel]]] = {"speculative_config": SpeculativeConfig}
     plain_text: ClassVar[frozenset[str]] = frozenset({"model", "tokenizer", "revision", "event_log"})
 
-    model: _Name = "demo"  # "demo" (packaged), a local directory, or a Hugging Face hub id
-    tokenizer: _Name | None = None  # directory of the tokenizer's files; None: the model's
+    model: _Name = "demo"  # "demo" (packaged), a local directory, a GGUF file, or a Hugging Face hub id
+    tokenizer: _Name | None = None  # directory of the tokenizer's files, or a GGUF file; None: the model's
     revision: str | None = None  # branch, tag or commit of the hub repository
-    load_format: Literal["auto", "safetensors", "orbax"] = "auto"  # format of the weights; "auto": what is there
+    load_format: Literal["auto", "safetensors", "orbax", "gguf"] = (
+        "auto"  # format of the weights; "auto": what is there
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
         "auto"  # "auto": the checkpoint's; on CPU float32, unless bfloat16 is faster
     )

@@ -63,6 +63,11 @@ MAX_FUNCTION_LINES = 70
 
 # (file, module imported inside a function) -> why it is lazy. `*` stands for the whole file.
 LAZY_IMPORTS: dict[tuple[str, str], str] = {
+    (
+        "jaxpage/checkpoints/conversion.py",
+        "jaxpage.checkpoints.gguf_tokenizer",
+    ): "transformers takes a second to import, and directories are converted without it",
+    ("jaxpage/checkpoints/gguf_types.py", "gguf"): "a model in another format needs none of it",
     ("jaxpage/checkpoints/orbax_files.py", "orbax.checkpoint"): "costs seconds, and most runs load safetensors",
     ("jaxpage/checkpoints/resolve.py", "huggingface_hub"): "a local model needs no HTTP client",
     ("jaxpage/cli/chat.py", "*"): "a pipe needs no line editor, and a wrong flag no jax",

@@ -1,0 +1,152 @@
+"""What config.json and generation_config.json would say of the model in a GGUF file, made of its metadata.
+
+The model's family reads it as any other config. A key of the architecture that is not understood is refused: it might change the
+mathematics.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from jaxpage.checkpoints.gguf_header import GGUFFile, as_number, read_gguf
+from jaxpage.checkpoints.gguf_rope import rope_parameters
+from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.errors import CheckpointError, UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+# By GGUF's name; those whose files have the tensors and the mathematics of Hugging Face's class of that name.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_OPTIONAL = {"vocab_size", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"}
+# Keys that may be there with this value only: another would ask for what is not computed.
+_NEUTRAL = {
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "attention.causal": True,
+    "pooling_type": 0,
+    "tensor_data_layout": "Meta AI original pth",
+}
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_ENDS = ("eos", "eot", "eom")
+
+
+def gguf_config(path: Path, problems: Problems) -> dict[str, Any]:
+    """As config.json; {} if the metadata tells too little, and `problems` has why. It may have something else that is wrong with it."""
+    file = read_gguf(path)
+    for line in file.metadata_problems:
+        problems.add(line)
+    config: dict[str, Any] = {}
+    if not file.metadata_problems:
+        with problems.collect():
+            _check_kind(file)
+            _check_others(file, problems)
+            _add_sizes(file, config, problems)
+            if not problems:
+                _add_heads(file, config)
+                config["rope_parameters"] = rope_parameters(file, config["head_dim"])
+            _add_others(file, config)
+    return config
+
+
+def gguf_generation_config(path: Path) -> dict[str, Any]:
+    """As generation_config.json: the ids that end a text, and how to sample where the file says so."""
+    metadata = read_gguf(path).metadata
+    ids = [metadata[key] for end in _ENDS if (key := f"tokenizer.ggml.{end}_token_id") in metadata]
+    config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
+    prefix = "general.sampling."
+    asked = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if left_out := [f"{prefix}{key}={value!r:.80}" for key, value in asked.items() if key not in _SAMPLING]:
+        logger.warning("%s asks for %s, which is left out", path.name, ", ".join(left_out))
+    return config | {_SAMPLING[key]: as_number(value) for key, value in asked.items() if key in _SAMPLING}
+
+
+def _check_kind(file: GGUFFile) -> None:
+    if file.metadata.get("general.type", "model") != "model":
+        raise UnsupportedError(f"general.type is {quoted(file.metadata['general.type'])}, and not a model")
+    if file.architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"general.architecture is {quoted(file.metadata.get('general.architecture'))}; of GGUF files those of "
+            f"{', '.join(ARCHITECTURES)} are read, of other models a Hugging Face directory"
+        )
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise UnsupportedError(
+            f"this is a part of {quoted(file.metadata['split.count'])} files; join them with `llama-gguf-split --merge` first"
+        )
+
+
+def _add_sizes(file: GGUFFile, config: dict[str, Any], problems: Problems) -> None:
+    for key, name in _SIZES.items():
+        value = file.of_model(key)
+        if type(value) is not int or value < 1:
+            problems.add(f"{file.architecture}.{key} is {quoted(value)}, not a whole number above zero")
+        else:
+            config[name] = value
+    epsilon = file.of_model("attention.layer_norm_rms_epsilon")
+    if not isinstance(epsilon, float) or not 0 < epsilon < math.inf:
+        problems.add(
+            f"{file.architecture}.attention.layer_norm_rms_epsilon is {quoted(epsilon)}, not a positive number"
+        )
+    else:
+        config["rms_norm_eps"] = as_number(epsilon)
+    table = file.tensors.get("token_embd.weight")
+    config["vocab_size"] = file.of_model("vocab_size") or (table.shape[0] if table else None)
+
+
+def _add_heads(file: GGUFFile, config: dict[str, Any]) -> None:
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    config["num_key_value_heads"] = _count(file, "attention.head_count_kv", heads)
+    head_width = _count(file, "attention.key_length", width // heads)
+    if head_width < 2 or head_width % 2:
+        raise CheckpointError(f"heads are {head_width} wide, and the rotary embedding turns pairs")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if file.of_model(key) not in (None, head_width):
+            raise UnsupportedError(
+                f"{file.architecture}.{key} is {quoted(file.of_model(key))}, and heads are {head_width} wide: only the same is supported"
+            )
+    config["head_dim"] = head_width
+
+
+def _add_others(file: GGUFFile, config: dict[str, Any]) -> None:
+    config |= {"architectures": [ARCHITECTURES[file.architecture]], "model_type": file.architecture}
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["dtype"] = _dtype(file)
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if file.architecture == "llama":
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+
+
+def _check_others(file: GGUFFile, problems: Problems) -> None:
+    """That nothing else is asked for."""
+    own = f"{file.architecture}."
+    for key, value in file.metadata.items():
+        name = key.removeprefix(own)
+        known = name in _SIZES or name in _OPTIONAL or name == "attention.value_length" or name.startswith("rope.")
+        if key.startswith(own) and not known and (name not in _NEUTRAL or value != _NEUTRAL[name]):
+            problems.add(f"{key} = {quoted(value)} is not supported")
+
+
+def _dtype(file: GGUFFile) -> str:
+    """That of most of its numbers, as `LoadPlan.stored_dtype` has it."""
+    counts: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        counts[tensor.counts_as] = counts.get(tensor.counts_as, 0) + math.prod(tensor.shape)
+    return max(counts, key=lambda name: counts[name], default="float32")
+
+
+def _count(file: GGUFFile, key: str, default: int) -> int:
+    value = file.of_model(key)
+    if value is not None and (type(value) is not int or value < 1):
+        raise CheckpointError(f"{file.architecture}.{key} is {quoted(value)}, not a whole number above zero")
+    return default if value is None else int(value)

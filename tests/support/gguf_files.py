@@ -1,0 +1,139 @@
+"""GGUF files for tests, written by the package `gguf` as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tokenizers.pre_tokenizers import ByteLevel
+
+_METADATA = {
+    "num_hidden_layers": ("block_count", "uint32"),
+    "max_position_embeddings": ("context_length", "uint32"),
+    "hidden_size": ("embedding_length", "uint32"),
+    "intermediate_size": ("feed_forward_length", "uint32"),
+    "num_attention_heads": ("attention.head_count", "uint32"),
+    "num_key_value_heads": ("attention.head_count_kv", "uint32"),
+    "vocab_size": ("vocab_size", "uint32"),
+    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", "float32"),
+}
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+TEMPLATE = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+
+
+def write_gguf(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    kind: str = "F32",
+    *,
+    metadata: Mapping[str, tuple[str, Any]] | None = None,
+    added: Mapping[str, np.ndarray] | None = None,
+    left_out: str = "",
+) -> Path:
+    """Of a checkpoint in Hugging Face's names and orders. kind: of its matrices.
+
+    metadata: more of it, by key, each with the name of its type ("uint32", ...), or another value for what there is. added: tensors
+    under names of GGUF. left_out: a key.
+    """
+    architecture = config["model_type"]
+    writer = gguf.GGUFWriter(path, architecture)
+    heads = config["num_attention_heads"]
+    found: dict[str, tuple[str, Any]] = {
+        f"{architecture}.{key}": (type_, config[name]) for name, (key, type_) in _METADATA.items()
+    }
+    head_width = config.get("head_dim") or config["hidden_size"] // heads
+    found[f"{architecture}.attention.key_length"] = ("uint32", head_width)
+    found[f"{architecture}.attention.value_length"] = ("uint32", head_width)
+    found[f"{architecture}.rope.freq_base"] = ("float32", config.get("rope_theta", 10000.0))
+    if architecture == "llama":
+        found["llama.rope.dimension_count"] = ("uint32", head_width)
+    for key, (type_, value) in {**found, **(metadata or {})}.items():
+        if key != left_out:
+            getattr(writer, f"add_{type_}")(key, value)
+    names = gguf.get_tensor_name_map(_number(architecture), config["num_hidden_layers"])
+    for name, tensor in tensors.items():
+        values = np.asarray(tensor, np.float32)
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = _permuted(values, heads if "q_proj" in name else config["num_key_value_heads"])
+        add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, kind)
+    for name, values in (added or {}).items():
+        add_tensor(writer, name, values, "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
+    """What is no matrix stays float32."""
+    number = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+    data = gguf.quantize(values, number)
+    writer.add_tensor(name, data, raw_dtype=number)
+
+
+def byte_level(pre: str, vocabulary: Mapping[str, int], merges: list[tuple[str, str]]) -> dict[str, tuple[str, Any]]:
+    """Metadata of a tokenizer. Tokens that are written <|so|> are control tokens; "<|end|>" ends a text."""
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    types = [_CONTROL if token.startswith("<|") else _NORMAL for token in tokens]
+    return {
+        "tokenizer.ggml.model": ("string", "gpt2"),
+        "tokenizer.ggml.pre": ("string", pre),
+        "tokenizer.ggml.tokens": ("array", tokens),
+        "tokenizer.ggml.token_type": ("array", types),
+        "tokenizer.ggml.merges": ("array", [" ".join(merge) for merge in merges]),
+        "tokenizer.ggml.eos_token_id": ("uint32", vocabulary["<|end|>"]),
+        "tokenizer.ggml.bos_token_id": ("uint32", vocabulary["<|end|>"]),
+        "tokenizer.chat_template": ("string", TEMPLATE),
+    }
+
+
+def byte_level_vocabulary(
+    words: list[str], letters: Iterable[str] | None = None
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """`letters`, by default those of all bytes, and `words` put together from the left."""
+    letters = sorted(ByteLevel.alphabet() if letters is None else letters)
+    vocabulary = {"<|end|>": 0, **{letter: place + 1 for place, letter in enumerate(letters)}}
+    merges = []
+    for word in words:
+        ((spelled, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(word)
+        for end in range(2, len(spelled) + 1):
+            if spelled[:end] not in vocabulary:
+                vocabulary[spelled[:end]] = len(vocabulary)
+                merges.append((spelled[: end - 1], spelled[end - 1]))
+    return vocabulary, merges
+
+
+def sentence_piece(words: list[str]) -> dict[str, tuple[str, Any]]:
+    """As `byte_level`, of SentencePiece's kind: bytes, and pieces of `words` with scores that fall."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * 256]
+    letters = sorted({letter for word in words for letter in word})
+    pieces = [word[:end] for word in words for end in range(2, len(word) + 1)]
+    pieces += [word[start:] for word in words for start in range(1, len(word) - 1)]
+    pieces = list(dict.fromkeys([*pieces, *letters]))
+    scores = [0.0] * len(tokens) + [-float(place) for place in range(len(pieces))]
+    return {
+        "tokenizer.ggml.model": ("string", "llama"),
+        "tokenizer.ggml.pre": ("string", "default"),
+        "tokenizer.ggml.tokens": ("array", tokens + pieces),
+        "tokenizer.ggml.scores": ("array", scores),
+        "tokenizer.ggml.token_type": ("array", types + [_NORMAL] * len(pieces)),
+        "tokenizer.ggml.bos_token_id": ("uint32", 1),
+        "tokenizer.ggml.eos_token_id": ("uint32", 2),
+        "tokenizer.ggml.unknown_token_id": ("uint32", 0),
+    }
+
+
+def _number(architecture: str) -> Any:
+    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+
+
+def _permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of the rows of queries and keys, for RoPE over neighbours instead of halves."""
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)

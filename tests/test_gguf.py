@@ -1,0 +1,488 @@
+"""GGUF files: the numbers of the package `gguf`, the logits, tokens and texts of transformers, and one error for what does not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+
+from jaxpage import SamplingParams, cli
+from jaxpage.checkpoints import convert, eos_token_ids, load_weights, open_model, read_generation_config, resolve_model
+from jaxpage.checkpoints.gguf_header import read_gguf
+from jaxpage.checkpoints.gguf_tensors import read_gguf_array
+from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
+from jaxpage.errors import CheckpointError, ModelNotFoundError
+from tests.support.dense import logits_of
+from tests.support.engines import LLAMA, make_llm
+from tests.support.gguf_files import byte_level, byte_level_vocabulary, sentence_piece, write_gguf
+from tests.support.random_checkpoints import random_tensors
+
+# Rows of whole blocks of 32.
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+TIED = {**CONFIG, "tie_word_embeddings": True}
+BIASED = {**CONFIG, "attention_bias": True, "mlp_bias": True}
+QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+# Heads of 128: transformers leaves the width at its default for GGUF files of Qwen3.
+QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+TOKENS = np.random.default_rng(3).integers(0, 300, 40)
+WORDS = ["the", " the", " quick", "12", " a", "é", "  ", "\n\n", "ing", "don't", "Hello", "hell", "o!", " 9"]
+TEXTS = [
+    "The quick fox, don't!",
+    "the  theé the\n\n a12345 9 99",
+    "  \t x\r\n\r\n y",
+    "Hello<|end|> hello",
+    "漢字 🙂!",
+    "",
+]
+
+
+def write(path: Path, config: dict[str, Any] = CONFIG, kind: str = "F32", **options: Any) -> Path:
+    return write_gguf(path, config, random_tensors(config), kind, **options)
+
+
+def logits(path: Path) -> np.ndarray:
+    files = open_model(path)
+    parameters = load_weights(files.plan, "float32", lambda array: array)
+    return logits_of(files.family, files.spec, parameters, TOKENS)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_model(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+# ---- Numbers ----
+
+
+def test_every_type_of_tensor_has_the_numbers_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any bytes, also in several pieces; and our reader of headers finds what the package's does."""
+    writer, rng = gguf.GGUFWriter(tmp_path / "x.gguf", "llama"), np.random.default_rng(0)
+    kinds = []
+    for number, (block, num_bytes) in gguf.GGML_QUANT_SIZES.items():
+        try:
+            gguf.dequantize(np.zeros((1, num_bytes), np.uint8), number)
+        except NotImplementedError:
+            continue
+        kinds.append(number.name)
+        stored = rng.integers(0, 256, (7, 1024 // block * num_bytes), np.uint8)
+        writer.add_tensor(number.name, stored, raw_dtype=number)
+    writer.add_array("some.list", [1, 2, 3])
+    writer.add_array("some.texts", ["a", "", "é"])
+    writer.add_float64("some.number", 0.1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file, reader = read_gguf(tmp_path / "x.gguf"), gguf.GGUFReader(tmp_path / "x.gguf")
+    assert not file.metadata_problems and not file.tensor_problems
+    assert {"Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q6_K", "F16", "BF16", "MXFP4"} <= set(kinds) == set(file.tensors)
+    fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert dict(file.metadata) == fields
+    monkeypatch.setattr("jaxpage.checkpoints.gguf_tensors._AT_ONCE", 2048)  # two rows
+    for tensor in reader.tensors:
+        with np.errstate(all="ignore"):
+            expected = gguf.dequantize(np.array(tensor.data), tensor.tensor_type)
+        found = read_gguf_array(file.tensors[tensor.name])
+        assert found.shape == (7, 1024) and found.dtype.itemsize == {"F16": 2, "BF16": 2}.get(tensor.name, 4)
+        np.testing.assert_array_equal(found.astype(np.float32), expected, err_msg=tensor.name)
+
+
+MODELS = {
+    "llama-q8_0": (CONFIG, "Q8_0"),
+    "llama-tied-q4_0": (TIED, "Q4_0"),
+    "llama-bf16": ({**CONFIG, "num_key_value_heads": 4, "rope_theta": 5e5}, "BF16"),
+    "qwen2-q4_1": (QWEN2, "Q4_1"),
+    "qwen2-tied-q5_0": ({**QWEN2, "tie_word_embeddings": True}, "Q5_0"),
+    "qwen3-f16": (QWEN3, "F16"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers import AutoModelForCausalLM
+
+    config, kind = MODELS[name]
+    path = write(tmp_path / "model.gguf", config, kind)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    with torch.no_grad():
+        expected = oracle(torch.tensor(TOKENS)[None]).logits[0].numpy()
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(logits(path), expected, atol=1e-4)
+    assert open_model(path).plan.stored_dtype() == ("float16" if kind == "F16" else "bfloat16")
+
+
+@pytest.mark.parametrize("config", [BIASED, {**QWEN3, "head_dim": 32}], ids=["llama with biases", "narrow qwen3"])
+def test_what_transformers_does_not_read_has_the_tensors_that_were_written(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    path = write(tmp_path / "model.gguf", config)
+    files = open_model(path)
+    assert files.plan.stored_dtype() == "float32"
+    stored = {name: read_gguf_array(tensor) for name, tensor in files.plan.tensors.items()}
+    for name, values in random_tensors(config).items():
+        np.testing.assert_array_equal(stored.pop(name), values, err_msg=name)
+    assert not stored
+
+
+def test_a_converted_file_is_a_directory_of_the_same_model(tmp_path: Path) -> None:
+    """transformers loads it; config, tokenizer, chat template and the ends of texts are there."""
+    path = write(tmp_path / "model.gguf", TIED, "Q8_0", metadata=byte_level("qwen2", *byte_level_vocabulary(WORDS)))
+    directory = convert(path, tmp_path / "converted", progress=False)
+    np.testing.assert_array_equal(logits(directory), logits(path))
+    for quantization in ("int8", "int4"):  # of what was dequantised
+        plans = [open_model(place, quantization).plan for place in (path, directory)]
+        loaded = [load_weights(plan, "float32", lambda array: array) for plan in plans]
+        jax.tree.map(np.testing.assert_array_equal, *loaded)
+    tokenizer, original = AutoTokenizer.from_pretrained(directory), gguf_tokenizer(path)
+    assert [tokenizer(text)["input_ids"] for text in TEXTS] == [original(text)["input_ids"] for text in TEXTS]
+    assert tokenizer.chat_template == original.chat_template and tokenizer.eos_token == "<|end|>"
+    assert eos_token_ids(directory, {}) == {0} and open_model(directory).plan.stored_dtype() == "float32"
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(directory)
+    assert oracle.dtype == torch.float32
+    with torch.no_grad():
+        expected = oracle(torch.tensor(TOKENS)[None]).logits[0].numpy()
+    np.testing.assert_allclose(logits(path), expected, atol=1e-4)
+
+
+# ---- Rotary embeddings ----
+
+LONG = {**CONFIG, "head_dim": 16, "max_position_embeddings": 131072, "rope_theta": 5e5}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 8192
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": (
+        {"rope_type": "linear", "factor": 2.5},
+        {"scaling.type": ("string", "linear"), "scaling.factor": ("float32", 2.5)},
+    ),
+    "linear of old files": ({"rope_type": "linear", "factor": 4.0}, {"scale_linear": ("float32", 4.0)}),
+    "yarn": (
+        YARN,
+        {
+            "scaling.type": ("string", "yarn"),
+            "scaling.factor": ("float32", 4.0),
+            "scaling.original_context_length": ("uint32", 4096),
+            "scaling.finetuned": ("bool", True),
+        },
+    ),
+    "llama3": (LLAMA3, {}),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_scaled_frequencies_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling, metadata = ROPES[name]
+    fields = {key: value for key, value in LONG.items() if key != "architectures"}
+    plain, scaled = (
+        LlamaRotaryEmbedding(LlamaConfig(**fields, **extra)).inv_freq for extra in ({}, {"rope_scaling": scaling})
+    )
+    factors = {"rope_freqs.weight": (plain / scaled).numpy()} if name == "llama3" else {}
+    assert not torch.allclose(plain, scaled)
+    path = write(
+        tmp_path / "x.gguf",
+        LONG,
+        metadata={f"llama.rope.{key}": value for key, value in metadata.items()},
+        added=factors,
+    )
+    rope = open_model(path).spec.rope
+    np.testing.assert_allclose(rope.frequencies, scaled.numpy(), rtol=1e-5)
+    attention = LlamaRotaryEmbedding(LlamaConfig(**fields, rope_scaling=scaling)).attention_scaling
+    assert rope.attention_factor == pytest.approx(attention)
+
+
+# ---- Text ----
+
+
+def vocabulary_file(path: Path, pre: str, **options: Any) -> Path:
+    vocabulary, merges = byte_level_vocabulary(WORDS)
+    return write(path, metadata={**byte_level(pre, vocabulary, merges), **options})
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "tekken", "deepseek-r1-qwen"])
+def test_byte_level_tokens_are_those_of_transformers(tmp_path: Path, pre: str) -> None:
+    pytest.importorskip("torch", reason="transformers reads tokenizers of GGUF files beside torch alone")
+    path = vocabulary_file(tmp_path / "x.gguf", pre)
+    tokenizer, oracle = gguf_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert tokenizer.add_bos_token == (pre == "llama-bpe")  # as in llama.cpp, if the file says nothing
+    if pre in ("llama-bpe", "tekken"):  # as in the models' own tokenizer.json, which transformers leaves out here
+        oracle.backend_tokenizer.model.ignore_merges = True
+    for text in TEXTS:
+        expected = oracle(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected, text
+        assert tokenizer.decode(expected) == oracle.decode(expected) == text
+    messages = [{"role": "user", "content": "the quick"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|user|>the quick<|end|>"
+    assert oracle.apply_chat_template(messages, tokenize=False) == "<|user|>the quick<|end|>"
+
+
+def test_qwen2_text_is_normalised_as_by_its_tokenizer(tmp_path: Path) -> None:
+    vocabulary, merges = byte_level_vocabulary(WORDS)
+    oracle = Qwen2Tokenizer(vocab=vocabulary, merges=merges, eos_token="<|end|>", pad_token="<|end|>", unk_token=None)
+    tokenizer = gguf_tokenizer(vocabulary_file(tmp_path / "x.gguf", "qwen2"))
+    for text in (*TEXTS, "e\u0301 the"):
+        assert tokenizer(text)["input_ids"] == oracle(text)["input_ids"], text
+
+
+def test_smollm_cuts_out_digits_before_words(tmp_path: Path) -> None:
+    vocabulary, merges = byte_level_vocabulary([*WORDS, "  12"])
+    words = GPT2Tokenizer(vocab=vocabulary, merges=merges, unk_token=None, bos_token=None, eos_token="<|end|>")
+    tokenizer = gguf_tokenizer(vocabulary_file(tmp_path / "x.gguf", "smollm"))
+    for text in (*(text for text in TEXTS if "<|" not in text), "x  12  3\n\n45"):
+        parts = [part for part in re.split(r"(\d)", text) if part]
+        expected = [token for part in parts for token in words(part)["input_ids"]]
+        assert tokenizer(text)["input_ids"] == expected, text
+
+
+@pytest.mark.parametrize("space", [None, False])
+def test_sentence_piece_tokens_are_those_of_transformers(tmp_path: Path, space: bool | None) -> None:
+    pytest.importorskip("torch", reason="transformers reads tokenizers of GGUF files beside torch alone")
+    metadata = sentence_piece(["▁the", "▁quick", "▁a", "ab", "▁▁", "ing"])
+    config = {**CONFIG, "vocab_size": len(metadata["tokenizer.ggml.tokens"][1])}
+    if space is not None:
+        metadata["tokenizer.ggml.add_space_prefix"] = ("bool", space)
+    path = write(tmp_path / "x.gguf", config, metadata=metadata)
+    tokenizer, oracle = gguf_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    for text in ("the quick ab", "  the  the é", "abba ingot", "a</s>the", "漢"):
+        found = tokenizer(text)["input_ids"]
+        assert found[0] == 1
+        if space is None:  # transformers does not look at the setting
+            expected = oracle(text)["input_ids"]
+            assert found == expected, text
+            assert tokenizer.decode(found, skip_special_tokens=True) == oracle.decode(
+                expected, skip_special_tokens=True
+            )
+        elif not text.startswith(" "):
+            assert "▁" not in tokenizer.convert_ids_to_tokens(found)[1][:1]
+            assert tokenizer.decode(found[1:]) == text
+
+
+def test_ends_of_texts_and_defaults_of_sampling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ends = {"tokenizer.ggml.eot_token_id": ("uint32", 7), "tokenizer.ggml.eom_token_id": ("uint32", 0)}
+    sampling = {"temp": ("float32", 0.6), "top_k": ("int32", 20), "mirostat": ("int32", 2)}
+    path = vocabulary_file(
+        tmp_path / "x.gguf", "gpt-2", **ends, **{f"general.sampling.{key}": value for key, value in sampling.items()}
+    )
+    assert read_generation_config(path) == {"eos_token_id": [0, 7], "temperature": 0.6, "top_k": 20}
+    assert "general.sampling.mirostat=2, which is left out" in caplog.text
+    assert eos_token_ids(path, {}) == {0, 7}
+
+
+# ---- In the engine, and on the command line ----
+
+
+def test_an_engine_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedy tokens are those of transformers; plan and generate take the file."""
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers import AutoModelForCausalLM
+
+    vocabulary = byte_level_vocabulary([" the", " quick"], "Ġthequick")
+    path = write(tmp_path / "model.gguf", {**LLAMA, "rms_norm_eps": 1e-6}, metadata=byte_level("gpt-2", *vocabulary))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    with make_llm(path, load_format="gguf") as llm:
+        (output,) = llm.generate("the quick", SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    prompt = torch.tensor([output.prompt_token_ids])
+    expected = oracle.generate(prompt, do_sample=False, max_new_tokens=24, eos_token_id=0, pad_token_id=0)
+    assert list(output.outputs[0].token_ids) == expected[0, prompt.shape[1] :].tolist()
+    assert cli.main(["plan", str(path), "--json"]) == 0
+    weights = sum(tensor.size for tensor in random_tensors(LLAMA).values())
+    assert json.loads(capsys.readouterr().out)["weights_bytes"] == 4 * weights
+
+
+def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "model.gguf")
+    assert resolve_model(path) == path
+    (tmp_path / "sha256-0123").symlink_to(path)  # as Ollama names them
+    assert resolve_model(tmp_path / "sha256-0123") == path
+    with pytest.raises(ModelNotFoundError, match=r"no such file. Did you mean '.*model\.gguf'"):
+        resolve_model(tmp_path / "modl.gguf")
+    (tmp_path / "x.bin").write_bytes(b"GGML")
+    with pytest.raises(ModelNotFoundError, match="no GGUF file"):
+        resolve_model(tmp_path / "x.bin")
+    assert "there is a GGUF file in it ('model.gguf'): name the file" in refusal(tmp_path)
+
+
+# ---- What does not fit ----
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, tuple[str, Any]], str]] = {
+    "experts": ({}, {"llama.expert_count": ("uint32", 8)}, "llama.expert_count = 8 is not supported"),
+    "a window": ({}, {"llama.attention.sliding_window": ("uint32", 64)}, "sliding_window = 64 is not supported"),
+    "unknown rope": ({}, {"llama.rope.scaling.type": ("string", "longrope")}, "'longrope'; none, linear and yarn"),
+    "a factor of yarn": (
+        {},
+        {"llama.rope.scaling.type": ("string", "yarn"), "llama.rope.scaling.attn_factor": ("float32", 0.5)},
+        "rope.scaling.attn_factor = [0.5] is not supported",
+    ),
+    "partial rope": ({}, {"llama.rope.dimension_count": ("uint32", 8)}, "dimension_count is 8, and heads are 16 wide"),
+    "odd heads": ({}, {"llama.attention.key_length": ("uint32", 15)}, "heads are 15 wide"),
+    "heads by layer": (
+        {},
+        {"llama.attention.head_count": ("array", [4, 2])},
+        "llama.attention.head_count is [4, 2], not a whole number",
+    ),
+    "no epsilon": (
+        {"left_out": "llama.attention.layer_norm_rms_epsilon"},
+        {},
+        "layer_norm_rms_epsilon is None, not a positive number",
+    ),
+    "a part": ({}, {"split.count": ("uint16", 3)}, "a part of 3 files; join them with `llama-gguf-split --merge`"),
+    "an adapter": ({}, {"general.type": ("string", "adapter")}, "general.type is 'adapter'"),
+    "unknown factors": (
+        {"added": {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}},
+        {},
+        "has other factors than Llama 3.1's",
+    ),
+    "another tensor": (
+        {"added": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}},
+        {},
+        "attn_sinks.weight' of shape",
+    ),
+    "huge": (
+        {},
+        {"llama.block_count": ("uint32", 2**31)},
+        "its metadata, as config.json: num_hidden_layers is 2147483648",
+    ),
+    "too many heads": ({}, {"llama.attention.head_count": ("uint32", 2**20)}, "the model needs"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_computed_is_refused(tmp_path: Path, name: str) -> None:
+    options, metadata, expected = WRONG[name]
+    assert expected in refusal(write(tmp_path / "x.gguf", metadata=metadata, **options))
+
+
+def test_another_architecture_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "'gemma3'; of GGUF files those of llama, qwen2, qwen3 are read" in refusal(tmp_path / "x.gguf")
+
+
+def test_all_that_is_wrong_with_tensors_is_in_one_error(tmp_path: Path) -> None:
+    tensors = random_tensors(CONFIG)
+    del tensors["model.layers.0.self_attn.q_proj.weight"], tensors["model.norm.weight"]
+    tensors["model.layers.1.mlp.up_proj.weight"] = np.ones((96, 32), np.float32)
+    message = refusal(write_gguf(tmp_path / "x.gguf", CONFIG, tensors))
+    for line in (
+        "(3 problems)",
+        "'blk.0.attn_q.weight' of shape (64, 64) is missing",
+        "'output_norm.weight' of shape (64,) is missing",
+        "'blk.1.ffn_up.weight' has shape (96, 32), and the model needs (96, 64)",
+    ):
+        assert line in message, message
+
+
+def change(offset: int, data: bytes) -> Callable[[bytes], bytes]:
+    return lambda file: file[:offset] + data + file[offset + len(data) :]
+
+
+DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda file: b"", "0 bytes are too short"),
+    "another magic": (change(0, b"GGML"), "is not a GGUF file: it begins with b'GGML'"),
+    "version 1": (change(4, struct.pack("<I", 1)), "has version 1; little-endian files of version 2 or 3 are read"),
+    "big-endian": (change(4, struct.pack(">I", 3)), "is big-endian"),
+    "a header cut off": (lambda file: file[:300], "truncated: "),
+    "data cut off": (lambda file: file[:-1000], "truncated: the tensors need"),
+    "a count of tensors": (change(8, struct.pack("<Q", 2**62)), "tensor '' has 0 axes, not 1 to 4"),
+    "a count of metadata": (change(16, struct.pack("<Q", 2**62)), "truncated: "),
+    "a long key": (change(24, struct.pack("<Q", 2**63)), "truncated: "),
+    "an unknown value": (change(24 + 8 + 20, struct.pack("<I", 99)), "has the unknown type 99"),
+    "no UTF-8": (change(32, b"\xff"), "is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_says_what_is_wrong_with_it(tmp_path: Path, name: str) -> None:
+    damage, expected = DAMAGED[name]
+    path = tmp_path / "x.gguf"
+    path.write_bytes(damage(write(tmp_path / "good.gguf").read_bytes()))
+    message = refusal(path)
+    assert expected in message and message.count(expected) == 1 and "(1 problem)" in message
+
+
+def test_a_type_that_cannot_be_dequantised(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf", kind="Q8_0")
+    file = path.read_bytes()
+    at = file.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 16
+    path.write_bytes(change(at, struct.pack("<I", 24))(file))
+    assert "1 tensors are of the type I8, which cannot be dequantised; those that can: F32, F16, Q4_0" in refusal(path)
+    path.write_bytes(change(at, struct.pack("<I", 1000))(file))
+    assert "of the type number 1000" in refusal(path)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    directory = tmp_path_factory.mktemp("sound")
+    config = {**CONFIG, "num_hidden_layers": 1, "vocab_size": 300}
+    return write(directory / "x.gguf", config, metadata=byte_level("gpt-2", *byte_level_vocabulary(WORDS))).read_bytes()
+
+
+@given(data=st.data())
+def test_any_bytes_load_or_are_refused(sound: bytes, data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Never another error, and never more memory or time than the file has bytes for."""
+    end = sound.index(b"output_norm.weight") if data.draw(st.booleans()) else 1500
+    file = bytearray(sound)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, end))
+        file[at : at + 4] = data.draw(st.binary(max_size=9))
+    path = tmp_path_factory.mktemp("any") / "x.gguf"
+    path.write_bytes(file[: data.draw(st.integers(0, 2 * len(file)))])
+    try:
+        files = open_model(path)
+        gguf_tokenizer(path)
+        eos_token_ids(path, files.config)
+        load_weights(files.plan, "float32", lambda array: array)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("pre", ("string", "default"), "how text is cut is known for llama-bpe"),
+        ("model", ("string", "bert"), "model is 'bert', not gpt2 or llama"),
+        ("merges", ("array", ["a b c"]), "its merges do not fit its tokens"),
+        ("merges", ("array", ["a nothing"]), "its merges do not fit its tokens"),
+        ("tokens", ("array", ["a", "a"]), "has 1 tokens twice"),
+        ("eos_token_id", ("uint32", 9999), "eos_token_id is 9999, and there are 2"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_built(tmp_path: Path, key: str, value: Any, expected: str) -> None:
+    path = vocabulary_file(tmp_path / "x.gguf", "gpt-2", **{f"tokenizer.ggml.{key}": value})
+    with pytest.raises(CheckpointError, match=re.escape(expected)) as caught:
+        gguf_tokenizer(path)
+    assert "--tokenizer" in str(caught.value)
