@@ -11,7 +11,7 @@ from jaxpage.simulation.paper.pool import Pool
 SHORT = {"alpaca", "translation"}  # many short requests: a shorter window has more of them
 # Rates of a curve, as shares of the highest that it is expected to sustain
 SHARES = (0.4, 0.7, 0.9, 1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
-QUICK_SHARES = (0.5, 0.9, 1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
+QUICK_SHARES = (0.6, 1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
 
 
 @dataclass(frozen=True)
