@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from jaxpage.bench import sharing
@@ -42,20 +40,7 @@ def test_written_prompts_have_the_lengths_that_were_asked_for(llm):
     assert [item.prompt_token_ids[0] for item in written] == [7, 0]
 
 
-def test_beams_share_more_than_samples(capsys):
-    sharing.main(["figure15", "--num-prompts", "2", "--seed", "3"])
-    printed = capsys.readouterr().out
-    results = json.loads(printed.splitlines()[-1])["results"]
-    by_method = {(result["method"], result["width"]): result["saved_by_sharing"] for result in results}
-    assert len(by_method) == 6 and "6.1 / 8.5 / 9.8" in printed
-    for width in sharing.WIDTHS:
-        assert 0 < by_method["parallel sampling", width] < by_method["beam search", width] < 1
-
-
-@pytest.mark.parametrize(
-    "words", [["figure99"], ["figure15", "--num-prompts", "0"], ["figure15", "--model", "nowhere"]]
-)
-def test_wrong_use_exits_with_two(words, capsys):
-    with pytest.raises(SystemExit) as exit_of:
-        sharing.main(words)
-    assert exit_of.value.code == 2 and "error" in capsys.readouterr().err
+def test_beams_share_more_than_samples(llm):
+    workload = sharing.written_prompts(llm, [WorkItem(tuple(range(1, 40)), 50)])
+    samples, beams = (sharing.measure(llm, workload, method, 4) for method in ("parallel sampling", "beam search"))
+    assert 0 < samples.saved_by_sharing < beams.saved_by_sharing < 1

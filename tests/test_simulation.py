@@ -21,6 +21,7 @@ from jaxpage.simulation import benchmark
 from jaxpage.simulation.accounting import Run, State, TimeAverage
 from jaxpage.simulation.costs import A100_OPT_13B, AnalyticCost
 from jaxpage.simulation.host_time import Decoding, Queue, WaitingTime, least
+from jaxpage.simulation.policies import PagedScheduler
 from jaxpage.simulation.pressure import Mode, press, requests_at_once
 from jaxpage.simulation.saturation import saturate
 from jaxpage.simulation.setup import Setup
@@ -142,7 +143,7 @@ def test_what_can_never_run_is_refused() -> None:
 
 
 def test_swapping_takes_its_time() -> None:
-    class Swaps(Scheduler):
+    class Swaps(PagedScheduler):
         """Says of its second step that it swaps."""
 
         def plan(self) -> StepPlan | None:

@@ -1,6 +1,66 @@
-"""Measures figures of the PagedAttention paper on an engine: `python tools/reproduce_paper.py --help`."""
+"""Draws the figures of the PagedAttention paper with this project's scheduler, block manager and kernels.
 
-from jaxpage.bench.sharing import main
+    python tools/reproduce_paper.py --quick --out /tmp/paper
+    python tools/reproduce_paper.py --docs
+
+Needs `pip install 'jaxpage[plot]'`. A line for each figure goes to standard error; status 1 means that a tolerance fails.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.simulation.paper.block_sizes import AttentionTime
+from jaxpage.simulation.paper.main import main
+from pallas_kernels import paged_attention
+
+NUM_HEADS, HEAD_WIDTH, BLOCK_SIZE = 40, 128, 16  # of OPT-13B, in float32
+ROUNDS = 15
+
+
+def measure_attention(contexts: Sequence[int], nums_rows: Sequence[int]) -> list[AttentionTime]:
+    """This project's kernel over blocks in any order, and over one block as long as the context, which is contiguous."""
+    backend = "cpu" if jax.default_backend() == "cpu" else "auto"
+    times = []
+    for num_rows in nums_rows:
+        for context in contexts:
+            paged, contiguous = _microseconds(num_rows, context, (BLOCK_SIZE, context), backend)
+            times.append(AttentionTime(context, num_rows, paged, contiguous))
+    return times
+
+
+def _microseconds(num_rows: int, context: int, block_sizes: Sequence[int], backend: str) -> list[float]:
+    """Medians of rounds in which the block sizes take turns."""
+    calls = []
+    for block_size in block_sizes:
+        num_blocks = context // block_size
+        random = np.random.default_rng(0)
+        shape = (1 + num_rows * num_blocks, block_size, NUM_HEADS, HEAD_WIDTH)
+        k, v = (jnp.asarray(random.standard_normal(shape, np.float32)) for _ in range(2))
+        q = jnp.asarray(random.standard_normal((num_rows, NUM_HEADS, HEAD_WIDTH), np.float32))
+        table = 1 + random.permutation(num_rows * num_blocks).reshape(num_rows, num_blocks).astype(np.int32)
+        lengths, starts = jnp.full(num_rows, context, jnp.int32), jnp.arange(num_rows + 1, dtype=jnp.int32)
+        function = jax.jit(
+            lambda *arrays: paged_attention(*arrays, scale=HEAD_WIDTH**-0.5, backend=backend, max_query_len=1)
+        )
+        calls.append((function, (q, k, v, jnp.asarray(table), lengths, starts)))
+        jax.block_until_ready(function(*calls[-1][1]))
+    rounds = [[_timed(function, arrays) for function, arrays in calls] for _ in range(ROUNDS)]
+    return [1e6 * statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def _timed(function: object, arrays: tuple[jax.Array, ...]) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(function(*arrays))  # type: ignore[operator]
+    return time.perf_counter() - began
+
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(measure_attention=measure_attention))

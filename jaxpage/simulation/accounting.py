@@ -40,15 +40,22 @@ class State:
     free_slots: float
     running: float  # requests
     waiting: float  # requests
+    saved_blocks: float  # by sharing: see `MemorySplit`
+    unshared_blocks: float
 
     @classmethod
     def of(cls, split: MemorySplit, running: int, waiting: int) -> State:
         slots = split.token_slots, split.reserved_slots, split.internal_fragmentation_slots, split.free_slots
-        return cls(*slots, running, waiting)
+        return cls(*slots, running, waiting, split.saved_blocks, split.unshared_blocks)
 
     @property
     def num_slots(self) -> float:
         return self.token_slots + self.reserved_slots + self.internal_slots + self.free_slots
+
+    @property
+    def saved_by_sharing(self) -> float:
+        """Blocks saved by sharing / blocks without sharing, 0 to 1: figure 15."""
+        return self.saved_blocks / self.unshared_blocks if self.unshared_blocks else 0.0
 
     @property
     def pool_waste(self) -> float:
@@ -89,10 +96,11 @@ class TimeAverage:
 
 @dataclass
 class Run:
-    """A trace from its beginning to the last token. Seconds are virtual."""
+    """A trace from its beginning to the last token, or to where it was stopped. Seconds are virtual."""
 
     average: TimeAverage
     served: dict[str, Served] = field(default_factory=dict)  # by request id, in the order in which they finished
+    unfinished: list[Arrival] = field(default_factory=list)  # when it was stopped
     seconds: float = 0.0
     num_steps: int = 0
     longest_step: float = 0.0
@@ -107,5 +115,6 @@ class Run:
 
     @property
     def normalized_latency(self) -> float:
-        """Mean over the requests, the paper's measure of service."""
-        return fmean(served.normalized_latency for served in self.served.values())
+        """Mean over the requests, the paper's measure of service. Who has not finished counts with the time until now, a lower bound."""
+        waited = [(self.seconds - arrival.seconds) / arrival.num_output_tokens for arrival in self.unfinished]
+        return fmean([*(served.normalized_latency for served in self.served.values()), *waited])

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from jaxpage.scheduling import Scheduler
 from jaxpage.simulation.accounting import Run, TimeAverage
 from jaxpage.simulation.costs import A100_OPT_13B, CostModel
+from jaxpage.simulation.policies import Policy
 from jaxpage.simulation.simulator import Simulator
 from jaxpage.simulation.traces import poisson_trace
 
@@ -32,7 +32,7 @@ class Saturation:
 
 
 def saturate(
-    new_scheduler: Callable[[], Scheduler],
+    new_scheduler: Callable[[], Policy],
     dataset: str,
     rate: float,
     seconds: float,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
-from jaxpage.scheduling import Preemption, Scheduler
+from jaxpage.scheduling import Preemption
+from jaxpage.simulation.policies import PagedScheduler
 from jaxpage.step.limits import StepLimits
 
 
@@ -20,9 +21,9 @@ class Setup:
     prefix_caching: bool = False
     preemption: Preemption = field(default_factory=Preemption)  # to as many host blocks as the pool has
 
-    def new_scheduler(self) -> Scheduler:
+    def new_scheduler(self) -> PagedScheduler:
         limits = StepLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_num_seqs, mixed=True)
         index = PrefixIndex(self.block_size) if self.prefix_caching else None
         pool, host_pool = BlockPool(self.num_blocks + 1), BlockPool(self.num_blocks + 1)
         manager = BlockManager([BlockTables(pool, self.block_size, host_pool=host_pool)], index)
-        return Scheduler(limits, manager, max_num_seqs=self.max_num_seqs, preemption=self.preemption)
+        return PagedScheduler(limits, manager, max_num_seqs=self.max_num_seqs, preemption=self.preemption)

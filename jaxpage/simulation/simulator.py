@@ -1,13 +1,15 @@
-"""Drives the engine's own scheduler and block manager through a trace on a virtual clock."""
+"""Drives a scheduler, the engine's own or one to compare it with, through a trace on a virtual clock."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from jaxpage.scheduling import Scheduler
 from jaxpage.simulation.accounting import Run, Served, State, TimeAverage
+from jaxpage.simulation.beams import Ancestry
 from jaxpage.simulation.costs import CostModel
+from jaxpage.simulation.policies import Policy
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
 from jaxpage.step.plan import Row, StepPlan
@@ -20,14 +22,16 @@ class Simulator:
     def __init__(
         self,
         arrivals: Iterable[Arrival],
-        scheduler: Scheduler,
+        scheduler: Policy,
         cost: CostModel,
         *,
         average: TimeAverage | None = None,
         look_every: int = 1,
+        ancestries: Mapping[int, Sequence[Ancestry]] | None = None,
     ) -> None:
         """
         Args:
+            ancestries: of beam searches: see `ScriptedRequests`.
             average: what is averaged, and over which window; None: everything over the whole run.
             look_every: steps from one look at the memory to the next; a look walks all block tables.
         """
@@ -36,19 +40,21 @@ class Simulator:
         self.result = Run(average or TimeAverage())
         self._look_every = look_every
         self._arrivals = deque(sorted(arrivals, key=lambda arrival: arrival.seconds))
-        self._requests = ScriptedRequests()
+        self._requests = ScriptedRequests(ancestries)
         self._arrival_of: dict[str, Arrival] = {}  # by request id, of those that are not finished
         self._first_token: dict[str, float] = {}  # by request id
 
-    def run(self) -> Run:
-        """Steps until every request of the trace has finished. Raises CapacityError if one could never run."""
-        while self._arrivals or self.scheduler.has_unfinished:
+    def run(self, until: float = math.inf) -> Run:
+        """Steps until every request of the trace has finished, or the clock has come to `until`. Raises CapacityError if a request could
+        never run."""
+        while (self._arrivals or self.scheduler.has_unfinished) and self.result.seconds < until:
             self._let_in()
             plan = self.scheduler.plan()
             if plan is not None:
                 self._step(plan)
             else:
                 self._pass(self._arrivals[0].seconds, ())
+        self.result.unfinished = [*self._arrival_of.values()]
         return self.result
 
     def _let_in(self) -> None:
@@ -59,8 +65,8 @@ class Simulator:
             self._arrival_of[group.request.request_id] = arrival
 
     def _step(self, plan: StepPlan) -> None:
-        block_size, result = self.scheduler.block_manager.block_size, self.result
-        swapping = self.cost.swap_seconds(len(plan.swap_out) + len(plan.swap_in), block_size)
+        result = self.result
+        swapping = self.cost.swap_seconds(len(plan.swap_out) + len(plan.swap_in), self.scheduler.block_size)
         seconds = self.cost.compute_seconds(plan) + swapping
         result.num_steps += 1
         result.longest_step = max(result.longest_step, seconds)
@@ -79,14 +85,7 @@ class Simulator:
             self.result.average.add(self._state(rows), begin, until)
 
     def _state(self, rows: tuple[Row, ...]) -> State:
-        """The scheduler between plan and commit. What the step computes counts as tokens: their slots are being written."""
-        scheduler = self.scheduler
-        running = [sequence for group in scheduler.running for sequence in group.unfinished]
-        computed = {sequence.sequence_id: sequence.num_computed_tokens for sequence in running}
-        computed |= {row.sequence_id: row.context_length for row in rows}
-        known = {sequence.sequence_id: sequence.num_known_tokens for sequence in running}
-        split = scheduler.block_manager.usage(computed, known)
-        return State.of(split, scheduler.num_running, scheduler.num_waiting)
+        return State.of(self.scheduler.memory(rows), self.scheduler.num_running, self.scheduler.num_waiting)
 
     def _note(self, group: SequenceGroup) -> None:
         request_id, now = group.request.request_id, self.result.seconds

@@ -83,6 +83,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "*",
     ): "Pallas' Mosaic backend takes a quarter of a second to import, and a CPU needs none",
     ("jaxpage/bench/throughput.py", "jaxpage.bench.memory_plot"): "the picture needs matplotlib, the rest does not",
+    (
+        "jaxpage/simulation/paper/main.py",
+        "jaxpage.simulation.paper.plots",
+    ): "the pictures need matplotlib, and without it the program says so",
     ("tools/compare_engines.py", "matplotlib.figure"): "the chart needs matplotlib, the rest does not",
 }
 # Files that import modules by name.

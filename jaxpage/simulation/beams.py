@@ -1,0 +1,53 @@
+"""Beam searches that follow the ancestry of real ones: which beams go on is the model's, and decides how many blocks they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
+
+# Of each step of a search, behind the first: (beam that is dropped, beam that goes on twice in its place), by their places.
+Ancestry = Sequence[Sequence[tuple[int, int]]]
+
+
+class ScriptedBeams:
+    """The sequences of one search. Its ancestry begins anew where the search is longer than the real one was."""
+
+    def __init__(self, sequence_ids: Sequence[int], ancestry: Ancestry) -> None:
+        """sequence_ids: that of the first sequence, then those that forks may have, twice as many as beams in all."""
+        self._beams = [sequence_ids[0]]  # by place
+        self._free = list(reversed(sequence_ids[1:]))
+        self._width = len(sequence_ids) // 2
+        self._ancestry = ancestry
+        self._num_steps = 0
+        self._num_drawn = 0  # beams of the current step
+
+    def drawn(self, token_id: int, *, is_last: bool) -> list[Edit]:
+        """One of the beams has drawn. When all have, those that fall out are dropped, the others go on, and all grow."""
+        self._num_drawn += 1
+        if self._num_drawn < len(self._beams):
+            return []
+        self._num_drawn = 0
+        edits = self._first() if len(self._beams) < self._width else self._next()
+        for sequence_id in self._beams:
+            edits.append(Append(sequence_id, token_id))
+            if is_last:
+                edits.append(Finish(sequence_id, "length"))
+        return edits
+
+    def _first(self) -> list[Edit]:
+        """The prompt goes on as all beams."""
+        self._beams += [self._free.pop() for _ in range(self._width - 1)]
+        return [Fork(self._beams[0], child, index) for index, child in enumerate(self._beams[1:], start=1)]
+
+    def _next(self) -> list[Edit]:
+        replaced = self._ancestry[self._num_steps % len(self._ancestry)] if self._ancestry else ()
+        self._num_steps += 1
+        dropped = [self._beams[place] for place, _ in replaced]
+        forks: list[Edit] = []
+        for place, parent in replaced:
+            child = self._free.pop()
+            forks.append(Fork(self._beams[parent], child, place))
+            self._beams[place] = child
+        self._free += dropped
+        return [*(Drop(sequence_id) for sequence_id in dropped), *forks]

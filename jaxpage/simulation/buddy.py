@@ -1,0 +1,60 @@
+"""Contiguous slots in powers of two: the buddy allocator that the PagedAttention paper gave its Orca baselines."""
+
+from __future__ import annotations
+
+
+class BuddyAllocator:
+    """Hands out chunks of 2^k slots, each at a multiple of its size.
+
+    The smallest free chunk that holds what is asked is halved until it is as small as it can be, the lowest first. A chunk that comes back
+    is joined with its other half whenever that is free. A pool that is no power of two begins as one chunk for each bit of its size.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """Raises ValueError if there is no slot."""
+        if num_slots < 1:
+            raise ValueError(f"{num_slots=} must be at least 1")
+        self.num_slots = num_slots
+        self._sizes: dict[int, int] = {}  # of the chunks in use, by their first slots
+        self._free: list[set[int]] = [set() for _ in range(num_slots.bit_length())]  # first slots, by the logarithm
+        start = 0
+        for order in reversed(range(num_slots.bit_length())):
+            if num_slots >> order & 1:
+                self._free[order].add(start)
+                start += 1 << order
+
+    @property
+    def num_free(self) -> int:
+        return sum(len(starts) << order for order, starts in enumerate(self._free))
+
+    @property
+    def largest(self) -> int:
+        """The largest chunk that an empty pool has."""
+        return 1 << (self.num_slots.bit_length() - 1)
+
+    def allocate(self, num_slots: int) -> int | None:
+        """The first slot of a chunk that holds so many; None: there is none, however many slots are free in smaller ones.
+
+        Raises ValueError if fewer than one is asked for.
+        """
+        if num_slots < 1:
+            raise ValueError(f"{num_slots=} must be at least 1")
+        wanted = (num_slots - 1).bit_length()
+        order = next((order for order in range(wanted, len(self._free)) if self._free[order]), None)
+        if order is None:
+            return None
+        start = min(self._free[order])
+        self._free[order].remove(start)
+        for smaller in range(wanted, order):
+            self._free[smaller].add(start + (1 << smaller))
+        self._sizes[start] = 1 << wanted
+        return start
+
+    def free(self, start: int) -> None:
+        """Takes a chunk back. Raises KeyError if none in use begins there."""
+        order = self._sizes.pop(start).bit_length() - 1
+        while (buddy := start ^ (1 << order)) in self._free[order]:
+            self._free[order].remove(buddy)
+            start = min(start, buddy)
+            order += 1
+        self._free[order].add(start)

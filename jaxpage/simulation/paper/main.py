@@ -1,0 +1,97 @@
+"""The program that draws the figures: `tools/reproduce_paper.py`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from jaxpage.simulation.paper.block_sizes import MeasureAttention, figure_18, figure_19
+from jaxpage.simulation.paper.document import document
+from jaxpage.simulation.paper.memory import memory_figures, table_1
+from jaxpage.simulation.paper.plan import Effort
+from jaxpage.simulation.paper.pool import Pool
+from jaxpage.simulation.paper.results import Figure
+from jaxpage.simulation.paper.serving import figure_12, figure_14, figure_16, figure_17
+from jaxpage.simulation.paper.sharing import decode, figure_15
+
+NAMES = ("table1", "2", "12", "13", "14", "15", "16", "17", "18", "19")
+DOCS = Path("docs")
+
+
+def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttention) -> int:
+    """Writes the document and its pictures. Status 1: a tolerance fails."""
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    wanted = arguments.figures.split(",") if arguments.figures else list(NAMES)
+    if unknown := set(wanted) - set(NAMES):
+        parser.error(f"--figures: {', '.join(sorted(unknown))} not among {', '.join(NAMES)}")
+    if arguments.docs and (arguments.figures or arguments.quick):
+        parser.error("--docs writes all figures, with three seeds: it goes with neither --figures nor --quick")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("the pictures need matplotlib: pip install 'jaxpage[plot]'")
+    with Pool(arguments.processes) as pool:
+        effort = Effort(pool, arguments.quick)
+        figures = list(_figures(effort, wanted, measure_attention))
+    _write(arguments, effort, figures)
+    failed = [check for figure in figures for check in figure.checks if not check.holds]
+    for check in failed:
+        print(f"{check.name}: {check.value:.2f} is not in {check.low:.2f} to {check.high:.2f}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="reproduce_paper.py", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one seed, shorter windows, fewer panels: under two minutes")
+    add("--out", type=Path, default=Path("paper"), metavar="DIR", help="for paper.md and the pictures; default: paper")
+    add("--figures", metavar="LIST", help=f"some of them, comma-separated: {','.join(NAMES)}; default: all")
+    add("--docs", action="store_true", help="write docs/paper.md and docs/images/paper/ instead")
+    add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="default: one for each core")
+    return parser
+
+
+def _figures(effort: Effort, wanted: Sequence[str], measure_attention: MeasureAttention) -> Iterator[Figure]:
+    """In the order in which they are asked for, with a line of progress for each."""
+    started = time.monotonic()
+    memory = functools.cache(lambda: memory_figures(effort))
+    decoded = functools.cache(lambda: decode(effort))
+    makers: dict[str, Callable[[], Figure]] = {
+        "table1": table_1,
+        "2": lambda: memory()[0],
+        "12": lambda: figure_12(effort),
+        "13": lambda: memory()[1],
+        "14": lambda: figure_14(effort, decoded().ancestries),
+        "15": lambda: figure_15(effort, decoded()),
+        "16": lambda: figure_16(effort),
+        "17": lambda: figure_17(effort),
+        "18": lambda: figure_18(effort, measure_attention),
+        "19": lambda: figure_19(effort),
+    }
+    assert tuple(makers) == NAMES
+    for name in wanted:
+        yield makers[name]()
+        print(f"figure {name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def _write(arguments: argparse.Namespace, effort: Effort, figures: Sequence[Figure]) -> None:
+    from jaxpage.simulation.paper.plots import save
+
+    directory, pictures, formats = arguments.out, arguments.out, ["png", "svg"]
+    if arguments.docs:
+        directory, pictures, formats = DOCS, DOCS / "images" / "paper", ["svg"]
+    pictures.mkdir(parents=True, exist_ok=True)
+    for figure in figures:
+        save(figure, pictures, formats)
+    images = "images/paper/{}.svg" if arguments.docs else "{}.png"
+    command = "python tools/reproduce_paper.py" + (
+        " --quick" if arguments.quick else " --docs" if arguments.docs else ""
+    )
+    text = document(figures, command=command, effort=effort.text, images=images)
+    (directory / "paper.md").write_text(text, encoding="utf-8")
+    print(directory / "paper.md")
