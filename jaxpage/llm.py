@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, get_args
 
+import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateError
 from tqdm import tqdm
 
 from jaxpage.engine.admission import CheckedParams, PreparedRequest
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
+from jaxpage.engine.embedding import Embedder, Pooling
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.engine.prompts import normalise, one_each
 from jaxpage.engine.reporting import Reporter
@@ -59,6 +62,8 @@ class LLM:
         self.memory = built.memory
         self.sampling_defaults = built.sampling_defaults  # what the model's generation_config.json says of sampling
         self._calls = Calls(built.engine)
+        self._model = built.model
+        self._embedder: Embedder | None = None
 
     @classmethod
     def from_config(
@@ -119,6 +124,70 @@ class LLM:
             raise ValueError(f"stream takes one prompt, not {len(requests)}; use generate for several")
         check_streamable(requests[0].params)
         return RequestStream(self._calls, requests[0])
+
+    def score(
+        self,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]],
+        continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
+        use_tqdm: bool = False,
+    ) -> list[float] | list[list[float]]:
+        """Log probabilities of continuations: of each of their tokens, behind the prompt and those before it.
+
+        The executables of generation compute them, so they are those that `generate` reports for the same tokens (in float32 on a CPU to
+        the last bit). Their sum says how likely a continuation is.
+
+        Args:
+            prompt_token_ids: token ids, at least one; or a list of those.
+            continuation_token_ids: token ids, at least one; or one list for each prompt.
+
+        Returns a number for each token of the continuation; for lists, a list for each.
+
+        Raises TypeError, ValueError and CapacityError as `generate` does. With the continuation there has to be room for one token more.
+        """
+        single = not len(prompt_token_ids) or not isinstance(prompt_token_ids[0], Sequence)
+        prompts: Any = [prompt_token_ids] if single else prompt_token_ids
+        continuations: Any = [continuation_token_ids] if single else continuation_token_ids
+        if len(prompts) != len(continuations):
+            raise ValueError(f"there are {len(prompts)} prompts and {len(continuations)} continuations")
+        pairs = [
+            (list(prompt), list(continuation)) for prompt, continuation in zip(prompts, continuations, strict=True)
+        ]
+        if any(not prompt or not continuation for prompt, continuation in pairs):
+            raise ValueError("a prompt and its continuation must have at least one token each")
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+        outputs = self.generate([prompt + continuation for prompt, continuation in pairs], params, use_tqdm)
+        scores = []
+        for (prompt, continuation), output in zip(pairs, outputs, strict=True):
+            entries = (output.prompt_logprobs or [])[len(prompt) :]
+            scores.append([entry[id_].logprob for entry, id_ in zip(entries, continuation, strict=True) if entry])
+        return scores[0] if single else scores
+
+    def embed(
+        self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True, use_tqdm: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """A vector [N, D] of each of N prompts: hidden states behind the final norm.
+
+        The first call compiles, and so does the first with a prompt of more than 512 tokens, 1,024, and so on.
+
+        Args:
+            prompts: as of `generate`.
+            pooling: "last", the state of the last token, or "mean", of all tokens.
+            normalize: to a length of 1.
+            use_tqdm: show a progress bar on standard error.
+
+        Raises TypeError, ValueError or CapacityError before anything runs.
+        """
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling must be one of {', '.join(get_args(Pooling))}, not {pooling!r}")
+        requests = self._prepare(prompts, SamplingParams(max_tokens=1))
+        with self._calls.alone():
+            if self._embedder is None:
+                options = self._engine.runner.executables.options
+                self._embedder = Embedder(options, self._model.spec.kv, self.config.block_size, self.spec.page_dtype)
+            weights = self._engine.runner.parameters["target"]
+            bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
+            vectors = np.stack([self._embedder.embed(weights, request.token_ids, pooling) for request in bar])
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize else vectors
 
     def chat(
         self,

@@ -1075,7 +1075,7 @@ def test_the_command_with_another_engine(
         def rebuilt(config: Any, *, progress: bool, parts: Any) -> Built:
             assert config.model == str(other) and config.num_blocks == 17
             assert "gpu_memory_utilization" not in config.given(), "nobody had set it"
-            return Built(new_engine(strange, **parts), None, {}, strange.spec)
+            return Built(new_engine(strange, **parts), None, {}, strange.spec, strange._model)
 
         monkeypatch.setattr(replay_module, "build_engine", rebuilt)
         words = ("replay", str(crowd), "--model", str(other))

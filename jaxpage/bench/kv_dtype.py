@@ -22,9 +22,10 @@ from jaxpage.device import kv_pages
 from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.mesh import make_mesh
-from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
+from jaxpage.device.step_inputs import TableShape, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
 from jaxpage.engine.capacity import choose_dtype, device_spec_of
+from jaxpage.engine.embedding import packed_chunk
 from jaxpage.models.base import abstract_model
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -153,24 +154,11 @@ def position_logits(
     rows = []
     for start in range(0, len(token_ids), STEP_TOKENS):
         part = token_ids[start : start + STEP_TOKENS]
-        logits_TV, pages = compiled(parameters, pages, _packed(part, start, width, config.block_size))
+        packed = packed_chunk(part, start, _BUCKET, TableShape(1, width), config.block_size)
+        views(packed, _BUCKET, TableShape(1, width))["drawn_token_R"][:] = np.arange(STEP_TOKENS)
+        logits_TV, pages = compiled(parameters, pages, packed)
         rows.append(np.asarray(logits_TV)[: len(part)])
     return np.concatenate(rows)
-
-
-def _packed(token_ids: Sequence[int], start: int, width: int, block_size: int) -> npt.NDArray[np.int32]:
-    """A step of one row, in the blocks from 1 on, that asks for the logits of every token."""
-    count = len(token_ids)
-    packed = np.zeros(packed_size(_BUCKET, TableShape(1, width)), np.int32)
-    fields: dict[str, Any] = views(packed, _BUCKET, TableShape(1, width))
-    fields["token_ids_T"][:count] = token_ids
-    fields["positions_T"][:count] = np.arange(start, start + count)
-    fields["slots_ZT"][0, :count] = block_size + np.arange(start, start + count)
-    fields["block_table_ZBM"][0, 0] = np.arange(1, width + 1)
-    fields["context_len_B"][0] = start + count
-    fields["query_start"][1:] = count
-    fields["drawn_token_R"][:] = np.arange(STEP_TOKENS)
-    return packed
 
 
 def table(measures: Sequence[tuple[str, str, str]], columns: dict[str, dict[str, float]]) -> str:

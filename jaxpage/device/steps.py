@@ -197,6 +197,20 @@ def logits_step(
         return model.logits(hidden_TD[inputs.drawn_token_R]), pages + own_pages
 
 
+def pooled_step(
+    parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
+) -> tuple[jax.Array, KVPages]:
+    """Of a step with one row: the hidden state of its last token, and the sum of those of all, as float32 [2, D]; and the pages.
+
+    parameters: of the model.
+    """
+    with grouped_products(make_grouped_product(options.attention_backend)):
+        _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
+    count, hidden_TD = inputs.query_start[1], hidden_TD.astype(jnp.float32)
+    is_token_T1 = (jnp.arange(bucket.num_tokens) < count)[:, None]
+    return jnp.stack([hidden_TD[count - 1], jnp.where(is_token_T1, hidden_TD, 0.0).sum(axis=0)]), pages
+
+
 def _hidden(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:

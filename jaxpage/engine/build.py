@@ -57,6 +57,7 @@ class Built:
     tokenizer: Any | None
     sampling_defaults: dict[str, Any]  # of SamplingParams, from generation_config.json
     spec: EngineSpec
+    model: ModelFiles
 
     @property
     def memory(self) -> MemoryPlan:
@@ -127,7 +128,7 @@ def build_engine(
     memory = replace(spec.memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
         _print([_of_cache(memory, executables)])
-    return Built(engine, tokenizer, sampling_defaults, replace(spec, memory=memory))
+    return Built(engine, tokenizer, sampling_defaults, replace(spec, memory=memory), files)
 
 
 def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, drafting: Drafting) -> EngineSpec:

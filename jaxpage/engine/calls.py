@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,13 @@ class Calls:
     def check_open(self) -> None:
         if self._closed:
             raise RuntimeError("This LLM was shut down")
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While it is open, no other call steps the engine."""
+        with self._lock:
+            self.check_open()
+            yield
 
     def add(
         self, requests: Iterable[PreparedRequest], reporters: dict[str, Reporter], *, kind: str = "request"

@@ -1,0 +1,85 @@
+"""Hidden states of whole prompts, pooled into one vector each: `LLM.embed`.
+
+A prompt runs by itself, in chunks of one shape, over pages of its own: nothing of the scheduler, its pool or its steps is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.device import kv_pages
+from jaxpage.device.buckets import Bucket
+from jaxpage.device.executables import compiled
+from jaxpage.device.mesh import make_mesh
+from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
+from jaxpage.device.steps import StepOptions, pooled_step
+from jaxpage.models.base import KVSpec
+
+Pooling = Literal["last", "mean"]
+CHUNK_TOKENS = 128
+LEAST_POSITIONS = 512  # of the pages; longer prompts have twice that, and so on, each compiled when it is first needed
+
+
+class Embedder:
+    """Not for several threads at once."""
+
+    def __init__(self, options: StepOptions, kv: KVSpec, block_size: int, page_dtype: Any):
+        self._options = options._replace(drafter=None, layer_groups=(0,) * kv.num_layers)
+        self._kv, self._block_size, self._page_dtype = kv, block_size, page_dtype
+        self._steps: dict[int, Any] = {}  # by the positions that their pages have
+        self._bucket = Bucket(CHUNK_TOKENS, 2, CHUNK_TOKENS)
+
+    def embed(self, parameters: Any, token_ids: Sequence[int], pooling: Pooling) -> npt.NDArray[np.float32]:
+        """The hidden state [D] behind the final norm: of the last token, or the mean of all.
+
+        parameters: of the model, as they are on the device.
+        """
+        positions = LEAST_POSITIONS
+        while positions < len(token_ids):
+            positions *= 2
+        width = -(-positions // self._block_size)
+        pages = make_mesh().zeros(kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype))
+        total = np.zeros(0, np.float64)
+        for start in range(0, len(token_ids), CHUNK_TOKENS):
+            packed = self._packed(token_ids[start : start + CHUNK_TOKENS], start, width)
+            if width not in self._steps:
+                self._steps[width] = self._compiled(parameters, pages, width)
+            pooled, pages = self._steps[width](parameters, pages, packed)
+            last_D, sum_D = np.asarray(pooled)
+            total = sum_D.astype(np.float64) + (total if total.size else 0.0)
+        return last_D if pooling == "last" else (total / len(token_ids)).astype(np.float32)
+
+    def _compiled(self, parameters: Any, pages: kv_pages.KVPages, width: int) -> Any:
+        tables = TableShape(1, width)
+        options = self._options._replace(tables=tables, context=width * self._block_size)
+
+        def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
+            return pooled_step(parameters, pages, unpack(packed, self._bucket, tables), self._bucket, options)
+
+        packed = jnp.zeros(packed_size(self._bucket, tables), jnp.int32)
+        return compiled(jax.jit(step, donate_argnums=1), parameters, pages, packed)
+
+    def _packed(self, token_ids: Sequence[int], start: int, width: int) -> npt.NDArray[np.int32]:
+        return packed_chunk(token_ids, start, self._bucket, TableShape(1, width), self._block_size)
+
+
+def packed_chunk(
+    token_ids: Sequence[int], start: int, bucket: Bucket, tables: TableShape, block_size: int
+) -> npt.NDArray[np.int32]:
+    """A step of one sequence whose tokens before `start` are computed. Its blocks are those from 1 on."""
+    count = len(token_ids)
+    packed = np.zeros(packed_size(bucket, tables), np.int32)
+    fields: dict[str, Any] = views(packed, bucket, tables)
+    fields["token_ids_T"][:count] = token_ids
+    fields["positions_T"][:count] = np.arange(start, start + count)
+    fields["slots_ZT"][0, :count] = block_size + np.arange(start, start + count)
+    fields["block_table_ZBM"][0, 0] = np.arange(1, tables.width + 1)
+    fields["context_len_B"][0] = start + count
+    fields["query_start"][1:] = count
+    return packed

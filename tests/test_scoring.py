@@ -1,0 +1,90 @@
+"""`LLM.score` and `LLM.embed`: against transformers, and against what generation reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, make_llm
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+from tests.support.hf_models import save_model  # noqa: E402
+
+LENGTHS = (3, 41, 100, 7)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("model")
+    return directory, save_model("qwen2-layer-types", directory)
+
+
+@pytest.fixture(scope="module")
+def llm(model: tuple[Path, Any]) -> Any:
+    with make_llm(model[0], max_model_len=128) as made:
+        yield made
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 131, length).tolist() for length in LENGTHS]
+
+
+def test_scores_are_those_of_transformers(model: tuple[Path, Any], llm: LLM) -> None:
+    continuations = [[5, 6, 7], [1], [130, 0, 4, 4, 9], [77] * 10]
+    scores = llm.score(prompts(), continuations)
+    for prompt, continuation, score in zip(prompts(), continuations, scores, strict=True):
+        with torch.no_grad():
+            logprobs = model[1](torch.tensor([prompt + continuation])).logits[0].double().log_softmax(-1)
+        wanted = [float(logprobs[len(prompt) + i - 1, id_]) for i, id_ in enumerate(continuation)]
+        np.testing.assert_allclose(score, wanted, atol=1e-4)
+    assert llm.score(prompts()[0], [5, 6, 7]) == scores[0]
+
+
+def test_scores_are_what_generation_reports_to_the_last_bit(model: tuple[Path, Any], llm: LLM) -> None:
+    """Also in an engine that has another pool, other chunks and other blocks, and a cached prefix."""
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=20, ignore_eos=True, logprobs=0)
+    outputs = [output.outputs[0] for output in llm.generate(prompts(), params, use_tqdm=False)]
+    reported = [
+        [entry[id_].logprob for entry, id_ in zip(one.logprobs or [], one.token_ids, strict=True)] for one in outputs
+    ]
+    texts = [list(one.token_ids) for one in outputs]
+    assert llm.score(prompts(), texts) == reported
+    with make_llm(model[0], **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65, "max_model_len": 128}) as other:
+        assert other.score(prompts(), texts) == reported
+
+
+def test_embeddings_are_hidden_states_of_transformers(model: tuple[Path, Any], llm: LLM) -> None:
+    for pooling in ("last", "mean"):
+        vectors = llm.embed(prompts(), pooling=pooling, normalize=False, use_tqdm=False)  # type: ignore[arg-type]
+        unit = llm.embed(prompts(), pooling=pooling, use_tqdm=False)  # type: ignore[arg-type]
+        for prompt, vector, one in zip(prompts(), vectors, unit, strict=True):
+            with torch.no_grad():
+                hidden = model[1].model(torch.tensor([prompt])).last_hidden_state[0].double()
+            wanted = (hidden[-1] if pooling == "last" else hidden.mean(0)).numpy()
+            np.testing.assert_allclose(vector, wanted, atol=1e-4)
+            np.testing.assert_allclose(one, wanted / np.linalg.norm(wanted), atol=1e-4)
+    assert llm.embed([prompts()[2]], normalize=False, use_tqdm=False).shape == (1, 48)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([1, 2], []), "at least one token each"),
+        (([[1], [2]], [[3]]), "2 prompts and 1 continuations"),
+        (([1], [999]), "999"),
+    ],
+)
+def test_scores_that_cannot_be_had(arguments: Any, text: str, llm: LLM) -> None:
+    with pytest.raises(ValueError, match=text):
+        llm.score(*arguments)
+
+
+def test_a_pooling_that_is_unknown(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="pooling must be one of last, mean, not 'max'"):
+        llm.embed([1, 2], pooling="max")  # type: ignore[arg-type]
