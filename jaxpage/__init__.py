@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpage.llm import LLM
     from jaxpage.memory import MemoryReport
+    from jaxpage.models.registry import register_model
     from jaxpage.outputs import CompletionOutput, RequestOutput
     from jaxpage.settings.engine_config import EngineConfig
     from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -25,6 +26,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "register_model",
 ]
 
 _HOMES = {
@@ -35,6 +37,7 @@ _HOMES = {
     "BeamSearchParams": "jaxpage.settings.sampling_params",
     "RequestOutput": "jaxpage.outputs",
     "CompletionOutput": "jaxpage.outputs",
+    "register_model": "jaxpage.models.registry",
 }
 
 

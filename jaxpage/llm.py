@@ -6,17 +6,22 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, get_args
 
+import jax
 import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateError
 from tqdm import tqdm
 
+from jaxpage.checkpoints import load_weights, named_parameters, open_parameters, with_parameters
+from jaxpage.device.mesh import make_mesh
 from jaxpage.engine.admission import CheckedParams, PreparedRequest
+from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.embedding import Embedder, Pooling
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.engine.prompts import normalise, one_each
 from jaxpage.engine.reporting import Reporter
+from jaxpage.errors import UnsupportedError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.replay.opening import open_engine
@@ -54,8 +59,11 @@ class LLM:
         verbose: bool | None = None,
         **settings: Any,
     ):
-        self.config = EngineConfig(model=os.fspath(model), **settings)
-        built = open_engine(self.config, progress=use_tqdm, verbose=verbose)
+        config = EngineConfig(model=os.fspath(model), **settings)
+        self._use(config, open_engine(config, progress=use_tqdm, verbose=verbose))
+
+    def _use(self, config: EngineConfig, built: Built) -> None:
+        self.config = config
         self._engine = built.engine
         self.tokenizer = built.tokenizer
         self.spec = built.spec
@@ -72,6 +80,77 @@ class LLM:
         """An LLM with the settings of a YAML file; `overrides` win over the file. Raises ConfigError, which names the line."""
         config = resolve_config(path, overrides).config
         return cls(**config.given(), use_tqdm=use_tqdm, verbose=verbose)
+
+    @classmethod
+    def from_parameters(
+        cls,
+        config: Mapping[str, Any],
+        parameters: Mapping[str, Any],
+        tokenizer: Any | None = None,
+        *,
+        use_tqdm: bool = False,
+        verbose: bool | None = None,
+        **settings: Any,
+    ) -> Self:
+        """An LLM of weights that are in memory, as those of a trainer are. No file is read or written.
+
+        Args:
+            config: what config.json of the model says, as a dict.
+            parameters: arrays of numpy or JAX under the names of Hugging Face, weights as [out, in]; a flat dict, or nested at the dots.
+            tokenizer: a tokenizer of transformers, or a directory with its files; None: prompts are token ids.
+            settings: fields of `EngineConfig`, by name.
+
+        Raises CheckpointError with all that does not fit, and the errors of the constructor.
+        """
+        path = os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else None
+        wanted = EngineConfig(model="parameters", tokenizer=path, **settings)
+        if wanted.event_log is not None:
+            raise UnsupportedError(
+                "event_log is not supported with from_parameters: a replay could not find the weights"
+            )
+        files = open_parameters(config, parameters, wanted.quantization)
+        made = cls.__new__(cls)
+        own = None if path else tokenizer
+        made._use(wanted, open_engine(wanted, progress=use_tqdm, verbose=verbose, files=files, tokenizer=own))
+        return made
+
+    def parameters(self) -> dict[str, jax.Array]:
+        """The weights, in the types that they are computed in, by the names that they have in the checkpoint.
+
+        Raises UnsupportedError for quantised weights.
+        """
+        self._calls.check_open()
+        self._check_plain("parameters")
+        return named_parameters(self._model.plan, self._engine.runner.parameters["target"])
+
+    def update_parameters(self, parameters: Mapping[str, Any], *, check_finite: bool = False) -> int:
+        """Takes other weights, without compiling anything. Requests of other threads are finished first, with the old ones.
+
+        The prefix cache is emptied. If anything is wrong, the old weights stay in use.
+
+        Args:
+            parameters: all of them, as of `from_parameters`.
+            check_finite: refuse numbers that are NaN or infinite.
+
+        Returns the version of the weights, which each later output has too (`RequestOutput.weights_version`).
+
+        Raises:
+            CheckpointError: with all names, shapes and types that do not fit.
+            UnsupportedError: the weights are quantised, or events are logged.
+            RuntimeError: a prefix is pinned.
+        """
+        self._check_plain("update_parameters")
+        if self.config.event_log is not None:
+            raise UnsupportedError("update_parameters is not supported with event_log: a log has one set of weights")
+        files = with_parameters(self._model, parameters, check_finite=check_finite)
+        weights = load_weights(files.plan, self.spec.layout.dtype, make_mesh().put)
+        with self._calls.alone():
+            self._calls.drain()
+            return self._engine.replace_weights(weights)
+
+    def _check_plain(self, name: str) -> None:
+        if (found := self._model.quantization) is not None:
+            raise UnsupportedError(f"{name} is not supported for quantised weights ({found.described})")
 
     def generate(
         self, prompts: Any, params: Params | Sequence[Params] | None = None, use_tqdm: bool = True

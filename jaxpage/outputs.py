@@ -68,6 +68,7 @@ class RequestOutput:
     that was cut short has the beams that there were, with "abort" or "error" for a reason.
 
     `prompt_logprobs` has an entry for each token of the prompt, None for the first; the token itself comes first in it.
+    `weights_version` counts the calls of `LLM.update_parameters` before it.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = field(default=None, repr=False)
+    weights_version: int = 0
 
     def echoed(self, index: int = 0, *, prompt: str | None = None) -> CompletionOutput:
         """Output `index` with the prompt before it: text, token ids and, where both were asked for, log probabilities (else None).

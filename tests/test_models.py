@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ import transformers
 from flax import nnx
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import jaxpage
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.parameter import AXES
+from jaxpage.models import registry
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import FAMILIES, load_family
 from tests.support.dense import dense_attend, logits_of
@@ -470,3 +473,14 @@ def test_strict_promotion_holds_in_every_family():
 
             logits = jax.eval_shape(forward, parameters, jax.ShapeDtypeStruct((5,), jnp.int32))
             assert (logits.shape, logits.dtype) == ((5, spec.vocab_size), jnp.float32)
+
+
+def test_a_family_of_ones_own_is_registered(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    config = {**config_json("llama-grouped"), "architectures": ["MyModel"]}
+    with pytest.raises(UnsupportedError, match="'MyModel' is not one of .*register_model adds one of your own"):
+        load_family(config)
+    jaxpage.register_model("MyModel", load_family(config_json("llama-grouped")))
+    assert load_family(config) is load_family(config_json("llama-grouped"))
+    with pytest.raises(TypeError, match="a model family needs Model, prefix, ignored"):
+        jaxpage.register_model("Other", SimpleNamespace(Spec=None))

@@ -6,6 +6,7 @@ Nothing here unpickles, runs code that comes with a model, or touches a device b
 from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_generation_config, stated_dtype
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.fitting import LoadPlan, check_weights
+from jaxpage.checkpoints.in_memory import named_parameters, open_parameters, with_parameters
 from jaxpage.checkpoints.loading import load_sharded, load_weights
 from jaxpage.checkpoints.opening import ModelDescription, ModelFiles, describe_model, open_model, weights_bytes
 from jaxpage.checkpoints.resolve import resolve_model, resolve_model_config
@@ -20,11 +21,14 @@ __all__ = [
     "eos_token_ids",
     "load_sharded",
     "load_weights",
+    "named_parameters",
     "open_model",
+    "open_parameters",
     "read_config",
     "read_generation_config",
     "resolve_model",
     "resolve_model_config",
     "stated_dtype",
     "weights_bytes",
+    "with_parameters",
 ]

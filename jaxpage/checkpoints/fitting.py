@@ -49,10 +49,11 @@ class LoadPlan:
     """Which stored tensors fill which parameter; made by `check_weights`, so all of it fits."""
 
     directory: Path
-    layout: str  # "safetensors", "orbax" or "gguf"
+    layout: str  # "safetensors", "orbax", "gguf" or "memory"
     parameters: tuple[Filled, ...] = ()
     # In a GGUF file, of the tensors that the model's family has other names for.
     names: Mapping[str, str] = field(default_factory=dict)
+    arrays: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # of what is in memory
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:

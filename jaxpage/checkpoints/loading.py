@@ -82,6 +82,8 @@ def stored_arrays(plan: LoadPlan, targets: Mapping[str, Any] | None = None) -> C
         return map_array
     if plan.layout == "gguf":
         return read_gguf_array
+    if plan.layout == "memory":
+        return lambda info: np.asarray(plan.arrays[info.name])
     wanted: dict[str, Any] = {}
     for info in plan.tensors.values():
         # One element stands for all: the target only tells Orbax the shape and the dtype.

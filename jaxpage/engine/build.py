@@ -71,16 +71,20 @@ def build_engine(
     verbose: bool | None = None,
     phase: Callable[[str], None] = lambda name: None,
     parts: EngineParts | None = None,
+    files: ModelFiles | None = None,
+    tokenizer: Any | None = None,
 ) -> Built:
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
 
     progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: called
-    with each of PHASES when it begins. parts: of the engine, in place of its own.
+    with each of PHASES when it begins. parts: of the engine, in place of its own. files, tokenizer: in place of those that the settings
+    name; with files the tokenizer may be None.
     """
     open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
     phase(PHASES[0])
-    files = _opened(config)
-    tokenizer = _tokenizer(config, files)
+    _use_compile_cache()
+    files = _opened(config) if files is None else files
+    tokenizer = _tokenizer(config, files) if tokenizer is None else tokenizer
     sampling_defaults = read_sampling_defaults(files.directory)
     phase(PHASES[1])
     mesh = make_mesh()
@@ -218,10 +222,13 @@ def _stored(mesh: DeviceMesh) -> StoredExecutables | None:
     return StoredExecutables(directory / "executables") if is_ours and mesh.first.platform == "cpu" else None
 
 
-def _opened(config: EngineConfig) -> ModelFiles:
-    """The model's files, after everything that can be refused before they are read."""
+def _use_compile_cache() -> None:
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
         use_compile_cache(compile_cache_directory())
+
+
+def _opened(config: EngineConfig) -> ModelFiles:
+    """The model's files, after everything that can be refused before they are read."""
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")

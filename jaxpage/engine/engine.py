@@ -89,6 +89,7 @@ class Engine:
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
         self._num_pins = 0
+        self.weights_version = 0
         self._blocks_may_be_missing = False  # of a step that was planned and has not run
 
     @property
@@ -145,7 +146,7 @@ class Engine:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
         self.events.arrived(group)
-        return Reporter(group, self.metrics.arrived(request_id), self.tokenizer)
+        return Reporter(group, self.metrics.arrived(request_id), self.tokenizer, self.weights_version)
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whatever it is doing; its blocks are free at once. An unknown id, or a finished one, is no error."""
@@ -209,6 +210,20 @@ class Engine:
         """No request finds what was computed before now. Those that run keep their blocks, and are found again as they go on."""
         self.scheduler.block_manager.forget_cached()
         self.events.prefix_cache_reset()
+
+    def replace_weights(self, target: Any) -> int:
+        """Other weights for the model; no request may be running, and no prefix pinned. Returns their version. Nothing that was computed
+        with the old ones is found again."""
+        if self.has_unfinished:
+            raise RuntimeError("weights cannot be replaced while requests are running or waiting")
+        if pins := len(self.scheduler.block_manager.pins):
+            raise RuntimeError(
+                f"weights cannot be replaced while {pins} prefixes of the old ones are pinned; release them first"
+            )
+        self.reset_prefix_cache()
+        self.runner.replace_parameters(target)
+        self.weights_version += 1
+        return self.weights_version
 
     def pin(self, request_id: str) -> int:
         """Ends a running request, and keeps its computed prompt in place until `unpin`. Raises CapacityError if others need the room."""

@@ -14,10 +14,11 @@ from jaxpage.step.request import Sequence, SequenceGroup
 class Reporter:
     """Reports on one request. Each `delta` starts where the one before ended."""
 
-    def __init__(self, group: SequenceGroup, metrics: RequestMetrics, tokenizer: Any | None):
+    def __init__(self, group: SequenceGroup, metrics: RequestMetrics, tokenizer: Any | None, weights_version: int = 0):
         self._group = group
         self._metrics = metrics
         self._tokenizer = tokenizer
+        self._weights_version = weights_version
         self._prompt_token_ids = list(group.request.prompt_token_ids)  # one list for all chunks
         self._prompt_was_reported = False
         self._seen: dict[int, tuple[int, int]] = {}  # sequence id -> output tokens and characters already reported
@@ -91,6 +92,7 @@ class Reporter:
             finished=self._group.finished,
             prompt_logprobs=prompt_logprobs,
             metrics=self._metrics,
+            weights_version=self._weights_version,
         )
 
     def _completion(self, sequence: Sequence, tokens: int, characters: int) -> CompletionOutput:

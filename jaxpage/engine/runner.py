@@ -75,6 +75,10 @@ class Runner:
         """The weights as they are loaded: a nested dict of arrays."""
         return self._parameters
 
+    def replace_parameters(self, target: Any) -> None:
+        """Takes other weights of the model, of the same shapes and types, from the next step on."""
+        self._parameters = {**self._parameters, "target": target}
+
     @property
     def pages_are_lost(self) -> bool:
         """True after a step that did not come to its end: it took the pages with it, or moved some of its blocks and not others.

@@ -34,6 +34,23 @@ FAMILIES = {
 }
 
 
+_registered: dict[str, Family] = {}
+
+
+def register_model(architecture: str, module: Any) -> None:
+    """Makes a family of your own known: `architectures` of a config.json may name it from now on.
+
+    Args:
+        architecture: as config.json has it.
+        module: a module, or an object, with `Spec`, `Model`, `prefix` and `ignored` (see CONTRIBUTING.md, "A model family").
+
+    Raises TypeError for what lacks one of them. A family of jaxpage's own under the same name is replaced.
+    """
+    if lacking := [name for name in ("Spec", "Model", "prefix", "ignored") if not hasattr(module, name)]:
+        raise TypeError(f"a model family needs {', '.join(lacking)}; {module!r:.80} has none")
+    _registered[architecture] = module
+
+
 def load_family(config: Mapping[str, Any]) -> Family:
     """The family module for `config["architectures"][0]`.
 
@@ -42,6 +59,11 @@ def load_family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError(f"config.json must name the model in architectures, not {names!r}")
+    if names[0] in _registered:
+        return _registered[names[0]]
     if names[0] not in FAMILIES:
-        raise UnsupportedError(f"config.json: architecture {names[0]!r} is not one of {', '.join(FAMILIES)}")
+        known = ", ".join((*FAMILIES, *_registered))
+        raise UnsupportedError(
+            f"config.json: architecture {names[0]!r} is not one of {known}; register_model adds one of your own"
+        )
     return cast(Family, importlib.import_module(f"jaxpage.models.{FAMILIES[names[0]]}"))

@@ -1,0 +1,86 @@
+"""Weights that are in memory already, under the names of Hugging Face: fitted to a model as those of files are, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpage.checkpoints.config_file import check_sizes
+from jaxpage.checkpoints.fitting import LoadPlan, fit_stored
+from jaxpage.checkpoints.opening import ModelFiles, read_spec
+from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
+from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.models.base import model_weights
+from jaxpage.models.quantization.registry import quantization_of, without_quantization
+from jaxpage.models.registry import load_family
+
+PLACE = Path("(parameters in memory)")  # where messages say that they are
+_CODES = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
+
+
+def open_parameters(
+    config: Mapping[str, Any], parameters: Mapping[str, Any], quantization: str | None = None
+) -> ModelFiles:
+    """A model whose config.json is a dict and whose weights are arrays: of numpy or JAX, in a flat or a nested dict.
+
+    Raises one CheckpointError listing all that does not fit.
+    """
+    problems, config = Problems(PLACE), dict(config)
+    check_sizes(config, problems)
+    problems.raise_if_any()
+    family, scheme = load_family(config), quantization_of(config, quantization)
+    spec = read_spec(family, without_quantization(config))
+    empty = ModelFiles(PLACE, config, family, spec, LoadPlan(PLACE, "memory"), scheme)
+    return with_parameters(empty, parameters)
+
+
+def with_parameters(files: ModelFiles, parameters: Mapping[str, Any], *, check_finite: bool = False) -> ModelFiles:
+    """The same model with other weights. Raises as `open_parameters`; check_finite: also for numbers that are NaN or infinite."""
+    problems, arrays = Problems(PLACE), dict(flat(parameters))
+    stored = {}
+    for name, array in arrays.items():
+        dtype = np.dtype(getattr(array, "dtype", None))
+        if dtype not in _CODES:
+            problems.add(f"{name!r} has dtype {dtype}, not one of {', '.join(map(str, _CODES))}")
+            continue
+        stored[name] = TensorInfo(name, _CODES[dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
+    weights = model_weights(files.family, files.spec, files.rule)
+    ignored = (*files.family.ignored, *(files.quantization.ignored if files.quantization else ()))
+    plan = fit_stored(LoadPlan(PLACE, "memory", arrays=arrays), stored, weights, ignored, problems, compare=False)
+    for filled in plan.parameters:
+        for piece, info in filled.pieces:
+            copies = [arrays[name] for name in piece.names if name in stored and name != info.name]
+            if any(not np.array_equal(np.asarray(arrays[info.name]), np.asarray(copy)) for copy in copies):
+                problems.add(f"{info.name!r} is given under another name too, with other numbers")
+            if check_finite and not np.isfinite(np.asarray(arrays[info.name], np.float32)).all():
+                problems.add(f"{info.name!r} has numbers that are not finite")
+    problems.raise_if_any()
+    return replace(files, directory=PLACE, plan=plan)
+
+
+def named_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
+    """The arrays of a loaded model by the names that they have in its checkpoint, shaped as there."""
+    named = {}
+    for filled in plan.parameters:
+        array: Any = tree
+        for key in filled.weight.path:
+            array = array[key]
+        for piece, _ in filled.pieces:
+            part = array[tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape, strict=True))]
+            named[piece.name] = part.T if piece.transpose else part.reshape(piece.stored_shape)
+    return named
+
+
+def flat(parameters: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Of a nested dict, with the keys joined by dots."""
+    for key, value in parameters.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
