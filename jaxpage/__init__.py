@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpage.async_llm import AsyncLLM
     from jaxpage.llm import LLM
     from jaxpage.memory import MemoryReport
     from jaxpage.models.registry import register_model
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
@@ -31,6 +33,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "jaxpage.llm",
+    "AsyncLLM": "jaxpage.async_llm",
     "EngineConfig": "jaxpage.settings.engine_config",
     "MemoryReport": "jaxpage.memory",
     "SamplingParams": "jaxpage.settings.sampling_params",

@@ -50,7 +50,17 @@ FAMILIES = {
         "max_position_embeddings": 256,
     },
     "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20},
+    "gemma2": {
+        **{**LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16},
+        **{"sliding_window": 20, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    },
+    "cohere2": {
+        **{**LLAMA, "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "num_hidden_layers": 3},
+        **{"sliding_window": 20, "sliding_window_pattern": 3, "logit_scale": 1.0},
+    },
+    "mixtral": {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
 }
+NEWER = ("gemma2", "cohere2", "mixtral")
 # Engines that differ in everything that must not matter.
 ENGINES = {
     "plain": {},
@@ -89,20 +99,29 @@ def tokens_of(outputs):
     ]
 
 
+class LoneTokens(dict):
+    """Each request by itself, with nothing cached; found when a family is first asked for."""
+
+    def __init__(self, directories, prompts):
+        self.directories, self.prompts = directories, prompts
+
+    def __missing__(self, key):
+        family, _ = key
+        with make_llm(self.directories[family], enable_prefix_caching=False) as llm:
+            for kind, params in KINDS.items():
+                outputs = [llm.generate(prompt, params, use_tqdm=False) for prompt in self.prompts]
+                self[family, kind] = [tokens_of(output)[0] for output in outputs]
+        return self[key]
+
+
 @pytest.fixture(scope="module")
 def lone_tokens(directories, prompts):
-    """Each request by itself, with nothing cached."""
-    found = {}
-    for family, directory in directories.items():
-        with make_llm(directory, enable_prefix_caching=False) as llm:
-            for kind, params in KINDS.items():
-                found[family, kind] = [tokens_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt in prompts]
-    return found
+    return LoneTokens(directories, prompts)
 
 
 def test_the_requests_differ(lone_tokens):
     """Otherwise equality would show nothing."""
-    for tokens in lone_tokens.values():
+    for tokens in [lone_tokens[family, kind] for family in ("llama", "opt", "mistral") for kind in KINDS]:
         assert len({tuple(one) for one, _ in tokens}) == len(tokens)
     assert lone_tokens["llama", "greedy"] != lone_tokens["llama", "seeded"]
     assert lone_tokens["mistral", "greedy"] != lone_tokens["llama", "greedy"]
@@ -113,7 +132,8 @@ def test_the_requests_differ(lone_tokens):
     few(
         [("llama", engine) for engine in ENGINES]
         + [("opt", "small pool"), ("mistral", "blocks of 4"), ("mistral", "tiny pool"), ("mistral", "swapping")]
-        + [("mistral", "odd budget"), ("mistral", "tiny and swapping")],
+        + [("mistral", "odd budget"), ("mistral", "tiny and swapping")]
+        + [(family, engine) for family in NEWER for engine in ("blocks of 4", "small pool", "swapping", "wide")],
         [
             *[("llama", engine) for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")],
             *[("opt", "small pool"), ("mistral", "tiny and swapping")],
@@ -133,7 +153,7 @@ def test_together_as_alone(family, engine, directories, prompts, lone_tokens):
         reverse = llm.generate(prompts[::-1], [KINDS[kind] for kind in kinds[::-1]], use_tqdm=False)
         assert tokens_of(reverse)[::-1] == [lone_tokens[family, kind][index] for index, kind in enumerate(kinds)]
         preempted = llm.stats()["num_preemptions_total"]
-        if family != "mistral" and engine in ("small pool", "swapping"):
+        if family in ("llama", "opt") and engine in ("small pool", "swapping"):
             assert preempted["swap" if engine == "swapping" else "recompute"] >= 3
         if engine == "tiny pool":
             assert llm.memory.num_slots < max(map(len, prompts)) < llm.memory.max_model_len

@@ -44,6 +44,8 @@ def report() -> Iterator[tuple[str, str]]:
     yield from _part("CPU kernels", _cpu_kernels)
     yield from _part("compile cache", _compile_cache)
     yield from _part("demo model", _demo_model)
+    yield from _part("architectures", _architectures)
+    yield from _part("quantised weights", _quantizations)
     for variable in (*VARIABLES, *sorted(name for name in os.environ if name.startswith("JAXPAGE_"))):
         if variable in os.environ:
             yield variable, "set" if "KEY" in variable or "TOKEN" in variable else os.environ[variable]
@@ -112,6 +114,19 @@ def _demo_model() -> Iterator[str]:
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     present = (directory / "config.json").is_file()
     yield f"{directory}, {size / 2**20:.1f} MiB" if present else "not in this installation"
+
+
+def _architectures() -> Iterator[str]:
+    from jaxpage.models.registry import FAMILIES
+
+    yield ", ".join(FAMILIES)
+
+
+def _quantizations() -> Iterator[str]:
+    from jaxpage.models.quantization.on_load import SCHEMES
+    from jaxpage.models.quantization.registry import METHODS
+
+    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """A mixture of experts in place of the feed-forward half of a layer (Shazeer et al., 2017; Fedus et al., 2022).
 
 The work goes with the tokens that are routed, not with the experts there are: tokens are sorted by expert and multiplied in tiles of a
-few rows, each by the weights of one expert. A tile has at least two rows, so that a token's bits do not depend on what else goes there.
+few rows, each by the weights of one expert. All tiles have one shape, so that a token's bits do not depend on what else goes there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.norms import mean
 from jaxpage.layers.parameter import Source, parameter, tensor
 from jaxpage.layers.product import product
 
-MOST_ROWS = 64  # of a tile
+TILE_ROWS = 16
+ROUTED_AT_ONCE = 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Experts(nnx.Module):
         """What the chosen experts make of each token, added up with these weights."""
         num_tokens, per_token = expert_TX.shape
         num_pairs, num_experts = num_tokens * per_token, self.gate_up.shape[0]
-        rows = min(MOST_ROWS, max(2, 1 << (num_pairs // num_experts).bit_length()))
+        rows = TILE_ROWS
         expert_P = expert_TX.reshape(-1)  # P pairs of a token and an expert
         order_P = jnp.argsort(expert_P, stable=True)
         count_E = jnp.bincount(expert_P, length=num_experts)
@@ -126,11 +126,28 @@ class MixtureOfExperts(nnx.Module):
 
     def _routed(self, x_TD: Float[Array, "T D"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
         logits_TE = product(x_TD, self.router[...]).astype(jnp.float32)
-        odds_TE = jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
-        weight_TX, expert_TX = jax.lax.top_k(odds_TE / (mean(odds_TE) * self.spec.num_experts), self.spec.per_token)
-        if self.spec.normalized:
-            total_T1 = weight_TX[:, :1]
-            for place in range(1, self.spec.per_token):
-                total_T1 = total_T1 + weight_TX[:, place : place + 1]
-            weight_TX = weight_TX / total_T1
+        expert_TX, weight_TX = jax.lax.platform_dependent(logits_TE, cpu=self._chosen_by_tiles, default=self._chosen)
         return expert_TX, weight_TX.astype(x_TD.dtype)
+
+    def _chosen(self, logits_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+        odds_TE = jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
+        weight_TX, expert_TX = jax.lax.top_k(odds_TE, self.spec.per_token)
+        return expert_TX, weight_TX / _total(weight_TX if self.spec.normalized else odds_TE)
+
+    def _chosen_by_tiles(self, logits_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+        """In one shape for any number of tokens: what XLA makes of an exponential on CPU depends on the shape (docs/lab-log.md)."""
+        num_tokens, num_experts = logits_TE.shape
+        padded = jnp.pad(logits_TE, ((0, -num_tokens % ROUTED_AT_ONCE), (0, 0)))
+        tiles = jax.lax.map(self._chosen, padded.reshape(-1, ROUTED_AT_ONCE, num_experts))
+        expert_TX, weight_TX = (each.reshape(-1, self.spec.per_token)[:num_tokens] for each in tiles)
+        return expert_TX, weight_TX
+
+
+def _total(x_TE: Float[Array, "T E"]) -> Float[Array, "T 1"]:
+    """The sum over the last axis, by halves: XLA on CPU adds up a reduction in an order that depends on the other axis."""
+    width = x_TE.shape[1]
+    if width == 1:
+        return x_TE
+    half = 1 << (width - 1).bit_length() - 1
+    rest = jnp.pad(x_TE[:, half:], ((0, 0), (0, 2 * half - width)))
+    return _total(x_TE[:, :half] + rest)

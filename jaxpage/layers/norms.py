@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxpage.layers.parameter import parameter, tensor
 
 
-def mean(x: jax.Array) -> jax.Array:
+def _mean(x: jax.Array) -> jax.Array:
     """The mean over the last axis. On a GPU a plain one, which XLA fuses with what is around it."""
     return jax.lax.platform_dependent(x, cpu=_mean_as_product, default=lambda y: jnp.mean(y, axis=-1, keepdims=True))
 
@@ -32,7 +32,7 @@ def _along_last_axis(parameter: nnx.Param[jax.Array], rank: int) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019). name: of the checkpoint's module.
+    """`scale * x / sqrt(_mean(x^2) + epsilon)` (Zhang and Sennrich, 2019). name: of the checkpoint's module.
 
     offset: what is added to the stored scale (Gemma stores it less 1).
     """
@@ -51,10 +51,11 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(mean(jnp.square(wide)) + self.epsilon)
-        scale = _along_last_axis(self.scale, x.ndim)
-        return (normed * (scale + self.offset if self.offset else scale)).astype(x.dtype)
+        # Of two axes: with three, XLA of jax 0.12 on CPU rounds a row in another way in another shape.
+        wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
+        scale = _along_last_axis(self.scale, 2)
+        return (normed * (scale + self.offset if self.offset else scale)).astype(x.dtype).reshape(x.shape)
 
 
 class LayerNorm(nnx.Module):
@@ -69,8 +70,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         wide = x.astype(jnp.float32)
-        centred = wide - mean(wide)
-        normed = centred * jax.lax.rsqrt(mean(jnp.square(centred)) + self.epsilon)
+        centred = wide - _mean(wide)
+        normed = centred * jax.lax.rsqrt(_mean(jnp.square(centred)) + self.epsilon)
         if self.scale is not None:
             normed = normed * _along_last_axis(self.scale, x.ndim)
         if self.bias is not None:

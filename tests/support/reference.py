@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
 from jaxpage.cli.flags import ENGINE_FLAGS, SERVER_FLAGS, Flag
 from jaxpage.cli.parsers import make_parser
+from jaxpage.models.registry import FAMILIES
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metric_texts import HELP, LABELS
 from jaxpage.serving.metrics import PREFIX
@@ -25,7 +27,29 @@ def pages() -> dict[str, str]:
         "sampling-parameters.md": _page("Sampling parameters", _sampling()),
         "command-line.md": _page("The command line", _command_line()),
         "metrics.md": _page("Metrics", _metrics()),
+        "models.md": _page("Models", _models()),
     }
+
+
+def _models() -> Iterator[str]:
+    yield "What `architectures` of a config.json may name. Each is compared with transformers on random weights, logits and greedy tokens"
+    yield "(`pytest tests/test_models.py tests/test_engine_models.py`). Formats of weights: [models and formats](../guides/models.md),"
+    yield "[quantised weights](../guides/quantization.md)."
+    yield ""
+    rows = []
+    for architecture, name in FAMILIES.items():
+        family = importlib.import_module(f"jaxpage.models.{name}")
+        rows.append((f"`{architecture}`", (family.__doc__ or "").strip().splitlines()[0], _quantised(architecture)))
+    yield from _table(("architecture", "what it is", "quantised weights"), rows)
+
+
+def _quantised(architecture: str) -> str:
+    """Experts are no `Linear`, which is what a format of quantised weights replaces."""
+    return (
+        "linear layers, but not experts"
+        if "moe" in architecture.lower() or "Mixtral" in architecture
+        else "linear layers"
+    )
 
 
 def _page(title: str, lines: Iterable[str]) -> str:

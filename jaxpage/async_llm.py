@@ -1,0 +1,120 @@
+"""`AsyncLLM`: the Python interface for programs with an event loop. The engine runs on a thread of its own, as the server's does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+from jaxpage.engine.calls import prepared
+from jaxpage.engine.prompts import normalise
+from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.replay.opening import open_engine
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.request_handle import RequestHandle
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+
+
+class AsyncLLM:
+    """A model with its KV cache and its compiled steps, for coroutines. Their requests share the batch.
+
+    The constructor loads and compiles, and blocks meanwhile. Use it as an asynchronous context manager, or call `shutdown()`.
+
+    Args:
+        model, settings: as of `LLM`. max_queued_requests: requests beyond `max_num_seqs` that may wait; more are refused.
+
+    Raises the errors of `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "demo",
+        *,
+        use_tqdm: bool = False,
+        max_queued_requests: int = 4096,
+        **settings: Any,
+    ):
+        self.config = EngineConfig(model=os.fspath(model), **settings)
+        built = open_engine(self.config, progress=use_tqdm)
+        self.tokenizer, self.spec, self.memory = built.tokenizer, built.spec, built.memory
+        self.sampling_defaults = built.sampling_defaults
+        self._loop = EngineLoop(built, max_queued_requests=max_queued_requests)
+        self._loop.start()
+        self._running: dict[str, RequestHandle] = {}
+        self._numbers = itertools.count()
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams | BeamSearchParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields what there is of a request each time that there is more; the last output is finished.
+
+        Each output has everything so far, as vLLM's. Beam search and `best_of` yield once, at the end. Leaving the loop ends the request.
+
+        Args:
+            prompt: one prompt, as of `LLM.generate`.
+            params: None: those of the model's generation_config.json.
+            request_id: for `abort` and in the outputs; None: a number. Two at once must not have the same.
+
+        Raises:
+            TypeError, ValueError, UnsupportedError, CapacityError: naming the parameter and its value.
+            QueueFull, EngineFailed, ShuttingDown.
+        """
+        prompts = normalise(prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"generate takes one prompt, not {len(prompts)}; call it for each")
+        request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+        if request_id in self._running:
+            raise ValueError(f"request_id {request_id!r} is running already")
+        engine, params = self._loop.engine, params or SamplingParams(**self.sampling_defaults)
+        checked = engine.admission.check_params(params)
+        request = await asyncio.to_thread(prepared, engine, prompts[0], checked)
+        request = request._replace(grammar=await asyncio.to_thread(engine.compiled, params))
+        stream = not (isinstance(params, BeamSearchParams) or params.ranks)
+        [handle] = await self._loop.submit([request], stream=stream)
+        self._running[request_id] = handle
+        try:
+            so_far: RequestOutput | None = None
+            while so_far is None or not so_far.finished:
+                delta = await handle.next_delta()
+                so_far = replace(delta if so_far is None else _joined(so_far, delta), request_id=request_id)
+                yield so_far
+        finally:
+            del self._running[request_id]
+            handle.cancel()
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; who reads it gets a last output, with the finish reason "abort". An id that is not running is ignored."""
+        if (handle := self._running.get(request_id)) is not None:
+            await self._loop.snapshot(lambda engine: engine.abort(handle.request_id))
+
+    async def stats(self) -> Mapping[str, Any]:
+        """The current values of all metrics, by name."""
+        return await self._loop.stats()
+
+    async def shutdown(self) -> None:
+        """Ends running requests and frees the device memory. A second call has no effect."""
+        await asyncio.to_thread(self._loop.stop)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+
+def _joined(before: RequestOutput, delta: RequestOutput) -> RequestOutput:
+    known = {output.index: output for output in before.outputs}
+    outputs = [_joined_outputs(known.get(output.index), output) for output in delta.outputs]
+    return replace(delta, outputs=outputs, prompt_logprobs=delta.prompt_logprobs or before.prompt_logprobs)
+
+
+def _joined_outputs(before: CompletionOutput | None, delta: CompletionOutput) -> CompletionOutput:
+    if before is None:
+        return delta
+    logprobs = None if delta.logprobs is None else (before.logprobs or []) + delta.logprobs
+    text, token_ids = before.text + delta.text, list(before.token_ids) + list(delta.token_ids)
+    return replace(delta, text=text, token_ids=token_ids, logprobs=logprobs)

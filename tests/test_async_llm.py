@@ -1,0 +1,60 @@
+"""`AsyncLLM`: many coroutines, one engine, the texts of `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from jaxpage import AsyncLLM, BeamSearchParams, SamplingParams
+from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+PROMPTS = [[1, 2, 3, 4] * 12, [7, 8, 9], [100] * 30]
+PARAMS: list[Any] = [
+    SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=15, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, prompt_logprobs=0),
+    BeamSearchParams(beam_width=2, max_tokens=6),
+]
+
+
+def test_coroutines_share_an_engine(tmp_path: Any) -> None:
+    model = random_checkpoint(tmp_path, LLAMA)
+    with make_llm(model) as llm:
+        wanted = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+    async def run() -> None:
+        async with AsyncLLM(model, **BLOCKS_OF_16, preemption_mode="recompute") as llm:
+
+            async def whole(index: int) -> list[Any]:
+                return [output async for output in llm.generate(PROMPTS[index], PARAMS[index], f"r{index}")]
+
+            for index, outputs in enumerate(await asyncio.gather(*map(whole, range(3)))):
+                assert outputs[-1].outputs == wanted[index].outputs
+                assert outputs[-1].prompt_logprobs == wanted[index].prompt_logprobs
+                assert outputs[-1].finished and outputs[-1].request_id == f"r{index}"
+                lengths = [len(output.outputs[0].token_ids) for output in outputs]
+                assert lengths == sorted(lengths) and (index == 2) == (len(outputs) == 1)
+            endless = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+            seen = []
+            async for output in llm.generate([5], endless, "long"):
+                seen.append(output)
+                with pytest.raises(ValueError, match="request_id 'long' is running already"):
+                    await anext(llm.generate([5], endless, "long"))
+                await llm.abort("long")
+            assert seen[-1].outputs[0].finish_reason == "abort"
+            async for _ in llm.generate([5], endless):
+                break  # leaving ends it
+            await llm.abort("unknown")
+            with pytest.raises(ValueError, match="takes one prompt, not 2"):
+                await anext(llm.generate([[1], [2]]))
+            for _ in range(200):
+                if not (await llm.stats())["num_requests_running"]:
+                    break
+                await asyncio.sleep(0.01)
+            stats = await llm.stats()
+            assert stats["num_blocks_free"] == stats["num_blocks_total"] and not llm._running
+        await llm.shutdown()
+
+    asyncio.run(run())
