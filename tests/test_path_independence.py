@@ -50,6 +50,7 @@ FAMILIES = {
         "max_position_embeddings": 256,
     },
     "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20},
+    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
     "gemma2": {
         **{**LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16},
         **{"sliding_window": 20, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
@@ -60,7 +61,7 @@ FAMILIES = {
     },
     "mixtral": {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
 }
-NEWER = ("gemma2", "cohere2", "mixtral")
+NEWER = ("qwen3", "gemma2", "cohere2", "mixtral")
 # Engines that differ in everything that must not matter.
 ENGINES = {
     "plain": {},
@@ -136,7 +137,7 @@ def test_the_requests_differ(lone_tokens):
         + [(family, engine) for family in NEWER for engine in ("blocks of 4", "small pool", "swapping", "wide")],
         [
             *[("llama", engine) for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")],
-            *[("opt", "small pool"), ("mistral", "tiny and swapping")],
+            *[("opt", "small pool"), ("mistral", "tiny and swapping"), ("qwen3", "blocks of 4")],
         ],
     ),
 )
