@@ -13,7 +13,8 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.bench.http_client import Answer, Client
-from jaxpage.bench.serve import Places, summary
+from jaxpage.bench.latencies import summary
+from jaxpage.bench.load import Places
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_bench import LLAMA
 
@@ -244,7 +245,7 @@ def test_failures_are_counted_and_the_status_is_1(server: FakeServer, capsys: py
         (("--output-json", "no/such/file"), "--output-json no/such/file: there is no such directory"),
         (("--max-concurrency", "0"), "--max-concurrency must be at least 1, got 0"),
         (("--baseline", "orca"), "--baseline must be static, got 'orca'"),
-        (("--dataset", "mine"), "--dataset must be one of sharegpt, alpaca, random"),
+        (("--dataset", "mine"), "--dataset must be one of sharegpt, alpaca, random, prefix_repetition"),
         (("--num-prompts", "0"), "--num-prompts must be at least 1"),
     ],
 )
