@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -20,7 +21,8 @@ from jaxpage import cli
 from jaxpage.bench import sampling, swapping
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.report import Measurement, as_result, environment, table
-from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
+from jaxpage.bench.workload_files import read_workload
+from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
 from jaxpage.cli.flags import UsageError
 from jaxpage.engine.build import PHASES
 from tests.support.random_checkpoints import random_checkpoint
@@ -68,6 +70,53 @@ def test_workloads_keep_to_the_caps_and_repeat(dataset: str) -> None:
     assert all(1 <= len(item.prompt_token_ids) <= 40 and 1 <= item.num_output_tokens <= 30 for item in work)
     tokens = {token for item in work for token in item.prompt_token_ids}
     assert tokens == set(range(50))
+
+
+def test_prefixes_and_chats_share_what_they_should() -> None:
+    sizes = {"seed": 1, "vocab_size": 1000, "max_input": 48, "max_output": 9}
+    work = prefix_repetition(9, **sizes, num_prefixes=3, prefix_len=20)
+    assert (
+        len({item.prompt_token_ids[:20] for item in work}) == 3 and len({item.prompt_token_ids for item in work}) == 9
+    )
+    assert all(20 < len(item.prompt_token_ids) <= 48 for item in work)
+    work = chat(11, **sizes, num_rounds=3)
+    assert [item.after for item in work] == [None] * 4 + [0, 1, 2, 3, 4, 5, 6]
+    for item in work[4:]:
+        before = work[item.after or 0]
+        length = len(before.prompt_token_ids)
+        assert item.prompt_token_ids[:length] == before.prompt_token_ids
+        assert length + before.num_output_tokens < len(item.prompt_token_ids) <= 48
+
+
+WORKLOAD_FILES = {
+    "sharegpt": '[{"conversations": [{"value": "abc"}, {"value": "defg"}]}, {"conversations": [{"value": "alone"}]}]',
+    "alpaca": '[{"instruction": "ab", "input": "c", "output": "defg"}]',
+    "custom": '{"prompt": "abc", "output_tokens": 4}\n\n',
+    "trace": '{"timestamp": 2000, "input_length": 3, "output_length": 4, "hash_ids": [5]}\n'
+    '{"timestamp": 500, "input_length": 900, "output_length": 4, "hash_ids": [5, 6]}',
+}
+
+
+@pytest.mark.parametrize("kind", WORKLOAD_FILES)
+def test_workloads_from_files(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "work"
+    path.write_text(WORKLOAD_FILES[kind])
+    count = 2 if kind == "trace" else 1
+    read = functools.partial(
+        read_workload, kind, seed=0, vocab_size=50, max_input=600, max_output=6, encode=lambda text: [*text.encode()]
+    )
+    work = read(str(path), count)
+    wanted = {"alpaca": b"ab\nc"}.get(kind, b"abc")
+    if kind == "trace":
+        assert [(item.seconds, len(item.prompt_token_ids)) for item in work] == [(0.0, 600), (1.5, 3)]
+        assert work[0].prompt_token_ids[:3] == work[1].prompt_token_ids, "the same hash, the same tokens"
+    else:
+        assert work == [WorkItem(tuple(wanted), 4)]
+    with pytest.raises(UsageError, match=f"has {count} requests, fewer than --num-prompts 9"):
+        read(str(path), 9)
+    path.write_text('{"a": ')
+    with pytest.raises(UsageError, match=f"not a file of --dataset {kind}"):
+        read(str(path), 1)
 
 
 def measurement(engine: str = "jaxpage", outputs: tuple[tuple[int, ...], ...] = ((1, 2), (3,))) -> Measurement:

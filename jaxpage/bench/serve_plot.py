@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 def draw(results: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """Of several rates, latencies against them; below, what the server said while the last was measured, if it did."""
-    series = results[-1].get("server_series")
-    panels = [_latencies] * (len(results) > 1) + [_batch] * (series is not None)
+    series = results[-1].get("server_series", ())
+    panels = [_latencies] * (len(results) > 1) + [_batch] * ("num_requests_running" in series)
     figure = Figure(figsize=(9.6, 4.2 * max(1, len(panels))), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=13)
     for index, panel in enumerate(panels, start=1):

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage.bench.http_client import Client
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.25
 _PREFIXES = ("jaxpage_", "vllm:")
 _GAUGES = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "kv_saved_by_sharing_perc")
 _COUNTERS = {"num_preemptions": "num_preemptions_total", "compiles_during_run": "compile_total"}
@@ -26,7 +26,7 @@ _RATIOS = {
 
 
 class ServerMetrics:
-    """Asks every half second, from `with` to its end."""
+    """Asks four times a second, from `with` to its end."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
