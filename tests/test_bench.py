@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import importlib.util
 import json
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
-from jaxpage.bench import sampling, swapping
+from jaxpage.bench import history, sampling, swapping
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.report import Measurement, as_result, environment, table
 from jaxpage.bench.workload_files import read_workload
@@ -241,10 +242,25 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> Non
 def test_a_gate_fails_where_all_runs_are_slower(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "baseline.json"
+    path, document = tmp_path / "baseline.json", tmp_path / "page.md"
+    document.write_text(f"# Page\n\n{history.BEGIN}\n{history.END}\n\nMore.\n")
     words = ["bench", "throughput", *flags(model), "--max-output", "4"]
-    assert cli.main([*words, "--repeats", "2", "--output-json", str(path)]) == 0
+    more = ["--repeats", "2", "--output-json", str(path), "--record", str(document)]
+    assert cli.main([*words, *more]) == 0
     first = json.loads(path.read_text())
+    history.record(str(document), first, day=datetime.date(2030, 1, 2))  # a second row, below the first
+    title, *lines, more_text = [line for line in document.read_text().splitlines() if line]
+    assert title == "# Page" and more_text == "More." and [lines[0], lines[-1]] == [history.BEGIN, history.END]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:-1]]
+    assert len(rows) == 2 and rows[0][1:] == rows[1][1:] and rows[1][0] == "2030-01-02"
+    row = dict(zip(header, rows[0], strict=True))
+    assert (
+        row["output tokens/s"].startswith(f"{first['output_throughput']:.1f} (") and "2 runs" in row["output tokens/s"]
+    )
+    assert (
+        row["settings"] == first["config_hash"]
+        and row["commit"][:7] == (first["environment"]["commit"] or "version")[:7]
+    )
     assert sorted(first["durations"])[1] == first["duration"] and first["num_cached_tokens"] == 0
     capsys.readouterr()
     for below, status in (("1e-6", 0), ("1e6", 1)):
@@ -320,6 +336,11 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["--fail-below", "0.9"], "--fail-below goes with --compare: it is a ratio to an earlier run"),
         (["--compare", "no.json"], "--compare no.json: not a result of"),
+        (["--record", "LICENSE"], "--record LICENSE: the file needs a line <!-- rows by"),
+        (
+            ["--dataset", "prefix_repetition", "--dataset-path", "x"],
+            "--dataset-path goes with --dataset sharegpt, alpaca",
+        ),
     ],
 )
 def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
+from jaxpage.bench.history import check_record, record
 from jaxpage.bench.measure import run_workload
 from jaxpage.bench.report import Measurement, as_result, num_identical, print_result, table
 from jaxpage.bench.workloads import WorkItem
@@ -81,6 +82,8 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
         draw(memory, title=title).savefig(arguments.plot)
     if comparison:
         print(comparison.described())
+    if arguments.record:
+        record(arguments.record, result)
     print_result(result, arguments.output_json)
     return 1 if comparison and comparison.highest < arguments.fail_below else 0
 
@@ -121,6 +124,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--baseline-batch-size must be at least 1, got {arguments.baseline_batch_size}")
     check_baseline(arguments)
     check_writable("--output-json", arguments.output_json)
+    if arguments.record:
+        check_record(arguments.record)
 
 
 def check_baseline(arguments: argparse.Namespace) -> None:

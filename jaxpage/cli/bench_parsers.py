@@ -24,6 +24,7 @@ def add_bench(commands: Commands[Parser]) -> None:
     add("--repeats", type=int, default=1, metavar="N", help="runs; the median is shown; default: 1")
     add("--compare", metavar="FILE", help="give the ratio to an earlier run, from the file of its --output-json")
     add("--fail-below", type=float, default=0.0, metavar="X", help="status 1 if the ratio and its spread are below X")
+    add("--record", metavar="FILE", help="add a row with commit, work, speed and machine to the table of a document")
     add("--plot", metavar="FILE", help="draw the use of the KV pool over time: .png, .svg or .pdf; needs jaxpage[plot]")
     add_engine_flags(throughput, without=("seed",))
     throughput.set_defaults(run=lazily("commands", "bench_throughput"))
