@@ -87,7 +87,7 @@ async def _measured(
     """Results by name, those of the baseline without a rate, and what they have in common."""
     client = Client(arguments.base_url)
     card = await _card(client, arguments.model)
-    capabilities = {} if "max_model_len" not in card else await _capabilities(client)
+    capabilities = await _capabilities(client)
     work, sizes = _workload(arguments, card, capabilities)
     rates = arguments.request_rate
     schedule = _arrivals(arguments)
