@@ -497,7 +497,8 @@ def test_costs_are_measured_where_none_are_given(tmp_path: Path, capsys: pytest.
     [
         (("--slo", "itl=3"), "--slo takes ttft=MS,tpot=MS,e2el=MS, got 'itl=3'"),
         (("--slo", "tpot=3"), "--slo needs ttft or e2el: without one of them requests may wait for ever"),
-        (("--rate", "3"), "--rate and --costs go with --slo ttft=MS,tpot=MS"),
+        (("--rate", "3"), "--rate goes with --slo ttft=MS,tpot=MS"),
+        (("--max-input", "3"), "--max-input goes with --slo ttft=MS,tpot=MS"),
         (("--slo", "ttft=3", "--memory", "24GiB"), "--slo then needs --costs FILE"),
         (
             ("--slo", "ttft=3", "--costs", "no.json"),

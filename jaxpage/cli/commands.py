@@ -35,8 +35,9 @@ def convert(arguments: argparse.Namespace) -> None:
 
 def plan(arguments: argparse.Namespace) -> int | None:
     """`jaxpage plan MODEL`: also for settings that this version refuses to run. With `--slo`, status 1 if `--rate` is not sustained."""
-    if arguments.slo is None and (arguments.rate is not None or arguments.costs):
-        raise UsageError("--rate and --costs go with --slo ttft=MS,tpot=MS")
+    for name in ("rate", "costs", "dataset", "max_input", "max_output"):
+        if arguments.slo is None and getattr(arguments, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} goes with --slo ttft=MS,tpot=MS")
     planned = {name: vars(arguments).pop(name) for name in PLANNED_SETTINGS if name in vars(arguments)}
     config = resolved(arguments).config
     if arguments.slo is not None:

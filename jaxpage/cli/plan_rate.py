@@ -22,11 +22,14 @@ from jaxpage.simulation.shape_costs import as_dict, measure, read_costs
 from jaxpage.simulation.traces import LENGTHS
 from jaxpage.tables import aligned
 
+_DEFAULTS = {"dataset": "sharegpt", "max_input": 512, "max_output": 512}
 _COLUMNS = ("requests/s", "kept", "p99 TTFT (ms)", "p99 TPOT (ms)", "running", "pool in use", "preemptions")
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]) -> int:
     """Prints a table or one JSON object. Status 1 if `--rate` is not sustained. Raises UsageError, and as `jaxpage plan` does."""
+    for name, default in _DEFAULTS.items():
+        setattr(arguments, name, default if getattr(arguments, name) is None else getattr(arguments, name))
     slo = _checked(arguments, config)
     spec, cost = _opened(arguments, config, given)
     length = spec.memory.max_model_len
