@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
 import importlib.util
 import json
 import os
@@ -17,10 +19,11 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
-from jaxpage.bench import sampling, swapping
+from jaxpage.bench import history, sampling, swapping
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.report import Measurement, as_result, environment, table
-from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
+from jaxpage.bench.workload_files import read_workload
+from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
 from jaxpage.cli.flags import UsageError
 from jaxpage.engine.build import PHASES
 from tests.support.random_checkpoints import random_checkpoint
@@ -68,6 +71,53 @@ def test_workloads_keep_to_the_caps_and_repeat(dataset: str) -> None:
     assert all(1 <= len(item.prompt_token_ids) <= 40 and 1 <= item.num_output_tokens <= 30 for item in work)
     tokens = {token for item in work for token in item.prompt_token_ids}
     assert tokens == set(range(50))
+
+
+def test_prefixes_and_chats_share_what_they_should() -> None:
+    sizes = {"seed": 1, "vocab_size": 1000, "max_input": 48, "max_output": 9}
+    work = prefix_repetition(9, **sizes, num_prefixes=3, prefix_len=20)
+    assert (
+        len({item.prompt_token_ids[:20] for item in work}) == 3 and len({item.prompt_token_ids for item in work}) == 9
+    )
+    assert all(20 < len(item.prompt_token_ids) <= 48 for item in work)
+    work = chat(11, **sizes, num_rounds=3)
+    assert [item.after for item in work] == [None] * 4 + [0, 1, 2, 3, 4, 5, 6]
+    for item in work[4:]:
+        before = work[item.after or 0]
+        length = len(before.prompt_token_ids)
+        assert item.prompt_token_ids[:length] == before.prompt_token_ids
+        assert length + before.num_output_tokens < len(item.prompt_token_ids) <= 48
+
+
+WORKLOAD_FILES = {
+    "sharegpt": '[{"conversations": [{"value": "abc"}, {"value": "defg"}]}, {"conversations": [{"value": "alone"}]}]',
+    "alpaca": '[{"instruction": "ab", "input": "c", "output": "defg"}]',
+    "custom": '{"prompt": "abc", "output_tokens": 4}\n\n',
+    "trace": '{"timestamp": 2000, "input_length": 3, "output_length": 4, "hash_ids": [5]}\n'
+    '{"timestamp": 500, "input_length": 900, "output_length": 4, "hash_ids": [5, 6]}',
+}
+
+
+@pytest.mark.parametrize("kind", WORKLOAD_FILES)
+def test_workloads_from_files(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "work"
+    path.write_text(WORKLOAD_FILES[kind])
+    count = 2 if kind == "trace" else 1
+    read = functools.partial(
+        read_workload, kind, seed=0, vocab_size=50, max_input=600, max_output=6, encode=lambda text: [*text.encode()]
+    )
+    work = read(str(path), count)
+    wanted = {"alpaca": b"ab\nc"}.get(kind, b"abc")
+    if kind == "trace":
+        assert [(item.seconds, len(item.prompt_token_ids)) for item in work] == [(0.0, 600), (1.5, 3)]
+        assert work[0].prompt_token_ids[:3] == work[1].prompt_token_ids, "the same hash, the same tokens"
+    else:
+        assert work == [WorkItem(tuple(wanted), 4)]
+    with pytest.raises(UsageError, match=f"has {count} requests, fewer than --num-prompts 9"):
+        read(str(path), 9)
+    path.write_text('{"a": ')
+    with pytest.raises(UsageError, match=f"not a file of --dataset {kind}"):
+        read(str(path), 1)
 
 
 def measurement(engine: str = "jaxpage", outputs: tuple[tuple[int, ...], ...] = ((1, 2), (3,))) -> Measurement:
@@ -192,10 +242,25 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> Non
 def test_a_gate_fails_where_all_runs_are_slower(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "baseline.json"
+    path, document = tmp_path / "baseline.json", tmp_path / "page.md"
+    document.write_text(f"# Page\n\n{history.BEGIN}\n{history.END}\n\nMore.\n")
     words = ["bench", "throughput", *flags(model), "--max-output", "4"]
-    assert cli.main([*words, "--repeats", "2", "--output-json", str(path)]) == 0
+    more = ["--repeats", "2", "--output-json", str(path), "--record", str(document)]
+    assert cli.main([*words, *more]) == 0
     first = json.loads(path.read_text())
+    history.record(str(document), first, day=datetime.date(2030, 1, 2))  # a second row, below the first
+    title, *lines, more_text = [line for line in document.read_text().splitlines() if line]
+    assert title == "# Page" and more_text == "More." and [lines[0], lines[-1]] == [history.BEGIN, history.END]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:-1]]
+    assert len(rows) == 2 and rows[0][1:] == rows[1][1:] and rows[1][0] == "2030-01-02"
+    row = dict(zip(header, rows[0], strict=True))
+    assert (
+        row["output tokens/s"].startswith(f"{first['output_throughput']:.1f} (") and "2 runs" in row["output tokens/s"]
+    )
+    assert (
+        row["settings"] == first["config_hash"]
+        and row["commit"][:7] == (first["environment"]["commit"] or "version")[:7]
+    )
     assert sorted(first["durations"])[1] == first["duration"] and first["num_cached_tokens"] == 0
     capsys.readouterr()
     for below, status in (("1e-6", 0), ("1e6", 1)):
@@ -259,7 +324,10 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
     ("words", "message"),
     [
         (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
-        (["--dataset", "pile"], "--dataset must be one of sharegpt, alpaca, random, got 'pile'"),
+        (
+            ["--dataset", "pile"],
+            "--dataset must be one of sharegpt, alpaca, random, prefix_repetition, chat, trace, custom, got 'pile'",
+        ),
         (["--baseline", "vllm"], "--baseline must be one of transformers, got 'vllm'"),
         (["--versus", "recompute"], "--versus takes NAME=VALUE[,NAME=VALUE], got 'recompute'"),
         (["--versus", "model=other"], "--versus cannot change model: the work would be another"),
@@ -268,6 +336,11 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["--fail-below", "0.9"], "--fail-below goes with --compare: it is a ratio to an earlier run"),
         (["--compare", "no.json"], "--compare no.json: not a result of"),
+        (["--record", "LICENSE"], "--record LICENSE: the file needs a line <!-- rows by"),
+        (
+            ["--dataset", "prefix_repetition", "--dataset-path", "x"],
+            "--dataset-path goes with --dataset sharegpt, alpaca",
+        ),
     ],
 )
 def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

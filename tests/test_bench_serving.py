@@ -13,7 +13,9 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.bench.http_client import Answer, Client
-from jaxpage.bench.serve import Places, summary
+from jaxpage.bench.latencies import rate_held, summary
+from jaxpage.bench.load import Places
+from jaxpage.bench.serve_report import rate_notes
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_bench import LLAMA
 
@@ -27,6 +29,8 @@ class FakeServer:
         self.log: list[tuple[str, int]] = []  # ("begins" | "ends", index of the body)
         self.status = 200
         self.frames: list[bytes] | None = None  # in place of tokens
+        self.is_plain = False  # it refuses what OpenAI's API does not have
+        self.metrics = ["jaxpage_no_such 0\n"]  # one text per look, the last for ever
         self.together = 1  # so many streams begin before one of them goes on; the first is alone
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -65,8 +69,11 @@ class FakeServer:
             found: dict[str, Any] = {"data": [{"id": "a", "max_model_len": 64}, {"id": "b", "max_model_len": 64}]}
             if path == "/v1/capabilities":
                 found = {"model": {"vocab_size": 50}}
+            text = json.dumps(found)
+            if path == "/metrics":
+                text = self.metrics.pop(0) if len(self.metrics) > 1 else self.metrics[0]
             self._head(writer)
-            self._part(writer, json.dumps(found).encode())
+            self._part(writer, text.encode())
         else:
             await self._stream(json.loads(body), writer)
         writer.write(b"0\r\n\r\n")
@@ -79,10 +86,14 @@ class FakeServer:
         self.log.append(("begins", index))
         while len(self.bodies) - 1 < -(-index // self.together) * self.together:
             await asyncio.sleep(0.001)
+        if self.is_plain and "ignore_eos" in body:
+            writer.write(b"HTTP/1.1 400 x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+            return
         self._head(writer)
-        tokens = [b'data: {"choices": [{"text": "x"}]}\n\n'] * body["max_tokens"]
+        tokens = [b'data: {"choices": [{"text": "x", "token_ids": [7]}]}\n\n'] * body["max_tokens"]
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
-        ending = [b": a comment\n\n", b'data: {"choices": [], "usage": ' + json.dumps(usage).encode() + b"}\n\n"]
+        ending = [b": a comment\n\n", b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n']
+        ending += [b'data: {"choices": [], "usage": ' + json.dumps(usage).encode() + b"}\n\n"]
         for frame in [*tokens, *ending, b"data: [DONE]\n\n"] if self.frames is None else self.frames:
             for half in (frame[:7], frame[7:]):  # what belongs together may come apart
                 self._part(writer, half)
@@ -123,8 +134,10 @@ def test_latencies_by_their_definitions() -> None:
         Answer(due=11.0, outputs=[13.5], ended=13.5, num_prompt_tokens=3, num_output_tokens=1),
         Answer(due=0.0, error="status 429"),
     ]
-    result = summary(answers, 4.0)
+    result = summary(answers, 4.0, {"ttft": 600.0, "tpot": 500.0})
     wanted = {
+        "request_goodput": 0.25,
+        "mean_normalized_latency_ms": 1500.0,
         "completed": 2,
         "failed": 1,
         "errors": ["status 429"],
@@ -147,7 +160,86 @@ def test_a_run_without_a_success_has_numbers_all_the_same() -> None:
     assert summary([Answer(due=0.0, error="x")], 1.0)["mean_ttft_ms"] == 0.0
 
 
+def test_a_rate_that_was_not_held_is_told() -> None:
+    """By hand: due after 1, 2 and 3 s, the last sent after 4."""
+    answers = [Answer(due=10.0 + due, sent=10.0 + sent) for due, sent in ((1, 1), (2, 2), (3, 4))]
+    found = rate_held(answers, 10.0)
+    assert found == {
+        "drawn_request_rate": 1.0,
+        "sent_request_rate": 0.75,
+        "max_lateness_ms": 1000.0,
+        "request_rate_held": False,
+    }
+    [note] = rate_notes(found)
+    assert "not held: 1.00 requests/s arrived, 0.75 were sent, up to 1000 ms late" in note
+    held = rate_held(answers[:2], 10.0)
+    assert held["request_rate_held"] and not rate_notes(held)
+    assert rate_held([Answer(due=10.0, sent=11.0)], 10.0) == {}, "all at once"
+
+
+METRICS = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running 3
+# TYPE jaxpage_kv_cache_usage_perc gauge
+jaxpage_kv_cache_usage_perc{{model="a"}} {usage}
+# TYPE jaxpage_num_preemptions counter
+jaxpage_num_preemptions_total{{mode="swap"}} {preemptions}
+jaxpage_num_preemptions_total{{mode="recompute"}} 1
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total {queries}
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total {hits}
+"""
+
+
+def test_what_the_servers_metrics_say(server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    server.metrics = [
+        METRICS.format(usage=0.5, preemptions=2, queries=10, hits=5),
+        METRICS.format(usage=0.25, preemptions=5, queries=50, hits=15),
+    ]
+    path = tmp_path / "rates.svg"
+    rates = ["--request-rate", "100", "1000", "--goodput", "ttft:60000", "--plot", str(path)]
+    result = bench(server, "--num-prompts", "3", *rates, capsys=capsys)
+    assert result["num_preemptions"] == 3 and result["prefix_cache_hit_rate"] == 0.25
+    assert result["mean_kv_cache_usage_perc"] in (0.25, 0.375), "with or without a look in between"
+    assert "draft_acceptance_rate" not in result and "compiles_during_run" not in result
+    assert [one["request_rate"] for one in result["sweep"]] == [100, 1000]
+    assert result["request_goodput"] == result["request_throughput"] and result["arrivals"] == "poisson"
+    assert result["request_rate_held"] in (True, False) and path.read_text().count("requests/s") > 0
+
+
 # ---- the client
+
+
+def test_the_rounds_of_a_chat_go_on_from_the_answers(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    result = bench(server, "--dataset", "chat", "--num-rounds", "2", "--num-prompts", "6", capsys=capsys)
+    _, *bodies = server.bodies
+    firsts = [tuple([*body["prompt"], *[7] * body["max_tokens"]]) for body in bodies if len(body["prompt"]) < 3]
+    seconds = [body for body in bodies if len(body["prompt"]) >= 3]
+    assert result["completed"] == 6 and len(firsts) == len(seconds) == 3
+    assert all(any(tuple(body["prompt"][: len(first)]) == first for first in firsts) for body in seconds)
+
+
+def test_a_server_without_extensions_is_measured_too(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.is_plain = True
+    result = bench(server, "--num-prompts", "2", "--max-concurrency", "1", capsys=capsys)
+    assert result["completed"] == 2 and result["arrivals"] == "closed loop"
+    assert {*server.bodies[-1]} == {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options"}
+
+
+def test_ratios_to_an_earlier_run(server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "baseline.json")
+    first = bench(server, "--num-prompts", "3", "--repeats", "2", "--output-json", path, capsys=capsys)
+    assert len(first["runs"]) == 2
+    now = bench(server, "--num-prompts", "3", "--compare", path, capsys=capsys)
+    ratio = now["compared"]["median_ttft_ms"]
+    assert ratio["ratio"] == pytest.approx(now["median_ttft_ms"] / first["median_ttft_ms"])
+    before = [run["median_ttft_ms"] for run in first["runs"]]
+    assert ratio["lowest"] == pytest.approx(now["median_ttft_ms"] / max(before))
+    assert ratio["highest"] == pytest.approx(now["median_ttft_ms"] / min(before))
+    assert now["config_hash"] == first["config_hash"] and now["environment_hash"] == first["environment_hash"]
+    words = ["bench", "serve", "--base-url", server.url, *SMALL, "--num-prompts", "4", "--compare", path]
+    assert cli.main(words) == 2
+    assert "that was other work: num_prompts 3, now 4" in capsys.readouterr().err
 
 
 def test_every_request_is_sent_and_counted(
@@ -244,8 +336,13 @@ def test_failures_are_counted_and_the_status_is_1(server: FakeServer, capsys: py
         (("--output-json", "no/such/file"), "--output-json no/such/file: there is no such directory"),
         (("--max-concurrency", "0"), "--max-concurrency must be at least 1, got 0"),
         (("--baseline", "orca"), "--baseline must be static, got 'orca'"),
-        (("--dataset", "mine"), "--dataset must be one of sharegpt, alpaca, random"),
+        (("--dataset", "mine"), "--dataset must be one of sharegpt, alpaca, random, prefix_repetition"),
         (("--num-prompts", "0"), "--num-prompts must be at least 1"),
+        (("--goodput", "itl:5"), "--goodput takes NAME:MILLISECONDS with ttft, tpot, e2el, got 'itl:5'"),
+        (("--dataset", "custom"), "--dataset custom needs --dataset-path FILE"),
+        (("--num-rounds", "2"), "--num-rounds goes with --dataset chat, not sharegpt"),
+        (("--request-rate", "1", "2", "--compare", "x"), "--baseline and --compare go with one --request-rate"),
+        (("--compare", "no.json"), "--compare no.json: not a result of `jaxpage bench serve"),
     ],
 )
 def test_wrong_use_of_bench_serve(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpage import cli
@@ -17,6 +19,11 @@ from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.simulation.capacity import PRECISION, Question, highest_rate
+from jaxpage.simulation.setup import Setup
+from jaxpage.simulation.shape_costs import ShapeCost
+from jaxpage.simulation.traces import LENGTHS
+from jaxpage.step.plan import Row, StepPlan
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -431,3 +438,79 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
 def test_flags_are_settings() -> None:
     assert set(PLAN_SETTINGS) < {flag.setting for flag in ENGINE_FLAGS}
     assert set(PLANNED_SETTINGS) == set(PLAN_SETTINGS) & set(ModelLayout.__dataclass_fields__) - {"dtype"}
+
+
+# ---- --slo
+
+
+def test_the_highest_rate_is_that_of_a_queue_with_one_server() -> None:
+    """One request at a time, and steps of 10 ms. Lindley's recursion gives every request's wait: of the same arrivals 99 of 100 keep the
+    SLO at the rate that is found, and not at one above the precision."""
+    cost = ShapeCost(((64, 0.01),), ((4096, 64, 0.01),), 0.0)
+    question = Question(Setup(max_num_seqs=1).new_scheduler, cost, {"e2el": 0.3}, "random", 1, 10, num_requests=100)
+    found = highest_rate(question, [3])
+
+    def kept(rate: float) -> float:
+        draw = np.random.default_rng(3)
+        times = np.cumsum(draw.exponential(1 / rate, 100))
+        _, outputs = LENGTHS["random"](draw, 100, 1, 10)
+        end, within = 0.0, []
+        for time, num_tokens in zip(times, outputs, strict=True):
+            end = max(end, time) + 0.01 * num_tokens
+            within.append(end - time <= 0.3)
+        return float(np.mean(within))
+
+    assert found.kept == pytest.approx(kept(found.rate)) and found.rate > 1
+    assert kept(found.rate) >= 0.99 > kept(found.rate * PRECISION)
+    assert not highest_rate(replace(question, slo={"e2el": 0.01}), [3]).is_sustained
+
+
+def test_a_step_costs_what_its_shape_and_its_context_cost() -> None:
+    cost = ShapeCost(((1, 1.0), (4, 2.0)), ((64, 2, 3.0), (64, 8, 5.0)), 0.01)
+    one, chunk = Row(0, 116, (0,), ()), Row(1, 0, (0,) * 30, ())
+    for rows, seconds in (
+        ([one], 1 + 0.01 * 101),  # of 117 tokens 16 are in the step's own time
+        ([one] * 3, 2 + 0.01 * 3 * 101),
+        ([one] * 6, 3 + 0.01 * 6 * 101),
+        ([chunk], 3.0),
+        ([chunk, one, one], 5 + 0.01 * 2 * 101),
+    ):
+        assert cost.compute_seconds(StepPlan(0, tuple(rows), ())) == pytest.approx(seconds)
+
+
+def test_costs_are_measured_where_none_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = random_checkpoint(tmp_path / "model", LLAMA)
+    words = ["--num-blocks", "33", "--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "128"]
+    sizes = ["--dataset", "random", "--max-input", "20", "--max-output", "8"]
+    result = planned(capsys, str(model), *words, *sizes, "--slo", "ttft=10000,tpot=10000")
+    costs = result["costs"]
+    assert all(seconds > 0 for *_, seconds in (*costs["decode"], *costs["chunk"])) and costs["context_token"] >= 0
+    assert costs["decode"][-1][0] == 1 and costs["chunk"][-1][0] == 16 and result["highest_rate"]["rate"] > 1
+    (tmp_path / "costs.json").write_text(json.dumps(result))
+    given = ["--memory", "1GiB", "--costs", str(tmp_path / "costs.json"), "--slo", "e2el=0.001", "--rate", "1"]
+    assert run(str(model), *words, *sizes, *given) == 1
+    assert "1 requests/s are not sustained" in capsys.readouterr().out, "no request is done within a microsecond"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--slo", "itl=3"), "--slo takes ttft=MS,tpot=MS,e2el=MS, got 'itl=3'"),
+        (("--slo", "tpot=3"), "--slo needs ttft or e2el: without one of them requests may wait for ever"),
+        (("--rate", "3"), "--rate goes with --slo ttft=MS,tpot=MS"),
+        (("--max-input", "3"), "--max-input goes with --slo ttft=MS,tpot=MS"),
+        (("--slo", "ttft=3", "--memory", "24GiB"), "--slo then needs --costs FILE"),
+        (
+            ("--slo", "ttft=3", "--costs", "no.json"),
+            "--costs no.json: costs are what `jaxpage plan --slo --json` prints",
+        ),
+        (
+            ("--slo", "ttft=3", "--dataset", "mine"),
+            "--dataset must be one of sharegpt, alpaca, random, chat, translation",
+        ),
+        (("--slo", "ttft=3", "--rate", "-1"), "--rate must be more than 0, got -1.0"),
+    ],
+)
+def test_wrong_use_of_an_slo(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", *words) == 2
+    assert message in capsys.readouterr().err

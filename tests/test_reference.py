@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.notebooks import as_page, as_text, executed
 from tests.support.reference import pages
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +20,16 @@ def test_the_reference_is_what_the_code_says(request: pytest.FixtureRequest) -> 
         if request.config.getoption("--write-reference"):
             path.write_text(text)
         assert path.read_text() == text, f"{name} is old: pytest tests/test_reference.py --write-reference"
+
+
+def test_the_walkthrough_prints_what_it_shows(request: pytest.FixtureRequest) -> None:
+    """Its assertions hold, and the notebook and the page have what its cells print."""
+    path, page = ROOT / "examples" / "walkthrough.ipynb", ROOT / "docs" / "walkthrough.md"
+    notebook = executed(path)
+    for file, text in ((path, as_text(notebook)), (page, as_page(notebook, path.name))):
+        if request.config.getoption("--write-reference"):
+            file.write_text(text)
+        assert file.read_text() == text, f"{file.name} is old: pytest tests/test_reference.py --write-reference"
 
 
 def test_every_setting_and_parameter_is_explained() -> None:

@@ -24,16 +24,18 @@ CONNECT_SECONDS = 10.0
 class Answer:
     """What came of a request. Seconds of `time.perf_counter`."""
 
-    due: float  # when it was to be sent: waiting for a place counts
+    due: float  # when it was to be sent: what the client is late counts
+    sent: float = 0.0
     outputs: list[float] = field(default_factory=list)  # when each streamed output came
     ended: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)  # of the output, where the server gives them
     error: str | None = None
 
 
 class Client:
-    """Asks one server; the key is $JAXPAGE_API_KEY, if there is one."""
+    """Asks one server; the key is $JAXPAGE_API_KEY or $OPENAI_API_KEY, if there is one."""
 
     def __init__(self, base_url: str) -> None:
         """Raises UsageError if it is no URL."""
@@ -43,22 +45,31 @@ class Client:
         self._host, self._is_secure = url.hostname, url.scheme == "https"
         self._port = url.port or (443 if self._is_secure else 80)
         self._path = url.path.rstrip("/").removesuffix("/v1")
-        key = os.environ.get("JAXPAGE_API_KEY", "").partition(",")[0]
+        key = os.environ.get("JAXPAGE_API_KEY", "").partition(",")[0] or os.environ.get("OPENAI_API_KEY", "")
         self._headers = [("host", url.netloc), ("connection", "close"), ("content-type", "application/json")]
         self._headers += [("authorization", f"Bearer {key}")] if key else []
 
     async def get(self, path: str) -> dict[str, Any]:
         """A JSON answer. Raises UsageError if the server cannot be reached or has no such path."""
         try:
-            data = b"".join([part async for part in self._exchange("GET", path, b"")])
-            answer: dict[str, Any] = json.loads(data)
+            answer: dict[str, Any] = json.loads(await self._read(path))
         except (OSError, TimeoutError, ValueError, h11.ProtocolError) as error:
             raise UsageError(f"{path} of the server cannot be had: {error or type(error).__name__}") from None
         return answer
 
+    async def text(self, path: str) -> str | None:
+        """None where the server has no such path."""
+        try:
+            return (await self._read(path)).decode()
+        except (OSError, TimeoutError, ValueError, h11.ProtocolError):
+            return None
+
+    async def _read(self, path: str) -> bytes:
+        return b"".join([part async for part in self._exchange("GET", path, b"")])
+
     async def complete(self, body: dict[str, Any], due: float) -> Answer:
         """One streamed completion. What goes wrong is in the answer."""
-        answer = Answer(due)
+        answer = Answer(due, time.perf_counter())
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with aclosing(
@@ -68,8 +79,11 @@ class Client:
                     now = time.perf_counter()
                     if error := event.get("error"):
                         raise ValueError(error.get("message"))
-                    if event.get("choices"):
-                        answer.outputs.append(now)
+                    for choice in event.get("choices") or ():
+                        token_ids = choice.get("token_ids") or []
+                        if token_ids or choice.get("text"):  # the last event of some servers says only why it ended
+                            answer.outputs.append(now)
+                            answer.token_ids += token_ids
                     if usage := event.get("usage"):
                         answer.num_prompt_tokens = usage["prompt_tokens"]
                         answer.num_output_tokens = usage["completion_tokens"]

@@ -8,13 +8,12 @@ from matplotlib.ticker import PercentFormatter
 
 from jaxpage.memory import MemoryReport
 
-FORMATS = (".png", ".svg", ".pdf")
 # Of the palette of Okabe and Ito, whose colours differ for every eye; free memory is nothing, and looks like it.
 COLOURS = {"token states": "#0072B2", "reserved": "#E69F00", "internal fragmentation": "#D55E00", "free": "#EFEFEF"}
 
 
 def draw(report: MemoryReport, *, title: str) -> Figure:
-    """A picture of a report that has a sample at least. `savefig` writes it, in the format of the file's suffix (see `FORMATS`)."""
+    """A picture of a report that has a sample at least. `savefig` writes it, in the format of the file's suffix."""
     figure = Figure(figsize=(9.6, 5.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=13, pad=28)

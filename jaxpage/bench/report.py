@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -116,10 +117,17 @@ def as_result(measurements: Sequence[Measurement], **context: Any) -> dict[str, 
 
 def print_result(result: Mapping[str, Any], path: str | None) -> None:
     """The last line of a benchmark: one JSON object, which also goes into the file of `--output-json`."""
-    line = json.dumps(result, allow_nan=False)
+    hashes = {f"{name}_hash": fingerprint(result[name]) for name in ("config", "environment") if result.get(name)}
+    line = json.dumps({**result, **hashes}, allow_nan=False)
     if path:
         Path(path).write_text(line + "\n", encoding="utf-8")
     print(line)
+
+
+def fingerprint(values: Mapping[str, Any]) -> str:
+    """Equal for equal settings, or for equal environments but for the commit: what may be compared at a glance."""
+    kept = {name: value for name, value in values.items() if name not in ("commit", "event_log")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def num_identical(measurements: Sequence[Measurement]) -> list[int]:

@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         measured.append(_measured(engine, f"{num_rows} rows", one, lambda: None))
     chunk = min(built.spec.menu.chunk[-1].num_tokens, longest - 1)
     one = work(num_rows=1, num_tokens=chunk, context=0)
-    measured.append(_measured(engine, f"chunk of {chunk}", one, lambda: _add(engine, chunk, 1)))
+    measured.append(_measured(engine, f"chunk of {chunk}", one, lambda: start_request(engine, chunk, 1)))
     rate = product_rate(built.spec.layout.dtype)
     rows = [_as_dict(one, bandwidth(int(one.work.num_bytes)), rate) for one in measured]
     library = f", {cpu_products().library or 'plain XLA'}" if jax.default_backend() == "cpu" else ""
@@ -143,12 +143,13 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 def start_decoding(engine: Engine, num_rows: int, context: int) -> None:
     """Computes prompts of `context` tokens, so that the next steps compute a token of each."""
-    reporters = [_add(engine, context, 4 * STEPS) for _ in range(num_rows)]  # they run until they are aborted
+    reporters = [start_request(engine, context, 4 * STEPS) for _ in range(num_rows)]  # they run until they are aborted
     while not all(reporter.num_output_tokens for reporter in reporters):
         engine.step()
 
 
-def _add(engine: Engine, num_prompt_tokens: int, num_output_tokens: int) -> Reporter:
+def start_request(engine: Engine, num_prompt_tokens: int, num_output_tokens: int) -> Reporter:
+    """Of random tokens."""
     request_id = str(uuid.uuid4())
     prompt = np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_prompt_tokens).tolist()
     return engine.add(request_id, engine.prepare(None, prompt, parameters(num_output_tokens)))

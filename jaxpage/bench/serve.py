@@ -5,207 +5,195 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import uuid
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from jaxpage.bench.http_client import Answer, Client
+from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
+from jaxpage.bench.http_client import Client
+from jaxpage.bench.latencies import goals_of, rate_held, summary
+from jaxpage.bench.load import Load, Target
 from jaxpage.bench.report import environment, print_result
-from jaxpage.bench.throughput import capped, check_workload, check_writable
-from jaxpage.bench.workloads import WorkItem, make_workload
+from jaxpage.bench.serve_comparison import COMPARED, check_same_work, compare, described, read_baseline
+from jaxpage.bench.serve_report import rate_notes, table
+from jaxpage.bench.server_metrics import ServerMetrics
+from jaxpage.bench.throughput import check_plot, check_writable
+from jaxpage.bench.workloads import WorkItem
+from jaxpage.checkpoints import resolve_model
 from jaxpage.cli.flags import UsageError
-from jaxpage.tables import aligned
+from jaxpage.engine.text import load_tokenizer
 
-_PERCENTILES = (50, 90, 99)
-_ROWS = (
-    ("Successful requests", "completed", "d"),
-    ("Failed requests", "failed", "d"),
-    ("Benchmark duration (s)", "duration", ".2f"),
-    ("Total input tokens", "total_input_tokens", "d"),
-    ("Total generated tokens", "total_output_tokens", "d"),
-    ("Request throughput (req/s)", "request_throughput", ".2f"),
-    ("Output token throughput (tok/s)", "output_throughput", ".1f"),
-    ("Total token throughput (tok/s)", "total_token_throughput", ".1f"),
-    *(
-        (f"{label} {name.upper()} (ms)", f"{key}_{name}_ms", ".2f")
-        for name in ("ttft", "tpot", "itl", "e2el")
-        for label, key in (("Mean", "mean"), ("Median", "median"), ("P90", "p90"), ("P99", "p99"))
-    ),
-)
+_EXTENSIONS = {
+    "ignore_eos": True,
+    "return_token_ids": True,
+}  # of jaxpage and vLLM: every token is an output of the stream
+_UNKNOWN_LENGTH = 1 << 20  # of a model whose server does not tell
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a table and, as the last line, one JSON object. Status 1 if a request failed. Raises UsageError."""
-    _check(arguments)
-    measured = asyncio.run(_measured(arguments))
-    rows = [["", *(name for name, _ in measured)]]
-    rows += [[label, *(format(result[key], form) for _, result in measured)] for label, key, form in _ROWS]
-    print("\n".join(aligned(rows, num_words=1)), "\n")
-    (_, first), *others = measured
-    names = ("base_url", "dataset", "seed", "num_prompts", "request_rate", "burstiness", "max_concurrency")
-    asked = {name: getattr(arguments, name) for name in names}
-    asked["request_rate"] = None if math.isinf(arguments.request_rate) else arguments.request_rate
-    result = {
-        **first,
-        **asked,
-        "baselines": [{"engine": name, **one} for name, one in others],
-        "environment": environment(with_device=False),
-    }
+    goals = _check(arguments)
+    draw = _plotter(arguments.plot) if arguments.plot else None
+    path = arguments.compare
+    earlier = read_baseline(path) if path else None
+    measured, context = asyncio.run(_measured(arguments, goals, earlier))
+    print(table(measured), "\n")
+    results = [result for _, result in measured if "request_rate" in result]
+    print("".join(f"{note}\n" for result in results for note in rate_notes(result)), end="")
+    baselines = [{"engine": name, **result} for name, result in measured if "request_rate" not in result]
+    result = {**results[0], **context, "baselines": baselines, "environment": environment(with_device=False)}
+    if len(results) > 1:
+        result["sweep"] = results
+    if earlier:
+        result["compared"] = compare(earlier, result)
+        print(described(path, result["compared"]), "\n")
+    if draw:
+        title = f"{context['model_id']}, {arguments.num_prompts} requests ({arguments.dataset})"
+        draw(results, title=title).savefig(arguments.plot)
     print_result(result, arguments.output_json)
     return int(any(result["failed"] for _, result in measured))
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace) -> dict[str, float]:
+    """Returns the goals of the goodput."""
     check_workload(arguments)
-    for name in ("request_rate", "burstiness"):
-        if not getattr(arguments, name) > 0:
-            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(arguments, name)}")
-    for name in ("max_concurrency", "baseline_batch_size"):
+    if arguments.dataset == "trace" and arguments.request_rate:
+        raise UsageError("--request-rate does not go with --dataset trace, which has times of its own")
+    rates = arguments.request_rate = arguments.request_rate or [math.inf]
+    for name, values in (("request_rate", rates), ("burstiness", [arguments.burstiness])):
+        for value in values:
+            if not value > 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {value}")
+    for name in ("max_concurrency", "baseline_batch_size", "repeats"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if arguments.baseline not in (None, "static"):
         raise UsageError(f"--baseline must be static, got {arguments.baseline!r}")
-    if math.isinf(arguments.request_rate) and arguments.burstiness != 1:
+    if math.isinf(max(rates)) and arguments.burstiness != 1:
         raise UsageError("--burstiness needs --request-rate: without it all requests come at once")
+    if len(rates) > 1 and (arguments.baseline or arguments.compare):
+        raise UsageError("--baseline and --compare go with one --request-rate")
+    if arguments.baseline and arguments.dataset == "chat":
+        raise UsageError("--baseline static does not go with --dataset chat, whose rounds wait for each other")
     check_writable("--output-json", arguments.output_json)
+    return goals_of(arguments.goodput)
 
 
-async def _measured(arguments: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+async def _measured(
+    arguments: argparse.Namespace, goals: dict[str, float], earlier: dict[str, Any] | None
+) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
+    """Results by name, those of the baseline without a rate, and what they have in common."""
     client = Client(arguments.base_url)
-    [card, *_] = [
-        card for card in (await client.get("/v1/models"))["data"] if arguments.model in (None, card["id"])
-    ] or [None]
-    if card is None:
-        raise UsageError(f"--model {arguments.model}: the server has no such model")
-    vocab_size = arguments.vocab_size or (await client.get("/v1/capabilities"))["model"]["vocab_size"]
-    max_input, max_output = capped(arguments, card["max_model_len"])
-    work = make_workload(
-        arguments.dataset,
-        arguments.num_prompts,
-        seed=arguments.seed,
-        vocab_size=vocab_size,
-        max_input=max_input,
-        max_output=max_output,
-    )
-    gaps = np.random.default_rng(arguments.seed).gamma(arguments.burstiness, 1 / arguments.burstiness, len(work))
-    arrivals = (np.cumsum(gaps) / arguments.request_rate).tolist()
-    warm_up = await client.complete(_body(card["id"], work[0]), perf_counter())
-    if warm_up.error is not None:
-        raise UsageError(f"the first request failed: {warm_up.error}")
-    measured = [("continuous", await _run(client, card["id"], work, arrivals, arguments.max_concurrency))]
+    card = await _card(client, arguments.model)
+    capabilities = await _capabilities(client)
+    work, sizes = _workload(arguments, card, capabilities)
+    rates = arguments.request_rate
+    schedule = _arrivals(arguments)
+    context = {"base_url": arguments.base_url, "model_id": card["id"], **asked_for(arguments), **sizes}
+    context |= {name: getattr(arguments, name) for name in ("num_prompts", "burstiness", "max_concurrency")}
+    context |= {"arrivals": schedule, "goodput": goals or None, "config": capabilities or None}
+    if earlier:
+        rate = None if math.isinf(rates[0]) else rates[0]
+        check_same_work(arguments.compare, earlier, {**context, "request_rate": rate})
+    begin = perf_counter()
+    target = await _warmed_up(client, card["id"], work[0])
+    context["warmup_seconds"] = perf_counter() - begin
+    measured = []
+    for rate in rates:
+        most, is_closed = arguments.max_concurrency, schedule == "closed loop"
+        loads = [
+            Load(target, work, _times(arguments, work, rate), most, is_closed=is_closed)
+            for _ in range(arguments.repeats)
+        ]
+        result = _median([await _run(client, load, work, goals) for load in loads])
+        name = "continuous" if len(rates) == 1 else f"{rate:g} req/s"
+        measured.append((name, {"request_rate": None if math.isinf(rate) else rate, **result}))
     if arguments.baseline:
         size = arguments.baseline_batch_size
-        measured.append((f"static batches of {size}", await _run(client, card["id"], work, arrivals, size, whole=True)))
-    return measured
+        load = Load(target, work, _times(arguments, work, rates[0]), size, whole=True)
+        measured.append((f"static batches of {size}", await _run(client, load, work, goals)))
+    return measured, context
 
 
-async def _run(
-    client: Client,
-    model: str,
-    work: Sequence[WorkItem],
-    arrivals: Sequence[float],
-    most: int | None,
-    *,
-    whole: bool = False,
-) -> dict[str, Any]:
-    """Sends every request at its time.
-
-    Args:
-        arrivals: seconds from the beginning, rising.
-        most: requests at a time.
-        whole: a free place is used again only when all are free: the batches of an engine that cannot change them.
-    """
-    salt = uuid.uuid4().hex  # no run finds the prefixes of another in the server's cache
-    places = Places(most or len(work), whole=whole)
-    start = perf_counter()
-    with tqdm(total=len(work), desc="Static batches" if whole else "Requests", unit="request", disable=None) as bar:
-
-        async def one(item: WorkItem, arrival: float) -> Answer:
-            await asyncio.sleep(start + arrival - perf_counter())
-            due = perf_counter()
-            await places.take()
-            try:
-                return await client.complete({**_body(model, item), "cache_salt": salt}, due)
-            finally:
-                places.give_back()
-                bar.update()
-
-        answers = await asyncio.gather(*(one(item, arrival) for item, arrival in zip(work, arrivals, strict=True)))
-    return summary(answers, perf_counter() - start)
+async def _run(client: Client, load: Load, work: Sequence[WorkItem], goals: dict[str, float]) -> dict[str, Any]:
+    async with ServerMetrics(client) as metrics:
+        answers, start = await load.run()
+        duration = perf_counter() - start
+    arriving = [answer for answer, item in zip(answers, work, strict=True) if item.after is None]
+    held = {} if load.is_closed else rate_held(arriving, start)
+    return {**summary(answers, duration, goals), **held, **metrics.as_dict()}
 
 
-class Places:
-    """Places for requests at a time, first come, first served."""
-
-    def __init__(self, number: int, *, whole: bool) -> None:
-        self._number, self._whole = number, whole
-        self._taken = 0
-        self._waiting: list[asyncio.Future[None]] = []
-
-    async def take(self) -> None:
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
-        if not self._whole or not self._taken:
-            asyncio.get_running_loop().call_soon(self._admit)  # with those that come at the same time
-        await place
-
-    def give_back(self) -> None:
-        self._taken -= 1
-        self._admit()
-
-    def _admit(self) -> None:
-        if self._whole and self._taken:
-            return
-        while self._waiting and self._taken < self._number:
-            self._taken += 1
-            self._waiting.pop(0).set_result(None)
+def _median(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The run whose time is the median (of an even number, the slower one), with the numbers of all that are compared."""
+    median = sorted(results, key=lambda result: result["duration"])[len(results) // 2]
+    return {**median, "runs": [{name: result[name] for name in COMPARED} for result in results]}
 
 
-def _body(model: str, item: WorkItem) -> dict[str, Any]:
-    """Greedy, and exactly that many tokens; each of them is an output of the stream, also where it is no text yet."""
-    return {
-        "model": model,
-        "prompt": list(item.prompt_token_ids),
-        "max_tokens": item.num_output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+async def _card(client: Client, model: str | None) -> dict[str, Any]:
+    cards: list[dict[str, Any]] = (await client.get("/v1/models"))["data"]
+    found = [card for card in cards if model in (None, card["id"])]
+    if not found:
+        raise UsageError(f"--model {model}: the server has no such model")
+    return found[0]
 
 
-def summary(answers: Sequence[Answer], duration: float) -> dict[str, Any]:
-    """The numbers under vLLM's names. TTFT, TPOT and ITL as there: to the first output; the rest by the other tokens; between outputs."""
-    done = [answer for answer in answers if answer.error is None]
-    num_input = sum(answer.num_prompt_tokens for answer in done)
-    num_output = sum(answer.num_output_tokens for answer in done)
-    several = [answer for answer in done if answer.num_output_tokens > 1]
-    seconds = {
-        "ttft": [answer.outputs[0] - answer.due for answer in done],
-        "tpot": [(answer.outputs[-1] - answer.outputs[0]) / (answer.num_output_tokens - 1) for answer in several],
-        "itl": [after - before for answer in done for before, after in pairwise(answer.outputs)],
-        "e2el": [answer.outputs[-1] - answer.due for answer in done],
-    }
-    return {
-        "completed": len(done),
-        "failed": len(answers) - len(done),
-        "errors": sorted({answer.error for answer in answers if answer.error is not None})[:5],
-        "duration": duration,
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
-        "request_throughput": len(done) / duration,
-        "output_throughput": num_output / duration,
-        "total_token_throughput": (num_input + num_output) / duration,
-        **{key: value for name, values in seconds.items() for key, value in _spread(name, values)},
-    }
+async def _capabilities(client: Client) -> dict[str, Any]:
+    """What a jaxpage server says of itself, without the table of parameters; of others nothing."""
+    try:
+        found = await client.get("/v1/capabilities")
+    except UsageError:
+        return {}
+    return {name: value for name, value in found.items() if name != "parameters"}
 
 
-def _spread(name: str, seconds: Sequence[float]) -> list[tuple[str, float]]:
-    values = np.array(seconds or [0.0]) * 1000
-    median, p90, p99 = np.percentile(values, _PERCENTILES).tolist()
-    spread = {"mean": float(values.mean()), "median": median, "p90": p90, "p99": p99}
-    return [(f"{label}_{name}_ms", value) for label, value in spread.items()]
+def _workload(
+    arguments: argparse.Namespace, card: dict[str, Any], capabilities: dict[str, Any]
+) -> tuple[list[WorkItem], dict[str, int]]:
+    tokenizer = load_tokenizer(resolve_model(arguments.tokenizer)) if arguments.tokenizer else None
+    size = arguments.vocab_size or capabilities.get("model", {}).get("vocab_size")
+    size = size or (card.get("meta") or {}).get("n_vocab") or (len(tokenizer) if tokenizer else None)  # llama.cpp's
+    if not size:
+        raise UsageError(
+            "the server does not tell the size of its vocabulary: give --vocab-size N or --tokenizer MODEL"
+        )
+    max_input, max_output = capped(arguments, card.get("max_model_len") or _UNKNOWN_LENGTH)
+    work = workload_of(arguments, vocab_size=size, max_input=max_input, max_output=max_output, tokenizer=tokenizer)
+    return work, {"max_input": max_input, "max_output": max_output}
+
+
+async def _warmed_up(client: Client, model: str, item: WorkItem) -> Target:
+    """One request, which also shows whether the server takes what OpenAI does not have."""
+    for target in (Target(client, model, _EXTENSIONS), Target(client, model)):
+        warm_up = await client.complete(target.body(item, item.prompt_token_ids), perf_counter())
+        if warm_up.error is None:
+            return target
+    raise UsageError(f"the first request failed: {warm_up.error}")
+
+
+def _arrivals(arguments: argparse.Namespace) -> str:
+    """What the process of the arrivals is called."""
+    if arguments.dataset == "trace":
+        return "trace"
+    if math.isinf(arguments.request_rate[0]):
+        return "closed loop" if arguments.max_concurrency and not arguments.baseline else "burst"
+    return "poisson" if arguments.burstiness == 1 else "gamma"
+
+
+def _times(arguments: argparse.Namespace, work: Sequence[WorkItem], rate: float) -> list[float]:
+    """Seconds from the beginning. Gaps have a Gamma distribution whose shape is the burstiness, as in vLLM."""
+    if arguments.dataset == "trace":
+        return [item.seconds or 0.0 for item in work]
+    shape = arguments.burstiness
+    gaps = np.random.default_rng(arguments.seed).gamma(shape, 1 / shape, len(work))
+    times: list[float] = (np.cumsum(gaps) / rate).tolist()
+    return times
+
+
+def _plotter(path: str) -> Callable[..., Any]:
+    check_plot(path)
+    from jaxpage.bench.serve_plot import draw  # matplotlib is optional: see check_plot
+
+    return draw

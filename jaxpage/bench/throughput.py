@@ -7,23 +7,26 @@ import contextlib
 import functools
 import importlib.util
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
+from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
+from jaxpage.bench.history import check_record, record
 from jaxpage.bench.measure import run_workload
 from jaxpage.bench.report import Measurement, as_result, num_identical, print_result, table
-from jaxpage.bench.workloads import DATASETS, WorkItem, make_workload
+from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli.flags import UsageError
+from jaxpage.engine.text import tokenizer_of
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.yaml_file import parse_scalar
 
 BASELINES = ("transformers",)
+PLOT_FORMATS = (".png", ".svg", ".pdf")
 _THE_WORK = ("model", "revision", "tokenizer")
 
 
@@ -42,13 +45,12 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
     directory = resolve_model(config.model, config.revision)
     with started(config) as (llm, load_seconds):
         max_input, max_output = capped(arguments, llm.memory.max_model_len)
-        workload = make_workload(
-            arguments.dataset,
-            arguments.num_prompts,
-            seed=arguments.seed,
+        workload = workload_of(
+            arguments,
             vocab_size=read_config(directory)["vocab_size"],
             max_input=max_input,
             max_output=max_output,
+            tokenizer=tokenizer_of(config) if arguments.dataset_path else None,
         )
         if earlier:
             num_tokens = sum(len(item.prompt_token_ids) for item in workload)
@@ -63,8 +65,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
         measurements.append(baseline(arguments, config, directory, workload))
     result = as_result(
         measurements,
-        dataset=arguments.dataset,
-        seed=arguments.seed,
+        **asked_for(arguments),
         max_input=max_input,
         max_output=max_output,
         config=config.model_dump(),
@@ -81,6 +82,8 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
         draw(memory, title=title).savefig(arguments.plot)
     if comparison:
         print(comparison.described())
+    if arguments.record:
+        record(arguments.record, result)
     print_result(result, arguments.output_json)
     return 1 if comparison and comparison.highest < arguments.fail_below else 0
 
@@ -121,6 +124,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--baseline-batch-size must be at least 1, got {arguments.baseline_batch_size}")
     check_baseline(arguments)
     check_writable("--output-json", arguments.output_json)
+    if arguments.record:
+        check_record(arguments.record)
 
 
 def check_baseline(arguments: argparse.Namespace) -> None:
@@ -138,38 +143,20 @@ def check_writable(flag: str, path: str | None) -> None:
         raise UsageError(f"{flag} {path}: there is no such directory, or it is one")
 
 
-def check_workload(arguments: argparse.Namespace) -> None:
-    """Raises UsageError for a workload that cannot be."""
-    for name in ("num_prompts", "max_input", "max_output"):
-        if getattr(arguments, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    if arguments.dataset not in DATASETS:
-        raise UsageError(f"--dataset must be one of {', '.join(DATASETS)}, got {arguments.dataset!r}")
-    if arguments.seed < 0:
-        raise UsageError(f"--seed must not be negative, got {arguments.seed}")
-
-
-def capped(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
-    """The longest prompt and output, such that both together fit the model; says so where they are less than asked for."""
-    max_input = min(arguments.max_input, max_model_len // 2)
-    max_output = min(arguments.max_output, max_model_len - max_input)
-    if (max_input, max_output) != (arguments.max_input, arguments.max_output):
-        print(
-            f"max_model_len is {max_model_len}: prompts are cut to {max_input} tokens, outputs to {max_output}",
-            file=sys.stderr,
-        )
-    return max_input, max_output
+def check_plot(path: str) -> None:
+    """Raises UsageError if there is no matplotlib, or it writes no such file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed: pip install 'jaxpage[plot]'")
+    if Path(path).suffix not in PLOT_FORMATS:
+        raise UsageError(f"--plot writes {', '.join(PLOT_FORMATS)}, got {path!r}")
+    check_writable("--plot", path)
 
 
 def _plotter(path: str) -> Callable[..., Any]:
     """What draws the picture."""
-    try:
-        from jaxpage.bench.memory_plot import FORMATS, draw  # matplotlib is optional
-    except ImportError as error:
-        raise UsageError(f"--plot needs matplotlib (pip install 'jaxpage[plot]'): {error}") from None
-    if Path(path).suffix not in FORMATS:
-        raise UsageError(f"--plot writes {', '.join(FORMATS)}, got {path!r}")
-    check_writable("--plot", path)
+    check_plot(path)
+    from jaxpage.bench.memory_plot import draw  # matplotlib is optional: see check_plot
+
     return draw
 
 

@@ -26,6 +26,10 @@ class WorkItem:
 
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
+    seconds: float | None = None  # of a timed trace: when it arrives, since the beginning
+    after: int | None = (
+        None  # of a chat: the index of the round before; the prompt begins with that round's prompt and output
+    )
 
 
 def _sharegpt(draw: np.random.Generator, count: int, max_input: int, max_output: int) -> tuple[Lengths, Lengths]:
@@ -69,3 +73,49 @@ def make_workload(
         WorkItem(tuple(draw.integers(0, vocab_size, length).tolist()), int(num_output))
         for length, num_output in zip(inputs, outputs, strict=True)
     ]
+
+
+def prefix_repetition(
+    num_prompts: int, *, seed: int, vocab_size: int, max_input: int, max_output: int, num_prefixes: int, prefix_len: int
+) -> list[WorkItem]:
+    """`num_prefixes` prefixes in turn, each before a suffix of its own. Lengths as in `random`."""
+    draw = np.random.default_rng(seed)
+    prefixes = draw.integers(0, vocab_size, (num_prefixes, prefix_len)).tolist()
+    suffixes = make_workload(
+        "random",
+        num_prompts,
+        seed=seed + 1,
+        vocab_size=vocab_size,
+        max_input=max_input - prefix_len,
+        max_output=max_output,
+    )
+    return [
+        WorkItem((*prefixes[index % num_prefixes], *suffix.prompt_token_ids), suffix.num_output_tokens)
+        for index, suffix in enumerate(suffixes)
+    ]
+
+
+def chat(
+    num_prompts: int, *, seed: int, vocab_size: int, max_input: int, max_output: int, num_rounds: int
+) -> list[WorkItem]:
+    """Conversations of `num_rounds`: the first rounds of all, then the second ones. Messages and answers have the lengths of `random`, so
+    short that the last prompt has at most `max_input` tokens. What stands for the answers is random."""
+    count, longest = -(-num_prompts // num_rounds), max_input // (2 * num_rounds)
+    messages = make_workload(
+        "random",
+        count * num_rounds,
+        seed=seed,
+        vocab_size=vocab_size,
+        max_input=longest,
+        max_output=min(longest, max_output),
+    )
+    draw = np.random.default_rng(seed + 1)
+    work: list[WorkItem] = []
+    for index, message in enumerate(messages[:num_prompts]):
+        prompt, after = message.prompt_token_ids, index - count if index >= count else None
+        if after is not None:
+            before = work[after]
+            answer = draw.integers(0, vocab_size, before.num_output_tokens).tolist()
+            prompt = (*before.prompt_token_ids, *answer, *prompt)
+        work.append(WorkItem(prompt, message.num_output_tokens, after=after))
+    return work

@@ -24,6 +24,7 @@ def add_bench(commands: Commands[Parser]) -> None:
     add("--repeats", type=int, default=1, metavar="N", help="runs; the median is shown; default: 1")
     add("--compare", metavar="FILE", help="give the ratio to an earlier run, from the file of its --output-json")
     add("--fail-below", type=float, default=0.0, metavar="X", help="status 1 if the ratio and its spread are below X")
+    add("--record", metavar="FILE", help="add a row with commit, work, speed and machine to the table of a document")
     add("--plot", metavar="FILE", help="draw the use of the KV pool over time: .png, .svg or .pdf; needs jaxpage[plot]")
     add_engine_flags(throughput, without=("seed",))
     throughput.set_defaults(run=lazily("commands", "bench_throughput"))
@@ -72,8 +73,12 @@ def _add_workload(parser: Parser) -> None:
         "--dataset",
         default="sharegpt",
         metavar="NAME",
-        help="distribution of lengths: sharegpt, alpaca or random; default: sharegpt",
+        help="sharegpt, alpaca, random, prefix_repetition, chat, trace or custom; default: sharegpt",
     )
+    add("--dataset-path", metavar="FILE", help="published JSON of sharegpt or alpaca, JSON lines of trace or custom")
+    add("--num-prefixes", type=int, metavar="N", help="of prefix_repetition: prefixes; default: 4")
+    add("--prefix-len", type=int, metavar="N", help="of prefix_repetition: tokens of each prefix; default: 64")
+    add("--num-rounds", type=int, metavar="N", help="of chat: rounds of a conversation; default: 4")
     add("--max-input", type=int, default=512, metavar="N", help="longest prompt in tokens; default: 512")
     add("--max-output", type=int, default=512, metavar="N", help="longest output in tokens; default: 512")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and lengths; default: 0")
@@ -116,19 +121,24 @@ def _add_bench_serve(kinds: Commands[Parser]) -> None:
         help="address of the server; default: http://127.0.0.1:8000",
     )
     add("--model", metavar="NAME", help="name of the model; default: the first of the server")
-    add("--vocab-size", type=int, metavar="N", help="vocabulary size, if the server has no /v1/capabilities")
+    add("--vocab-size", type=int, metavar="N", help="vocabulary size, if the server does not tell it")
+    add("--tokenizer", metavar="NAME", help="of a model directory or hub id, for the texts of --dataset-path")
     _add_workload(parser)
     add(
         "--request-rate",
         type=float,
-        default=float("inf"),
+        nargs="+",
         metavar="X",
-        help="requests per second; default: inf (all at once)",
+        help="requests per second, one run each; default: all at once",
     )
     add("--burstiness", type=float, default=1.0, metavar="X", help="1: a Poisson process; below 1: bursts; default: 1")
     add("--max-concurrency", type=int, metavar="N", help="most requests at a time; default: all")
+    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests within ttft, tpot and e2el, in ms")
+    add("--repeats", type=int, default=1, metavar="N", help="runs of each rate; the median is shown; default: 1")
     add("--baseline", metavar="NAME", help="static: compare with static batches, which wait for their longest output")
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="requests of a static batch; default: 16")
+    add("--compare", metavar="FILE", help="give the ratios to an earlier run, from the file of its --output-json")
+    add("--plot", metavar="FILE", help="draw latency by rate, batch and KV pool over time; needs jaxpage[plot]")
     add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     parser.set_defaults(run=lazily("commands", "bench_serve"))
 

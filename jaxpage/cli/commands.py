@@ -33,13 +33,21 @@ def convert(arguments: argparse.Namespace) -> None:
     say(f"Written to {convert_checkpoint(source, arguments.destination, progress=True)}")
 
 
-def plan(arguments: argparse.Namespace) -> None:
-    """`jaxpage plan MODEL`: also for settings that this version refuses to run."""
+def plan(arguments: argparse.Namespace) -> int | None:
+    """`jaxpage plan MODEL`: also for settings that this version refuses to run. With `--slo`, status 1 if `--rate` is not sustained."""
+    for name in ("rate", "costs", "dataset", "max_input", "max_output"):
+        if arguments.slo is None and getattr(arguments, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} goes with --slo ttft=MS,tpot=MS")
     planned = {name: vars(arguments).pop(name) for name in PLANNED_SETTINGS if name in vars(arguments)}
     config = resolved(arguments).config
+    if arguments.slo is not None:
+        from jaxpage.cli.plan_rate import run as run_rate
+
+        return run_rate(arguments, config, planned)
     from jaxpage.cli.plan import run  # after the configuration is known to be right: this imports jax
 
     run(arguments, config, planned)
+    return None
 
 
 def compile_menu(arguments: argparse.Namespace) -> None:

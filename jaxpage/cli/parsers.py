@@ -100,6 +100,12 @@ def _add_plan(commands: Commands[Parser]) -> None:
         help="memory of each device, such as 24GiB or 40GB; default: of this machine",
     )
     add("--json", action="store_true", help="print one JSON object instead of tables")
+    add("--slo", metavar="ttft=MS,tpot=MS", help="find the highest request rate that keeps this, by simulation")
+    add("--rate", type=float, metavar="X", help="with --slo: say whether so many requests per second are sustained")
+    add("--costs", metavar="FILE", help="with --slo: what steps cost; default: measured on this machine")
+    add("--dataset", metavar="NAME", help="with --slo: lengths of the requests; default: sharegpt")
+    add("--max-input", type=int, metavar="N", help="with --slo: longest prompt; default: 512")
+    add("--max-output", type=int, metavar="N", help="with --slo: longest output; default: 512")
     settings = ("model", *PLAN_SETTINGS)
     add_engine_flags(parser, without=tuple(flag.setting for flag in ENGINE_FLAGS if flag.setting not in settings))
     parser.set_defaults(run=lazily("commands", "plan"))

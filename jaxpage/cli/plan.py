@@ -24,7 +24,7 @@ from jaxpage.engine.capacity import (
     refused_settings,
 )
 from jaxpage.engine.drafting import Drafting, open_drafting
-from jaxpage.engine.engine_spec import describe_engine
+from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, model_weights
 from jaxpage.models.weights import Weight, num_bytes
@@ -54,15 +54,17 @@ class Subject:
     def num_parameters(self) -> int:
         return sum(weight.size for weight in self.weights)
 
+    def engine_spec(self, layout: ModelLayout) -> EngineSpec:
+        """Raises ConfigError or CapacityError for what cannot be."""
+        weights_bytes = num_bytes(self.weights, layout.dtype)
+        weights_bytes += self.drafting.num_bytes(layout.dtype) if self.drafting else 0
+        return describe_engine(self.config, self.spec, self.device, layout, weights_bytes, self.drafting, swaps=False)
+
     def option(self, layout: ModelLayout) -> Option:
         """Raises ConfigError for a layout that no model can have."""
         refused = refused_settings(self.config, layout)
-        weights_bytes = num_bytes(self.weights, layout.dtype)
-        weights_bytes += self.drafting.num_bytes(layout.dtype) if self.drafting else 0
         try:
-            spec = describe_engine(
-                self.config, self.spec, self.device, layout, weights_bytes, self.drafting, swaps=False
-            )
+            spec = self.engine_spec(layout)
         except (CapacityError, ConfigError) as error:
             return Option(layout, refused, None, 0, error)
         num_devices = layout.tensor_parallel_size
@@ -95,24 +97,38 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
         ConfigError: a setting is wrong, or the devices cannot share the heads.
         CapacityError: the model does not fit, with the numbers. What else it could be is printed all the same.
     """
-    model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
-    device = _place(arguments.memory, config.gpu_memory_utilization)
-    weights = model_weights(model.family, model.spec, model.rule)
-    subject = Subject(config, model.config["architectures"][0], model.spec, weights, device, _drafting(config))
-    layout = ModelLayout(choose_dtype(config, device, stated_dtype(model.config)), config.kv_cache_dtype)
-    chosen = subject.option(replace(layout, **given))
+    subject, layout = _described(arguments, config, given)
+    device, model_spec = subject.device, subject.spec
+    chosen = subject.option(layout)
     if isinstance(chosen.error, ConfigError):
         raise chosen.error
-    for notice in notices(config, device, model.spec, chosen.plan) if chosen.plan else ():
+    for notice in notices(config, device, model_spec, chosen.plan) if chosen.plan else ():
         logger.warning(notice)
     options = [subject.option(layout) for layout in _layouts(chosen.layout)]
-    length = min(REFERENCE_LENGTH, config.max_model_len or model.spec.max_position_embeddings)
+    length = min(REFERENCE_LENGTH, config.max_model_len or model_spec.max_position_embeddings)
     if not arguments.json:
         print("\n".join([*_chosen_lines(subject, chosen), *_option_lines(options, chosen, length)]))
     elif chosen.plan:
         print(json.dumps(_as_dict(subject, chosen, options, length), allow_nan=False))
     if chosen.error:
         raise chosen.error
+
+
+def spec_of(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]) -> EngineSpec:
+    """The engine that is planned. Arguments as of `run`. Raises ConfigError or CapacityError for what cannot be."""
+    subject, layout = _described(arguments, config, given)
+    return subject.engine_spec(layout)
+
+
+def _described(
+    arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]
+) -> tuple[Subject, ModelLayout]:
+    model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
+    device = _place(arguments.memory, config.gpu_memory_utilization)
+    weights = model_weights(model.family, model.spec, model.rule)
+    subject = Subject(config, model.config["architectures"][0], model.spec, weights, device, _drafting(config))
+    layout = ModelLayout(choose_dtype(config, device, stated_dtype(model.config)), config.kv_cache_dtype)
+    return subject, replace(layout, **given)
 
 
 def _drafting(config: EngineConfig) -> Drafting | None:

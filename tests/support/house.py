@@ -82,6 +82,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "pallas_kernels/sets/mosaic.py",
         "*",
     ): "Pallas' Mosaic backend takes a quarter of a second to import, and a CPU needs none",
+    ("jaxpage/bench/serve.py", "jaxpage.bench.serve_plot"): "the picture needs matplotlib, the rest does not",
     ("jaxpage/bench/throughput.py", "jaxpage.bench.memory_plot"): "the picture needs matplotlib, the rest does not",
     (
         "jaxpage/simulation/paper/main.py",

@@ -1,0 +1,126 @@
+"""Sends requests to a server at their times, as many at once as there are places."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxpage.bench.http_client import Answer, Client
+from jaxpage.bench.workloads import WorkItem
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model of a server, and fields of the body that only some servers know."""
+
+    client: Client
+    model: str
+    extensions: dict[str, Any] = field(default_factory=dict)
+
+    def body(self, item: WorkItem, prompt: Sequence[int]) -> dict[str, Any]:
+        """Greedy, and as many tokens, if the server can be told so."""
+        asked = {"model": self.model, "prompt": list(prompt), "max_tokens": item.num_output_tokens, "temperature": 0}
+        return {**asked, **self.extensions}
+
+
+class Load:
+    """One run of a workload.
+
+    Args:
+        arrivals: seconds from the beginning; of the rounds of a chat, those of the first count, the others follow the answers.
+        most: requests at a time.
+        whole: a free place is used again only when all are free: the batches of an engine that cannot change them.
+        is_closed: a request is due when there is a place for it, not when it arrives.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        work: Sequence[WorkItem],
+        arrivals: Sequence[float],
+        most: int | None,
+        *,
+        whole: bool = False,
+        is_closed: bool = False,
+    ) -> None:
+        self._target, self._work, self._arrivals = target, work, arrivals
+        self._places = Places(most or len(work), whole=whole)
+        self.is_closed = is_closed
+        self._salt = (
+            uuid.uuid4().hex if target.extensions else None
+        )  # no run finds another's prefixes in the server's cache
+        self._title = "Static batches" if whole else "Requests"
+        self._sent: list[tuple[int, ...]] = [()] * len(work)  # prompts
+
+    async def run(self) -> tuple[list[Answer], float]:
+        """The answers, and when it began."""
+        start = perf_counter()
+        tasks: list[asyncio.Task[Answer]] = []
+        with tqdm(total=len(self._work), desc=self._title, unit="request", disable=None) as bar:
+            for index in range(len(self._work)):
+                tasks.append(asyncio.ensure_future(self._one(index, start, tasks)))
+                tasks[-1].add_done_callback(lambda _: bar.update())
+            answers = await asyncio.gather(*tasks)
+        return answers, start
+
+    async def _one(self, index: int, start: float, tasks: Sequence[asyncio.Task[Answer]]) -> Answer:
+        item = self._work[index]
+        prompt, due = item.prompt_token_ids, start + self._arrivals[index]
+        if item.after is None:
+            await asyncio.sleep(due - perf_counter())
+        else:
+            before = await tasks[item.after]
+            prompt, due = self._next_prompt(item, before), before.ended
+        await self._places.take()
+        try:
+            if self.is_closed:
+                due = perf_counter()
+            self._sent[index] = prompt
+            body = self._target.body(item, prompt)
+            return await self._target.client.complete(
+                {**body, **({"cache_salt": self._salt} if self._salt else {})}, due
+            )
+        finally:
+            self._places.give_back()
+
+    def _next_prompt(self, item: WorkItem, before: Answer) -> tuple[int, ...]:
+        """What was sent and what was answered, where the server says which tokens that was, and the new message."""
+        assert item.after is not None
+        last = self._work[item.after]
+        if len(before.token_ids) != last.num_output_tokens:
+            return item.prompt_token_ids
+        length = len(last.prompt_token_ids) + last.num_output_tokens
+        return (*self._sent[item.after], *before.token_ids, *item.prompt_token_ids[length:])
+
+
+class Places:
+    """Places for requests at a time, first come, first served."""
+
+    def __init__(self, number: int, *, whole: bool) -> None:
+        self._number, self._whole = number, whole
+        self._taken = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def take(self) -> None:
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        if not self._whole or not self._taken:
+            asyncio.get_running_loop().call_soon(self._admit)  # with those that come at the same time
+        await place
+
+    def give_back(self) -> None:
+        self._taken -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        if self._whole and self._taken:
+            return
+        while self._waiting and self._taken < self._number:
+            self._taken += 1
+            self._waiting.pop(0).set_result(None)

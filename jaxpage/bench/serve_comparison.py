@@ -1,0 +1,58 @@
+"""`bench serve --compare BASELINE.json`: ratios to an earlier result, with the spread of the runs of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpage.cli.flags import UsageError
+from jaxpage.tables import aligned
+
+COMPARED = (
+    *("request_throughput", "output_throughput", "mean_normalized_latency_ms"),
+    *(f"{label}_{name}_ms" for name in ("ttft", "tpot", "e2el") for label in ("median", "p99")),
+)
+_WORK = (
+    *("dataset", "dataset_path", "num_prefixes", "prefix_len", "num_rounds", "seed", "num_prompts", "arrivals"),
+    *("request_rate", "burstiness", "max_concurrency", "max_input", "max_output"),
+)
+
+
+def read_baseline(path: str) -> dict[str, Any]:
+    """What `--output-json` wrote. Raises UsageError if it is something else."""
+    try:
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
+        missing = [name for name in ("runs", "request_rate", "num_prompts") if name not in result]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}")
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"--compare {path}: not a result of `jaxpage bench serve --output-json`: {error}") from None
+    return dict(result)
+
+
+def check_same_work(path: str, baseline: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises UsageError if the baseline had other requests at other times."""
+    other = [
+        f"{name} {baseline.get(name)!r}, now {now.get(name)!r}" for name in _WORK if baseline.get(name) != now.get(name)
+    ]
+    if other:
+        raise UsageError(f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for both runs")
+
+
+def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """This result by the baseline: of the numbers shown, and the lowest and highest that the runs allow. A number that is 0 is left out."""
+    ratios = {}
+    for name in COMPARED:
+        theirs, ours = ([run[name] for run in one["runs"]] for one in (baseline, result))
+        if min(theirs) > 0:
+            lowest, highest = min(ours) / max(theirs), max(ours) / min(theirs)
+            ratios[name] = {"ratio": result[name] / baseline[name], "lowest": lowest, "highest": highest}
+    return ratios
+
+
+def described(path: str, ratios: Mapping[str, Mapping[str, float]]) -> str:
+    rows = [[f"compared with {path}", "ratio", "lowest", "highest"]]
+    rows += [[name, *(f"{value:.3f}" for value in ratio.values())] for name, ratio in ratios.items()]
+    return "\n".join(aligned(rows, num_words=1))

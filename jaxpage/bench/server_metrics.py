@@ -1,0 +1,90 @@
+"""What a server's /metrics said while it was measured: use of the KV pool, batch, preemptions, sharing and acceptance.
+
+jaxpage and vLLM name them alike but for the prefix. Of a server that has none, or others, nothing is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxpage.bench.http_client import Client
+
+POLL_SECONDS = 0.25
+_PREFIXES = ("jaxpage_", "vllm:")
+_GAUGES = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "kv_saved_by_sharing_perc")
+_COUNTERS = {"num_preemptions": "num_preemptions_total", "compiles_during_run": "compile_total"}
+_RATIOS = {
+    "prefix_cache_hit_rate": ("prefix_cache_hits_total", "prefix_cache_queries_total"),
+    "draft_acceptance_rate": ("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"),
+}
+
+
+class ServerMetrics:
+    """Asks four times a second, from `with` to its end."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._samples: list[tuple[float, Mapping[str, float]]] = []
+
+    async def __aenter__(self) -> ServerMetrics:
+        self._start = perf_counter()
+        await self._look()
+        self._polling = asyncio.ensure_future(self._poll())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._polling.cancel()
+        await asyncio.gather(self._polling, return_exceptions=True)
+        await self._look()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Means and maxima over the samples of the run, what was counted in it, and the samples themselves."""
+        if not self._samples:
+            return {}
+        (_, first), (_, last) = self._samples[0], self._samples[-1]
+        during = self._samples[1:-1] or self._samples  # before the first request and after the last nothing runs
+        found: dict[str, Any] = {}
+        series: dict[str, list[float]] = {"seconds": [seconds for seconds, _ in during]}
+        for name in _GAUGES:
+            if name in last:
+                series[name] = [sample.get(name, 0.0) for _, sample in during]
+                found |= {f"mean_{name}": sum(series[name]) / len(series[name]), f"max_{name}": max(series[name])}
+        for name, counter in _COUNTERS.items():
+            if counter in last:
+                found[name] = int(last[counter] - first.get(counter, 0.0))
+        for name, pair in _RATIOS.items():
+            of, among = (last.get(counter, 0.0) - first.get(counter, 0.0) for counter in pair)
+            if among:
+                found[name] = of / among
+        return {**found, "server_series": series} if found else {}
+
+    async def _poll(self) -> None:
+        while self._samples:  # the first look found some
+            await asyncio.sleep(POLL_SECONDS)
+            await self._look()
+
+    async def _look(self) -> None:
+        text = await self._client.text("/metrics")
+        try:
+            values = parsed(text or "")
+        except ValueError:
+            return
+        if values:
+            self._samples.append((perf_counter() - self._start, values))
+
+
+def parsed(text: str) -> dict[str, float]:
+    """Values of Prometheus' text format by name without prefix, summed over labels."""
+    values: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            for prefix in _PREFIXES:
+                if sample.name.startswith(prefix):
+                    values[sample.name.removeprefix(prefix)] += sample.value
+    return dict(values)

@@ -1,0 +1,93 @@
+"""Workloads from files: ShareGPT and Alpaca as they are published, prompts in JSON lines, and traces of arrivals in Mooncake's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpage.bench.workloads import WorkItem
+from jaxpage.cli.flags import UsageError
+
+Encode = Callable[[str], list[int]]
+TRACE_BLOCK = 512  # tokens of each of a trace's `hash_ids`
+
+
+def read_workload(
+    dataset: str, path: str, count: int, *, seed: int, vocab_size: int, max_input: int, max_output: int, encode: Encode
+) -> list[WorkItem]:
+    """The first `count` requests of a file, in its order if it has times, shuffled by the seed otherwise; cut at the caps.
+
+    encode: raises UsageError where there is no tokenizer.
+    """
+    try:
+        entries = list(_entries(dataset, path))
+        if dataset != "trace":
+            np.random.default_rng(seed).shuffle(entries)
+        find = {"sharegpt": _sharegpt, "alpaca": _alpaca, "custom": _custom}
+        work: list[WorkItem] = []
+        for entry in entries:
+            found = _traced(entry, vocab_size, seed) if dataset == "trace" else find[dataset](entry, encode, max_output)
+            if found and found.prompt_token_ids and found.num_output_tokens > 0:
+                prompt = found.prompt_token_ids[:max_input]
+                work.append(WorkItem(prompt, min(found.num_output_tokens, max_output), found.seconds))
+            if len(work) == count:
+                return _from_zero(work)
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"--dataset-path {path}: not a file of --dataset {dataset}: {type(error).__name__}: {error}"
+        ) from None
+    raise UsageError(f"--dataset-path {path} has {len(work)} requests, fewer than --num-prompts {count}")
+
+
+def _entries(dataset: str, path: str) -> Iterator[Any]:
+    text = Path(path).read_text(encoding="utf-8")
+    if dataset in ("sharegpt", "alpaca"):
+        yield from json.loads(text)
+    else:
+        yield from (json.loads(line) for line in text.splitlines() if line.strip())
+
+
+def _sharegpt(entry: Any, encode: Encode, _: int) -> WorkItem | None:
+    """The first message and its answer, whose tokens are counted."""
+    turns = entry.get("conversations") or entry.get("conversation") or []
+    if len(turns) < 2:
+        return None
+    return WorkItem(tuple(encode(turns[0]["value"])), len(encode(turns[1]["value"])))
+
+
+def _alpaca(entry: Any, encode: Encode, _: int) -> WorkItem:
+    prompt = "\n".join(part for part in (entry["instruction"], entry.get("input")) if part)
+    return WorkItem(tuple(encode(prompt)), len(encode(entry["output"])))
+
+
+def _custom(entry: Any, encode: Encode, max_output: int) -> WorkItem:
+    """`prompt`: a text or token ids; `output_tokens`, as vLLM calls them, are as many as may be unless they are given."""
+    prompt = entry["prompt"]
+    token_ids = encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    return WorkItem(tuple(token_ids), int(entry.get("output_tokens", max_output)))
+
+
+def _traced(entry: Any, vocab_size: int, seed: int) -> WorkItem:
+    """Only lengths are known: the same hash id is the same random tokens, so that prompts share what they shared."""
+    length, hash_ids = int(entry["input_length"]), entry.get("hash_ids") or ()
+    tokens: list[int] = []
+    for hash_id in hash_ids:
+        draw = np.random.default_rng((seed, int(hash_id)))
+        tokens += draw.integers(0, vocab_size, TRACE_BLOCK).tolist()
+    if len(tokens) < length:
+        draw = np.random.default_rng((seed, *json.dumps(entry, sort_keys=True).encode()))
+        tokens += draw.integers(0, vocab_size, length - len(tokens)).tolist()
+    return WorkItem(tuple(tokens[:length]), int(entry["output_length"]), float(entry["timestamp"]) / 1000)
+
+
+def _from_zero(work: list[WorkItem]) -> list[WorkItem]:
+    """Times since the first arrival, in their order."""
+    if not work or work[0].seconds is None:
+        return work
+    first = min(item.seconds or 0.0 for item in work)
+    moved = [WorkItem(item.prompt_token_ids, item.num_output_tokens, (item.seconds or 0.0) - first) for item in work]
+    return sorted(moved, key=lambda item: item.seconds or 0.0)

@@ -1,0 +1,141 @@
+"""`jaxpage plan --slo`: the highest request rate that a configuration sustains, simulated with costs of this machine or given ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from jaxpage.cli.flags import UsageError
+from jaxpage.cli.plan import spec_of
+from jaxpage.engine.engine_spec import EngineSpec
+from jaxpage.memory import BlockManager, BlockPool, BlockTables
+from jaxpage.replay.opening import open_engine
+from jaxpage.scheduling import Preemption
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.simulation.capacity import SEEDS, SUSTAINED, AtRate, Question, at_rate, highest_rate
+from jaxpage.simulation.costs import CostModel
+from jaxpage.simulation.policies import PagedScheduler
+from jaxpage.simulation.shape_costs import as_dict, measure, read_costs
+from jaxpage.simulation.traces import LENGTHS
+from jaxpage.tables import aligned
+
+_DEFAULTS = {"dataset": "sharegpt", "max_input": 512, "max_output": 512}
+_COLUMNS = ("requests/s", "kept", "p99 TTFT (ms)", "p99 TPOT (ms)", "running", "pool in use", "preemptions")
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]) -> int:
+    """Prints a table or one JSON object. Status 1 if `--rate` is not sustained. Raises UsageError, and as `jaxpage plan` does."""
+    for name, default in _DEFAULTS.items():
+        setattr(arguments, name, default if getattr(arguments, name) is None else getattr(arguments, name))
+    slo = _checked(arguments, config)
+    spec, cost = _opened(arguments, config, given)
+    length = spec.memory.max_model_len
+    max_input = min(arguments.max_input, length // 2)
+    max_output = min(arguments.max_output, length - max_input)
+    question = Question(lambda: _scheduler(spec, config), cost, slo, arguments.dataset, max_input, max_output)
+    asked = at_rate(question, arguments.rate) if arguments.rate else None
+    by_seed = [highest_rate(question, [seed], near=arguments.rate or 1.0) for seed in SEEDS]
+    rates = [each.rate for each in by_seed if each.is_sustained]
+    highest = at_rate(question, min(each.rate for each in by_seed))
+    if arguments.json:
+        result = {
+            "model": config.model,
+            "slo_ms": {name: 1000 * value for name, value in slo.items()},
+            **{"dataset": arguments.dataset, "max_input": max_input, "max_output": max_output},
+            "highest_rate": asdict(highest) if len(rates) == len(SEEDS) else None,
+            "highest_rate_by_seed": rates,
+            "at_rate": asdict(asked) if asked else None,
+            "costs": as_dict(cost),
+        }
+        print(json.dumps(result, allow_nan=False))
+    else:
+        print("\n".join(_lines(question, highest, rates, asked)))
+    return int(asked is not None and not asked.is_sustained)
+
+
+def _checked(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, float]:
+    """The SLO in seconds."""
+    slo: dict[str, float] = {}
+    for part in arguments.slo.split(","):
+        name, _, value = part.partition("=")
+        try:
+            milliseconds = float(value)
+        except ValueError:
+            milliseconds = 0.0
+        if name not in ("ttft", "tpot", "e2el") or not milliseconds > 0:
+            raise UsageError(f"--slo takes ttft=MS,tpot=MS,e2el=MS, got {part!r}")
+        slo[name] = milliseconds / 1000
+    if not {"ttft", "e2el"} & {*slo}:
+        raise UsageError("--slo needs ttft or e2el: without one of them requests may wait for ever")
+    if arguments.rate is not None and not arguments.rate > 0:
+        raise UsageError(f"--rate must be more than 0, got {arguments.rate}")
+    if arguments.dataset not in LENGTHS:
+        raise UsageError(f"--dataset must be one of {', '.join(LENGTHS)}, got {arguments.dataset!r}")
+    if min(arguments.max_input, arguments.max_output) < 1:
+        raise UsageError("--max-input and --max-output must be at least 1")
+    if arguments.memory is not None and not arguments.costs:
+        raise UsageError("--memory is another device than this one: --slo then needs --costs FILE")
+    for name, plain in (("speculative_config", None), ("num_scheduler_steps", 1)):
+        if getattr(config, name) != plain:
+            raise UsageError(f"--slo simulates steps of one token: {name} must be {plain}")
+    return slo
+
+
+def _opened(
+    arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]
+) -> tuple[EngineSpec, CostModel]:
+    if arguments.costs:
+        try:
+            cost = read_costs(arguments.costs)
+        except ValueError as error:
+            raise UsageError(f"--costs {error}") from None
+        spec = spec_of(arguments, config, given)
+    else:
+        config = config.replace(**given, enable_prefix_caching=False, preemption_mode="recompute", event_log=None)
+        built = open_engine(config, progress=not arguments.json)
+        spec, cost = built.spec, measure(built)
+    if len(spec.groups) > 1 or spec.groups[0].sliding_window:
+        raise UsageError("--slo simulates models whose layers all see the whole sequence; this one has sliding windows")
+    return spec, cost
+
+
+def _scheduler(spec: EngineSpec, config: EngineConfig) -> PagedScheduler:
+    """The engine's, without a prefix cache: the prompts of the trace share nothing."""
+    [blocks] = spec.blocks
+    manager = BlockManager([BlockTables(BlockPool(blocks.stop, first=blocks.start), spec.memory.block_size)], None)
+    limits = replace(spec.limits, num_steps=1)
+    return PagedScheduler(limits, manager, max_num_seqs=config.max_num_seqs, preemption=Preemption("recompute"))
+
+
+def _lines(question: Question, highest: AtRate, rates: Sequence[float], asked: AtRate | None) -> list[str]:
+    slo = ", ".join(f"{name} <= {1000 * seconds:g} ms" for name, seconds in question.slo.items())
+    lines = [
+        f"Simulated: {len(SEEDS)} times {question.num_requests} requests of {question.dataset}, Poisson arrivals; sustained: "
+        f"{SUSTAINED:.0%} of the requests have {slo}.",
+        "",
+        *aligned([_COLUMNS, *(_cells(each) for each in (highest, asked) if each)]),
+        "",
+    ]
+    if len(rates) < len(SEEDS):
+        lines.append("No rate is sustained: a request alone is slower than this.")
+    else:
+        shown = ", ".join(f"{rate:.3g}" for rate in sorted(rates))
+        lines.append(f"The highest rate that all traces sustain is {min(rates):.3g} requests/s ({shown} by trace).")
+    if asked:
+        lines.append(f"{asked.rate:g} requests/s are {'' if asked.is_sustained else 'not '}sustained.")
+    return lines
+
+
+def _cells(each: AtRate) -> tuple[str, ...]:
+    return (
+        f"{each.rate:.3g}",
+        f"{each.kept:.1%}",
+        f"{1000 * each.p99_ttft:.1f}",
+        f"{1000 * each.p99_tpot:.1f}",
+        f"{each.running:.1f}",
+        f"{each.pool_in_use:.1%}",
+        f"{each.num_preemptions}",
+    )
