@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpage.models.registry import register_model
     from jaxpage.outputs import CompletionOutput, RequestOutput
     from jaxpage.settings.engine_config import EngineConfig
+    from jaxpage.settings.lora_request import LoRARequest
     from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
     "MemoryReport",
     "RequestOutput",
     "SamplingParams",
@@ -35,6 +37,7 @@ _HOMES = {
     "LLM": "jaxpage.llm",
     "AsyncLLM": "jaxpage.async_llm",
     "EngineConfig": "jaxpage.settings.engine_config",
+    "LoRARequest": "jaxpage.settings.lora_request",
     "MemoryReport": "jaxpage.memory",
     "SamplingParams": "jaxpage.settings.sampling_params",
     "BeamSearchParams": "jaxpage.settings.sampling_params",

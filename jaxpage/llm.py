@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from jaxpage.checkpoints import load_weights, named_parameters, open_parameters, with_parameters
 from jaxpage.device.mesh import make_mesh
-from jaxpage.engine.admission import CheckedParams, PreparedRequest
+from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.embedding import Embedder, Pooling
@@ -26,10 +26,12 @@ from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.replay.opening import open_engine
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.settings.sources import resolve_config
 
 Params = SamplingParams | BeamSearchParams
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -153,7 +155,12 @@ class LLM:
             raise UnsupportedError(f"{name} is not supported for quantised weights ({found.described})")
 
     def generate(
-        self, prompts: Any, params: Params | Sequence[Params] | None = None, use_tqdm: bool = True
+        self,
+        prompts: Any,
+        params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Generates for every prompt and returns the outputs in the order of the prompts.
 
@@ -161,13 +168,15 @@ class LLM:
             prompts: a string, a list of token ids, {"prompt_token_ids": [...]}, or a list of those.
             params: one for all prompts, or one per prompt; None: those of the model's generation_config.json.
             use_tqdm: show a progress bar on standard error.
+            lora_request: the adapter of all prompts, or of each, where None is the model without one; needs `enable_lora`.
 
         Raises, before anything runs:
             TypeError, ValueError, UnsupportedError, CapacityError: naming the parameter and its value.
+            ModelNotFoundError, CheckpointError: an adapter is not there, or does not fit, with everything that is wrong.
             TimeoutError: waiting for the grammar compiler took too long.
             JaxpageError: the process that checks grammars was killed repeatedly, or does not answer.
         """
-        requests = self._prepare(prompts, params)
+        requests = self._prepare(prompts, params, lora_request)
         reporters: dict[str, Reporter] = {}
         num_tokens = 0
         with (
@@ -190,7 +199,9 @@ class LLM:
                 self._calls.end(reporters)
         return [reporter.whole() for reporter in reporters.values()]
 
-    def stream(self, prompt: Any, params: Params | None = None) -> RequestStream:
+    def stream(
+        self, prompt: Any, params: Params | None = None, *, lora_request: LoRARequest | None = None
+    ) -> RequestStream:
         """Generates for one prompt. Returns an iterator over chunks with the new text of each step; the last has the finish reason.
 
         Closing the iterator (`close()`, or a `with` block) aborts the request and frees its blocks. Arguments are checked by this call,
@@ -198,7 +209,7 @@ class LLM:
 
         Raises UnsupportedError for `best_of` and beam search, whose results are known only at the end, and the errors of `generate`.
         """
-        requests = self._prepare(prompt, params)
+        requests = self._prepare(prompt, params, lora_request)
         if len(requests) != 1:
             raise ValueError(f"stream takes one prompt, not {len(requests)}; use generate for several")
         check_streamable(requests[0].params)
@@ -273,10 +284,13 @@ class LLM:
         messages: Messages | Sequence[Messages],
         params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """`generate` for one conversation, or for a list of them, with the chat template of the model's tokenizer."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([self.chat_prompt(one) for one in conversations], params, use_tqdm)
+        prompts = [self.chat_prompt(one) for one in conversations]
+        return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
 
     def chat_prompt(self, messages: Any) -> dict[str, Any]:
         """The prompt of a conversation. Raises ValueError if the model has no chat template, or if the template refuses the messages."""
@@ -345,23 +359,31 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _prepare(self, prompts: Any, params: Any) -> list[PreparedRequest]:
+    def _prepare(self, prompts: Any, params: Any, lora_request: Any = None) -> list[PreparedRequest]:
         """Encodes and checks everything, so that a bad argument is refused before anything runs."""
         self._calls.check_open()
         normalised = normalise(prompts)
         each = one_each(self.default_sampling_params() if params is None else params, len(normalised))
+        adapters = self._adapters(one_each(lora_request, len(normalised), "lora_request"))
         requests = []
         checked: dict[int, CheckedParams] = {}  # by the identity of the parameters, which prompts may share
-        for index, (prompt, one) in enumerate(zip(normalised, each, strict=True)):
+        for index, (prompt, one, lora) in enumerate(zip(normalised, each, adapters, strict=True)):
             if not isinstance(one, SamplingParams | BeamSearchParams):
                 raise TypeError(f"params must be SamplingParams or BeamSearchParams, not {type(one).__name__}")
             try:
                 if id(one) not in checked:
                     checked[id(one)] = self._engine.admission.check_params(one)
                 request = prepared(self._engine, prompt, checked[id(one)])
-                requests.append(request._replace(grammar=self._engine.compiled(one)))
+                requests.append(request._replace(grammar=self._engine.compiled(one), lora=lora))
             except Exception as error:
                 if len(normalised) > 1:
                     error.add_note(f"This is prompt {index} of {len(normalised)}.")
                 raise
         return requests
+
+    def _adapters(self, asked: Sequence[Any]) -> list[NamedAdapter | None]:
+        """Of each prompt; each is read once. Raises TypeError, and what `Engine.opened_adapter` raises."""
+        if wrong := [one for one in asked if not isinstance(one, LoRARequest | None)]:
+            raise TypeError(f"lora_request must be LoRARequest or None, not {type(wrong[0]).__name__}")
+        opened = {one: self._engine.opened_adapter(one) for one in dict.fromkeys(asked) if one is not None}
+        return [opened.get(one) for one in asked]

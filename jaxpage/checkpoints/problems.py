@@ -14,10 +14,13 @@ MAX_LINE = 2000  # characters
 
 
 class Problems:
-    """Collects what is wrong with the checkpoint in `directory`, or in a file; `raise_if_any` turns it into one CheckpointError."""
+    """Collects what is wrong with the checkpoint in `directory`, or in a file; `raise_if_any` turns it into one CheckpointError.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    what: the directory holds.
+    """
+
+    def __init__(self, directory: Path, what: str = "checkpoint") -> None:
+        self.directory, self.what = directory, what
         self.lines: list[str] = []
         # What a family reads of a GGUF file is made of its metadata.
         self._config = "its metadata, as config.json" if directory.is_file() else "config.json"
@@ -44,7 +47,7 @@ class Problems:
         if len(self.lines) > MAX_LINES:
             shown.append(f"  - and {len(self.lines) - MAX_LINES} more")
         count = f"{len(self.lines)} problem{'s' if len(self.lines) > 1 else ''}"
-        raise CheckpointError(f"the checkpoint in {self.directory} does not fit ({count}):\n" + "\n".join(shown))
+        raise CheckpointError(f"the {self.what} in {self.directory} does not fit ({count}):\n" + "\n".join(shown))
 
 
 def quoted(name: object, limit: int = 200) -> str:

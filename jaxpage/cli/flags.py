@@ -129,6 +129,9 @@ ENGINE_FLAGS = (
         'speculative decoding, as JSON, such as {"method": "ngram"} (docs/guides/speculation.md); default: off',
         "JSON",
     ),
+    Flag("enable_lora", None, "requests may name a LoRA adapter (docs/guides/lora.md); default: no"),
+    Flag("max_loras", int, "most LoRA adapters at once on the device; default: 4"),
+    Flag("max_lora_rank", int, "largest rank of a LoRA adapter; default: 16"),
     Flag("tensor_parallel_size", int, "devices for the model; this version supports 1"),
     Flag("event_log", str, "new file for all events that a replay needs, prompts included"),
 )
@@ -142,6 +145,13 @@ SERVER_FLAGS = (
         str,
         "names of the model in requests; default: MODEL, of a path its last part",
         several=True,
+    ),
+    Flag("lora_modules", str, "LoRA adapters that requests may name as model", "NAME=PATH", several=True),
+    Flag(
+        "lora_directory",
+        str,
+        "LoRA adapters below it may be loaded by POST /v1/load_lora_adapter; default: none",
+        "DIRECTORY",
     ),
     Flag("api_key_file", str, "file with API keys, one per line; also $JAXPAGE_API_KEY, separated by commas", "FILE"),
     Flag(
@@ -187,6 +197,7 @@ PLAN_SETTINGS = (
         "kv_cache_memory_bytes",
     ),
     *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "speculative_config", "tensor_parallel_size"),
+    *("enable_lora", "max_loras", "max_lora_rank"),
 )
 PLANNED_SETTINGS = (
     "kv_cache_dtype",

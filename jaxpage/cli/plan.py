@@ -14,6 +14,7 @@ import jax
 from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.sizing import MemoryPlan, gib
+from jaxpage.engine.adapters import lora_spec
 from jaxpage.engine.capacity import (
     DeviceSpec,
     ModelLayout,
@@ -27,6 +28,7 @@ from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.models.base import ModelSpec, model_weights
+from jaxpage.models.lora import LoRASpec
 from jaxpage.models.weights import Weight, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -49,6 +51,7 @@ class Subject:
     weights: Sequence[Weight]
     device: DeviceSpec
     drafting: Drafting | None = None
+    lora: LoRASpec | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -57,6 +60,7 @@ class Subject:
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:
         """Raises ConfigError or CapacityError for what cannot be."""
         weights_bytes = num_bytes(self.weights, layout.dtype)
+        weights_bytes += self.lora.num_bytes(layout.dtype) if self.lora else 0
         weights_bytes += self.drafting.num_bytes(layout.dtype) if self.drafting else 0
         return describe_engine(self.config, self.spec, self.device, layout, weights_bytes, self.drafting, swaps=False)
 
@@ -126,7 +130,8 @@ def _described(
     model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
     device = _place(arguments.memory, config.gpu_memory_utilization)
     weights = model_weights(model.family, model.spec, model.rule)
-    subject = Subject(config, model.config["architectures"][0], model.spec, weights, device, _drafting(config))
+    drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
+    subject = Subject(config, model.config["architectures"][0], model.spec, weights, device, drafting, lora)
     layout = ModelLayout(choose_dtype(config, device, stated_dtype(model.config)), config.kv_cache_dtype)
     return subject, replace(layout, **given)
 

@@ -56,6 +56,7 @@ class StepInputs(NamedTuple):
     q_ids_TW: jax.Array  # of drafts that may be rejected: what each was drawn from, padded with -1
     q_TW: jax.Array  # and the probabilities; of drafts that were chosen, 1 for the draft
     scored_T: jax.Array  # the token whose log probability after this token is wanted; 0 where none is
+    lora_slot_T: jax.Array  # of the adapter; 0: none
     flags: jax.Array  # see `Flags`
 
 
@@ -87,7 +88,7 @@ _WORDS = frozenset({"seed_R2", "tree_mask_TU"})
 def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
     tokens, rows, draws = bucket.num_tokens, bucket.num_rows, bucket.num_draws
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepInputs._fields, (draws,))
-    shapes |= dict.fromkeys(("token_ids_T", "positions_T", "scored_T"), (tokens,))
+    shapes |= dict.fromkeys(("token_ids_T", "positions_T", "scored_T", "lora_slot_T"), (tokens,))
     shapes |= {"slots_ZT": (tables.num_groups, tokens), "block_table_ZBM": (tables.num_groups, rows, tables.width)}
     shapes |= dict.fromkeys(("context_len_B", "next_token_B"), (rows,))
     shapes |= {"query_start": (rows + 1,), "seed_R2": (draws, 2), "parents_T": (tokens if bucket.verifies else 0,)}
@@ -153,4 +154,5 @@ def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> Ste
         context_len_B=jnp.where(is_row_B, positions_B + 1, 0),
         query_start=jnp.append(0, jnp.cumsum(is_row_B)),
         scored_T=jnp.zeros_like(token_ids_B),
+        lora_slot_T=jnp.where(is_row_B, inputs.lora_slot_T[place_B], 0),
     )

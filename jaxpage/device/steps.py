@@ -21,6 +21,7 @@ from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
 from jaxpage.device.verify import last_of, moves
 from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.lora import adapters_of, token_adapters
 from jaxpage.layers.product import grouped_products
 from jaxpage.settings.draft_settings import AcceptanceRule
 
@@ -40,6 +41,7 @@ class StepOptions(NamedTuple):
     sample_by_row: bool
     drafter: DeviceDrafter | None = None  # beside the model, its target
     acceptance: AcceptanceRule = AcceptanceRule()
+    max_loras: int = 0  # slots of adapters
 
 
 class StepOutput(NamedTuple):
@@ -219,7 +221,8 @@ def _hidden(
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket, layer_groups=options.layer_groups)
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers)
-    hidden_TD, pages, states = model(inputs.token_ids_T, pages, context)
+    with token_adapters(adapters_of(inputs.lora_slot_T, options.max_loras)):
+        hidden_TD, pages, states = model(inputs.token_ids_T, pages, context)
     return model, hidden_TD, pages, states or (hidden_TD,)
 
 

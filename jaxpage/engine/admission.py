@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpage.checkpoints.lora_files import Adapter
 from jaxpage.decoding import Grammar
 from jaxpage.device.sampler import NUM_CANDIDATES
 from jaxpage.device.step_inputs import MAX_BIASES
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
-from jaxpage.step.request import Request
+from jaxpage.step.request import LoRAAdapter, Request
 
 Words = tuple[tuple[int, ...], ...]  # each as its tokens
 
@@ -32,6 +33,13 @@ class CheckedParams(NamedTuple):
         return self.asked if isinstance(self.asked, BeamSearchParams) else None
 
 
+class NamedAdapter(NamedTuple):
+    """A LoRA adapter that was read and fits the model."""
+
+    name: str
+    adapter: Adapter
+
+
 class PreparedRequest(NamedTuple):
     """A request that can be added to the engine: nothing of it is left to check, to tokenize or to compile."""
 
@@ -40,6 +48,7 @@ class PreparedRequest(NamedTuple):
     checked: CheckedParams
     grammar: Grammar | None = None
     is_prefix: bool = False  # it is computed to be pinned
+    lora: NamedAdapter | None = None
 
     @property
     def params(self) -> SamplingParams | BeamSearchParams:
@@ -136,6 +145,7 @@ class Admission:
             bad_word_token_ids=checked.bad_word_token_ids,
             beam=checked.beam,
             is_prefix=prepared.is_prefix,
+            lora=prepared.lora and LoRAAdapter(prepared.lora.name, prepared.lora.adapter.digest),
         )
 
     def _check_processor_inputs(self, params: SamplingParams) -> None:

@@ -23,6 +23,7 @@ from jaxpage.step.token_masks import Mask
 
 Pairs = npt.NDArray[np.int32]
 Move = tuple[int, Pairs]  # of a cache group
+NO_SLOTS: Mapping[str, int] = MappingProxyType({})
 NO_MASKS: Mapping[int, Mask] = MappingProxyType({})
 
 
@@ -54,6 +55,7 @@ class BatchBuilder:
         blocks: Sequence[range],
         vocab_size: int,
         host_blocks: Sequence[range] = (),
+        max_loras: int = 0,
     ):
         """blocks, host_blocks: the ids of each cache group's pools. In the arrays of a group they count from 1."""
         self.menu = menu
@@ -61,10 +63,17 @@ class BatchBuilder:
         self.block_size = block_size
         self.blocks = tuple(blocks)
         self.vocab_size = vocab_size
+        self.max_loras = max_loras
         self.host_blocks = tuple(host_blocks) or (range(1, 1),) * len(blocks)
 
-    def build(self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS) -> Batch:
-        """masks: by place among the plan's samples: the tokens that a grammar admits."""
+    def build(
+        self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS, lora_slots: Mapping[str, int] = NO_SLOTS
+    ) -> Batch:
+        """
+        Args:
+            masks: by place among the plan's samples: the tokens that a grammar admits.
+            lora_slots: where each adapter of the rows stands on the device, by its digest; from 1.
+        """
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
         bucket = self.menu.choose(
@@ -78,6 +87,9 @@ class BatchBuilder:
         packed = np.zeros(packed_size(bucket, self.tables), np.int32)
         fields: dict[str, Any] = views(packed, bucket, self.tables)
         self._fill_rows(fields, plan.rows)
+        if lora_slots:
+            slots = [0 if row.lora is None else lora_slots[row.lora] for row in plan.rows]
+            fields["lora_slot_T"][: sum(lengths)] = np.repeat(slots, lengths)
         if plan.is_multi_step:
             fields["token_ids_T"][fields["token_ids_T"] == PLACEHOLDER] = 0  # the step draws them
         if bucket.verifies:
@@ -183,6 +195,7 @@ class BatchBuilder:
 
     def _check(self, fields: dict[str, Any]) -> None:
         limits: list[tuple[str, Any, int]] = [("token_ids_T", ..., self.vocab_size), ("scored_T", ..., self.vocab_size)]
+        limits.append(("lora_slot_T", ..., 1 + self.max_loras))
         for group, blocks in enumerate(self.blocks):
             limits.append(("slots_ZT", group, (1 + len(blocks)) * self.block_size))
             limits.append(("block_table_ZBM", group, 1 + len(blocks)))

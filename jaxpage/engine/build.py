@@ -25,6 +25,7 @@ from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
 from jaxpage.device.stored_executables import StoredExecutables
+from jaxpage.engine.adapters import Adapters, lora_spec
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, notices
 from jaxpage.engine.drafters import Target
@@ -38,6 +39,8 @@ from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
+from jaxpage.models.lora import LoRASpec
+from jaxpage.models.weights import add_missing
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.strategy import Strategy
@@ -89,18 +92,17 @@ def build_engine(
     phase(PHASES[1])
     mesh = make_mesh()
     drafting = open_drafting(config.speculative_config, files)
-    spec = _describe(config, files, mesh, drafting)
+    lora = lora_spec(config, files.family, files.spec)
+    spec = _describe(config, files, mesh, drafting, lora)
     if verbose := progress if verbose is None else verbose:
         _print(aligned([*spec.rows()], num_words=2))
     phase(PHASES[2])
     dtype = spec.layout.dtype
-    weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
+    weights = _weights(files, dtype, lora, mesh, progress=progress)
     parameters = {"target": weights, "drafter": drafting.load(dtype, mesh.put, progress=progress)}
     phase(PHASES[3])
-    pages, options = (
-        _pages(spec, files, drafting),
-        _step_options(spec, config, files, drafting, by_row=mesh.first.platform == "cpu"),
-    )
+    pages = _pages(spec, files, drafting)
+    options = _step_options(spec, config, files, drafting, lora, by_row=mesh.first.platform == "cpu")
     executables = _compiled(
         config,
         spec.menu,
@@ -115,14 +117,16 @@ def build_engine(
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
     chosen: EngineParts = {"speculator": speculator, **(parts or {})}
+    runner = Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec))
     engine = Engine(
         scheduler=_scheduler(config, spec),
-        builder=_builder(spec),
-        runner=Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec)),
+        builder=_builder(spec, lora.num_slots if lora else 0),
+        runner=runner,
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(files),
         max_model_len=spec.memory.max_model_len,
         seed=config.seed,
+        adapters=Adapters(lora, runner.write_adapter) if lora else None,
         strategies=strategies,
         **chosen,
     )
@@ -135,7 +139,9 @@ def build_engine(
     return Built(engine, tokenizer, sampling_defaults, replace(spec, memory=memory), files)
 
 
-def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, drafting: Drafting) -> EngineSpec:
+def _describe(
+    config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, drafting: Drafting, lora: LoRASpec | None
+) -> EngineSpec:
     """Logs the warnings of `notices`."""
     kernels = choose_backend(config.attention_backend, mesh.first, config.kv_cache_dtype)
     if kernels.interpret:
@@ -144,6 +150,7 @@ def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, draftin
     stored = files.plan.stored_dtype()
     layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype)
     weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
+    weights_bytes += lora.num_bytes(layout.dtype) if lora else 0
     spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
     own = [spec.num_blocks[group] for group in spec.layer_groups[: files.spec.kv.num_layers]]
     pages = kv_pages.page_shapes(files.spec.kv, own, config.block_size, spec.page_dtype)
@@ -155,6 +162,17 @@ def _describe(config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, draftin
     return spec
 
 
+def _weights(
+    files: ModelFiles, dtype: str, lora: LoRASpec | None, mesh: DeviceMesh, *, progress: bool
+) -> dict[Any, Any]:
+    """Those of the checkpoint, and adapters that are zero."""
+    weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
+    if lora is not None:
+        _, shapes = abstract_model(files.family, files.spec, dtype, lora.rule(files.rule))
+        add_missing(weights, shapes, mesh.zeros)
+    return weights
+
+
 def _pages(spec: EngineSpec, files: ModelFiles, drafting: Drafting) -> KVPages:
     """Shapes of all layers."""
     num_blocks, own = [spec.num_blocks[group] for group in spec.layer_groups], files.spec.kv.num_layers
@@ -164,10 +182,17 @@ def _pages(spec: EngineSpec, files: ModelFiles, drafting: Drafting) -> KVPages:
 
 
 def _step_options(
-    spec: EngineSpec, config: EngineConfig, files: ModelFiles, drafting: Drafting, *, by_row: bool
+    spec: EngineSpec,
+    config: EngineConfig,
+    files: ModelFiles,
+    drafting: Drafting,
+    lora: LoRASpec | None,
+    *,
+    by_row: bool,
 ) -> StepOptions:
     assert spec.kernels is not None, "the device is at hand"
-    graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, files.rule)
+    rule = lora.rule(files.rule) if lora else files.rule
+    graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
     return StepOptions(
         graph,
         spec.vocab_size,
@@ -187,10 +212,11 @@ def _step_options(
             )
         ),
         acceptance=config.acceptance,
+        max_loras=lora.num_slots if lora else 0,
     )
 
 
-def _builder(spec: EngineSpec) -> BatchBuilder:
+def _builder(spec: EngineSpec, max_loras: int) -> BatchBuilder:
     return BatchBuilder(
         spec.menu,
         table_width=spec.tables.width,
@@ -198,6 +224,7 @@ def _builder(spec: EngineSpec) -> BatchBuilder:
         blocks=spec.blocks,
         vocab_size=spec.vocab_size,
         host_blocks=spec.host_blocks,
+        max_loras=max_loras,
     )
 
 
@@ -288,6 +315,7 @@ def _scheduler(config: EngineConfig, spec: EngineSpec) -> Scheduler:
         max_num_seqs=config.max_num_seqs,
         queue=POLICIES[config.scheduling_policy](),
         preemption=Preemption(config.preemption_mode, config.new_requests_wait_until),
+        max_loras=config.max_loras if config.enable_lora else 0,
     )
 
 

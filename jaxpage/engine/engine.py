@@ -10,16 +10,19 @@ from dataclasses import replace
 from typing import Any, TypedDict
 
 from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy, advance, masks_of
-from jaxpage.engine.admission import Admission, CheckedParams, PreparedRequest
-from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.adapters import Adapters
+from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
+from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
 from jaxpage.engine.events import Events
 from jaxpage.engine.grammar_compiler import GrammarCompiler
 from jaxpage.engine.metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids
+from jaxpage.errors import UnsupportedError
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.scheduling import Scheduler
+from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.shapes import NOT_FINITE
 from jaxpage.speculation import NoSpeculation, Speculator
@@ -56,6 +59,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         seed: int,
+        adapters: Adapters | None = None,
         strategies: dict[int, Strategy] | None = None,
         speculator: Speculator | None = None,
         new_strategy: NewStrategy | None = None,
@@ -63,6 +67,7 @@ class Engine:
     ):
         """
         Args:
+            adapters: None: requests have none.
             strategies: the decoding strategies by sequence id. Pass the dict that a speculator reads.
             speculator: proposes drafts; None: no speculation.
             new_strategy: makes the strategy of a new request; None: by its parameters.
@@ -82,6 +87,7 @@ class Engine:
             has_priorities=scheduler.has_priorities,
             seed=seed,
         )
+        self.adapters = adapters
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
         self.speculator: Speculator = speculator or NoSpeculation()
         self._new_strategy = new_strategy or self._strategy_of
@@ -141,12 +147,20 @@ class Engine:
             group.child_ids = tuple(other_ids)
         strategy = self._new_strategy(group, grammar)
         self.scheduler.add(group)
+        if self.adapters is not None and prepared.lora is not None:
+            self.adapters.hold(request_id, prepared.lora.adapter)
         self._num_sequences += request.num_sequence_ids
         for sequence_id in group.sequence_ids:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
         self.events.arrived(group)
         return Reporter(group, self.metrics.arrived(request_id), self.tokenizer, self.weights_version)
+
+    def opened_adapter(self, asked: LoRARequest) -> NamedAdapter:
+        """On any thread. Raises UnsupportedError without `enable_lora`, and what `Adapters.opened` raises."""
+        if self.adapters is None:
+            raise UnsupportedError(f"LoRA adapter {asked.lora_name!r} needs enable_lora=True")
+        return NamedAdapter(asked.lora_name, self.adapters.opened(asked))
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whatever it is doing; its blocks are free at once. An unknown id, or a finished one, is no error."""
@@ -179,7 +193,8 @@ class Engine:
         self.metrics.scheduled(plan, self._groups, self.scheduler)
         try:
             self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
-            result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies)))
+            slots = self.adapters.placed(plan) if self.adapters else NO_SLOTS
+            result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies), slots))
         except Exception as error:
             logger.exception("step %d failed; running requests end with an error", plan.step_id)
             self.events.failed(plan, error)
@@ -281,6 +296,8 @@ class Engine:
 
     def _forget(self, group: SequenceGroup) -> None:
         self.metrics.ended(group)
+        if self.adapters is not None:
+            self.adapters.release(group.request.request_id)
         self.speculator.forget(group)
         for sequence_id in group.sequence_ids:
             self._strategies.pop(sequence_id, None)

@@ -76,10 +76,10 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def one_each(params: _Params | Sequence[_Params], count: int) -> list[_Params]:
-    """The same parameters for every prompt, or one per prompt. Raises ValueError when the numbers differ."""
+def one_each(params: _Params | Sequence[_Params], count: int, name: str = "params") -> list[_Params]:
+    """The same parameters for every prompt, or one per prompt. Raises ValueError when the numbers differ. name: of the argument."""
     if not isinstance(params, list | tuple):
         return [params] * count  # type: ignore[list-item]
     if len(params) != count:
-        raise ValueError(f"{len(params)} params for {count} prompts: give one, or one per prompt")
+        raise ValueError(f"{len(params)} {name} for {count} prompts: give one, or one per prompt")
     return list(params)

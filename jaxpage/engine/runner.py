@@ -14,6 +14,8 @@ from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.steps import unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Move
+from jaxpage.models.replacing import Path
+from jaxpage.models.weights import add_missing
 from jaxpage.step.plan import StepResult
 
 
@@ -76,8 +78,20 @@ class Runner:
         return self._parameters
 
     def replace_parameters(self, target: Any) -> None:
-        """Takes other weights of the model, of the same shapes and types, from the next step on."""
+        """Takes other weights of the model, of the same shapes and types, from the next step on. Adapters stay."""
+        add_missing(target, self._parameters["target"], lambda adapters: adapters)
         self._parameters = {**self._parameters, "target": target}
+
+    def write_adapter(self, path: Path, slot: int, layer: tuple[np.ndarray, np.ndarray] | None) -> None:
+        """A and B of a linear layer into a slot, from 1; None: zeros. Nothing is compiled for it."""
+        module = self._parameters["target"]
+        for key in (*path, "lora"):
+            module = module[key]
+        for index, name in enumerate(("a", "b")):
+            numbers = np.array(module[name])
+            numbers[slot - 1] = 0 if layer is None else layer[index]
+            before, module[name] = module[name], jax.device_put(numbers, module[name].sharding)
+            before.delete()
 
     @property
     def pages_are_lost(self) -> bool:

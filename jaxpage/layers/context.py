@@ -45,13 +45,11 @@ class ForwardContext:
     """One pass of a model over a stream of tokens. It belongs to the trace in which it is made.
 
     aux_layers: the layers whose entering hidden states, the auxiliary ones, the model hands out (`models.base.Model`).
-    adapters: of each token; there are none yet.
     """
 
     positions_T: Int[Array, "T"]
     attend: Attend
     aux_layers: tuple[int, ...] = ()
-    adapters: None = None
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 
     def angles(self, rope: Rope) -> Angles:

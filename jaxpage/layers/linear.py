@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxpage.layers.lora import LoRA
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
 from jaxpage.layers.product import Weight, product
 
@@ -68,7 +69,12 @@ class LinearSpec:
 
 
 class Linear(nnx.Module):
-    """`y = x @ kernel.T + bias`. The kernel is stored `[out, in]`, see `product`."""
+    """`y = x @ kernel.T + bias`. The kernel is stored `[out, in]`, see `product`.
+
+    lora: adapters, where the model has any. They stand beside the weight, of whatever kind it is.
+    """
+
+    lora: LoRA | None = None
 
     def __init__(self, spec: LinearSpec):
         self.spec = spec
@@ -81,7 +87,14 @@ class Linear(nnx.Module):
 
     def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
         y_TO = product(x_TI, self.weight)
-        return y_TO if self.bias is None else y_TO + self.bias[...][None, :]
+        if self.bias is not None:
+            y_TO = y_TO + self.bias[...][None, :]
+        return y_TO if self.lora is None else self.lora(x_TI, y_TO)
+
+    def add_lora(self, num_slots: int, rank: int) -> None:
+        spec = self.spec
+        rows, axes = tuple(part.rows for part in spec.parts), (spec.input_axis, spec.output_axis)
+        self.lora = LoRA(num_slots, rank, spec.num_in, rows, axes, spec.dtype)
 
 
 def linear(

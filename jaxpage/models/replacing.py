@@ -1,4 +1,4 @@
-"""Modules that take the place of others by path: quantised weights, adapters. No family knows of them."""
+"""Modules that take the place of others by path: quantised weights. No family knows of them."""
 
 from __future__ import annotations
 

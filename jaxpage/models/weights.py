@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -55,6 +55,15 @@ def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
 def num_bytes(weights: Iterable[Weight], dtype: str) -> int:
     """Of all of them, in a model of this type."""
     return sum(weight.size * jnp.dtype(weight.dtype or dtype).itemsize for weight in weights)
+
+
+def add_missing(parameters: dict[Any, Any], others: dict[Any, Any], take: Callable[[Any], Any]) -> None:
+    """Parameters that no checkpoint has: those of another tree that these lack, or what `take` makes of them."""
+    for key, other in others.items():
+        if key not in parameters:
+            parameters[key] = take(other)
+        elif isinstance(other, dict):
+            add_missing(parameters[key], other, take)
 
 
 def _also_without(prefix: str, source: Source) -> Source:

@@ -46,7 +46,7 @@ def beginnings(group: SequenceGroup, manager: BlockManager) -> Iterator[list[Hit
 
     What is found is not computed, and has no logits: a prompt that is scored can begin with what was scored before, and no more.
     """
-    salt = group.request.params.cache_salt
+    salt = group.request.prefix_salt
     cached, pinned = [], []
     for sequence in group.unfinished:
         known = sequence.token_ids  # of which the last is never found

@@ -61,6 +61,8 @@ class PlanBuilder:
             row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
             if further := block_manager.further_tables(sequence_id):
                 row = row._replace(further_tables=further)
+            if group.request.lora:
+                row = row._replace(lora=group.request.lora.digest)
             if not draws:
                 row = row._replace(next_token_id=known[start + num_tokens])
             if draft := self.drafts.get(sequence_id):

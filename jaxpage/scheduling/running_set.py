@@ -33,13 +33,20 @@ class RunningSet:
         max_num_seqs: int,
         queue: WaitingQueue | None = None,
         preemption: Preemption | None = None,
+        max_loras: int = 0,
     ) -> None:
-        """Raises ValueError unless a step holds a token of each of `max_num_seqs` sequences."""
+        """
+        Args:
+            max_loras: most LoRA adapters that the running groups may have.
+
+        Raises ValueError unless a step holds a token of each of `max_num_seqs` sequences.
+        """
         if not 1 <= max_num_seqs <= limits.max_rows:
             raise ValueError(f"{max_num_seqs=} must be between 1 and the {limits.max_rows} rows of a step")
         self.limits = limits
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
+        self.max_loras = max_loras
         self.preemption = preemption or Preemption()
         self.num_preemptions = {"recompute": 0, "swap": 0}
         self.prefix_counts = PrefixCounts()
@@ -147,7 +154,7 @@ class RunningSet:
         blocks = manager.most_blocks(request.max_total_tokens - 1)  # the last token is drawn and never computed
         num_pinned = 0
         if request.params.prompt_logprobs is None:  # else it computes all of its prompt, whatever is pinned of it
-            prefix = manager.find_pinned(request.prompt_token_ids, request.params.cache_salt)
+            prefix = manager.find_pinned(request.prompt_token_ids, request.prefix_salt)
             num_pinned = prefix.num_tokens // manager.block_size
         return tuple(
             request.num_sequences * count - (num_pinned if tables.sliding_window is None else 0)
@@ -171,6 +178,8 @@ class RunningSet:
         resumes = group.num_preemptions > 0
         if self._num_sequence_slots + width > self.max_num_seqs:
             return False
+        if not self._has_adapter_slot(group):
+            return False
         if self.preemption.new_wait_until == "completed" and self._was_preempted and self._running and not resumes:
             return False
         spare = partial(spare_blocks, num_running=self._num_sequence_slots, num_joining=width, resumes=resumes)
@@ -193,6 +202,13 @@ class RunningSet:
         self._run(group)
         self._num_sequence_slots += width
         return True
+
+    def _has_adapter_slot(self, group: SequenceGroup) -> bool:
+        """Whether the running groups have no more adapters with the group's than may be on the device at once."""
+        if group.request.lora is None:
+            return True
+        digests = {running.request.lora.digest for running in self._running.values() if running.request.lora}
+        return len(digests | {group.request.lora.digest}) <= self.max_loras
 
     def _run(self, group: SequenceGroup) -> None:
         """Puts a group among the running ones, at its rank: mostly the highest."""
@@ -273,7 +289,7 @@ class RunningSet:
             CapacityError: another request that is waiting or running could then not run alone any more. Nothing has changed.
         """
         manager, group = self.block_manager, self._running[request_id]
-        prompt, salt = group.request.prompt_token_ids, group.request.params.cache_salt
+        prompt, salt = group.request.prompt_token_ids, group.request.prefix_salt
         sequence = group.unfinished[0]
         assert sequence.num_computed_tokens >= len(prompt), "the prompt is not computed yet"
         manager.pin(pin_id, sequence.sequence_id, Pin(prompt, salt))

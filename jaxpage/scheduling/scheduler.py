@@ -215,5 +215,5 @@ class Scheduler(RunningSet):
 
     def _cache(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Another block of the sequence is full and computed: from now on others find it."""
-        salt, num_computed = group.request.params.cache_salt, sequence.num_computed_tokens
+        salt, num_computed = group.request.prefix_salt, sequence.num_computed_tokens
         self.block_manager.cache(sequence.sequence_id, num_computed, sequence.token_ids, sequence.block_digests, salt)

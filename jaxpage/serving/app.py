@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxpage import __version__
 from jaxpage.errors import JaxpageError
+from jaxpage.serving.adapters import lora_routes
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import Generating, while_connected
@@ -111,15 +112,19 @@ class Server:
         await while_connected(receive, answered())
 
     async def _models(self, request: Request) -> Response:
-        return json_answer({"object": "list", "data": [self._card(name) for name in self._context.model_names]})
+        return json_answer({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def _model(self, request: Request) -> Response:
-        if (name := request.path_params["name"]) not in self._context.model_names:
-            names = ", ".join(self._context.model_names)
+        if (name := request.path_params["name"]) not in self._names:
+            names = ", ".join(self._names)
             raise ApiError(
                 404, f"There is no such model; this server has {names}", param="model", code="model_not_found"
             )
         return json_answer(self._card(name))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self._context.model_names, *self._context.adapters)
 
     def _card(self, name: str) -> dict[str, Any]:
         max_len = self._context.max_model_len
@@ -129,6 +134,7 @@ class Server:
             "created": self._created,
             "owned_by": "jaxpage",
             "max_model_len": max_len,
+            **({"parent": self._context.model_names[0]} if name in self._context.adapters else {}),
         }
 
     async def _capable(self, request: Request) -> Response:
@@ -189,8 +195,9 @@ def build_app(
         Middleware(Limits, max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_timeout_seconds),
     ]
     pages = inspector.routes(loop, show_prompts=config.ui_show_prompts) if config.ui else []
+    lora = lora_routes(config, loop.engine, server.preparing, context)
     handlers = {HTTPException: _http_error}
-    routes = [*pages, *server.routes, *profiler_routes(config)]  # with the page, / leads to it
+    routes = [*pages, *server.routes, *lora, *profiler_routes(config)]  # with the page, / leads to it
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.router.redirect_slashes = False  # a path is right or not found

@@ -20,7 +20,9 @@ MAX_KEY_FILE_BYTES = 1 << 16
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 # Goes into paths (/v1/models/NAME), metric labels and every answer.
-_ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x20\x7f]+$")]
+MODEL_NAME = r"[^\x00-\x20\x7f]+"
+_ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^{MODEL_NAME}$")]
+_LoRAModule = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x20\x7f=]{1,256}=[^\x00]+$")]
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -34,12 +36,16 @@ def _as_tuple(value: Any) -> Any:
 class ServerConfig(Settings):
     """The settings of the server."""
 
-    plain_text: ClassVar[frozenset[str]] = frozenset({"host", "api_key_file", "profile_directory"})
+    plain_text: ClassVar[frozenset[str]] = frozenset({"host", "api_key_file", "lora_directory", "profile_directory"})
 
     host: _Text = "127.0.0.1"  # address that it listens on; by default only this machine can connect
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000  # 0: one that is free
     # What requests call the model, the first in answers; None: the name of `model`.
     served_model_name: Annotated[tuple[_ModelName, ...], Field(max_length=64), BeforeValidator(_as_tuple)] | None = None
+    # LoRA adapters that requests may name as model, each NAME=PATH; with the engine's enable_lora.
+    lora_modules: Annotated[tuple[_LoRAModule, ...], Field(max_length=1024), BeforeValidator(_as_tuple)] | None = None
+    # Adapters below this directory may be loaded and unloaded by requests, of anybody who may send requests; None: by nobody.
+    lora_directory: _Text | None = None
     api_key_file: _Text | None = None  # a key per line; see `read_api_keys`
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256  # beyond those that run; more are answered 429
     request_timeout_seconds: _Seconds | None = 600.0  # from arrival to the last token; None: as long as it takes
@@ -102,10 +108,17 @@ def resolve_both(
             resolved.append(resolve_settings(kind, given, by_hand, environment, overrides_origin))
         except (ConfigError, UnsupportedError) as error:
             errors.append(error)
+    if not errors:
+        errors += _without_lora(resolved[0].config, resolved[1].config)
     if errors:  # all of them at once
         refusal = UnsupportedError if all(isinstance(error, UnsupportedError) for error in errors) else ConfigError
         raise refusal("\n".join(map(str, errors)))
     return resolved[0], resolved[1]
+
+
+def _without_lora(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
+    given = [name for name in ("lora_modules", "lora_directory") if getattr(server, name) is not None]
+    return [ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora]
 
 
 def read_api_keys(config: ServerConfig, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -105,6 +105,8 @@ class Preparing:
         text, token_ids = (
             (prompt_request.prompt, None) if isinstance(prompt_request.prompt, str) else (None, prompt_request.prompt)
         )
-        return prepared(
+        request = prepared(
             self._engine, Prompt(text, token_ids), checked, add_special_tokens=prompt_request.add_special_tokens
         )
+        lora = prompt_request.lora
+        return request if lora is None else request._replace(lora=self._engine.opened_adapter(lora))

@@ -21,6 +21,7 @@ from jaxpage import __version__
 from jaxpage.engine.build import PHASES, Built
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
+from jaxpage.serving.adapters import open_lora_modules
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.listening import address_of
@@ -74,10 +75,12 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 
 
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
-    """What the wire format has to know of the model."""
+    """What the wire format has to know of the model. Raises as `open_lora_modules`."""
+    names = model_names(engine, server)
     described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
     return ModelContext(
-        model_names=model_names(engine, server),
+        model_names=names,
+        adapters=open_lora_modules(built.engine, server, names),
         max_model_len=built.memory.max_model_len,
         vocab_size=built.engine.builder.vocab_size,
         tokenizer=built.tokenizer,

@@ -76,6 +76,9 @@ class EngineConfig(Settings):
     attention_backend: str = "auto"  # a kernel set; "auto": the first that supports the model and the device
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # from which the seeds of requests without a seed are drawn
     speculative_config: SpeculativeConfig | None = None  # speculative decoding; None: off
+    enable_lora: bool = False  # requests may name a LoRA adapter in PEFT's layout
+    max_loras: Annotated[int, Field(ge=1, le=256)] = 4  # most adapters at once on the device
+    max_lora_rank: Annotated[int, Field(ge=1, le=512)] = 16  # largest rank; the others are padded to it
     tensor_parallel_size: _Count = 1  # devices for the model; this version supports 1
     event_log: _Name | None = None  # file for all events that a replay needs, prompts included; must not exist
 
@@ -121,6 +124,10 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
                 "num_scheduler_steps",
                 f"cannot be {config.num_scheduler_steps} with a speculative_config: drafts need the host in every step",
             )
+    if not config.enable_lora:
+        for name in ("max_loras", "max_lora_rank"):
+            if getattr(config, name) != type(config).model_fields[name].default:
+                yield name, f"cannot be {getattr(config, name)} while enable_lora is false: there are no adapters"
     if config.max_num_batched_tokens is not None:
         for name in ("max_num_seqs", "block_size"):
             if config.max_num_batched_tokens < getattr(config, name):
@@ -140,6 +147,13 @@ def attention_backends() -> tuple[str, ...]:
 def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
     if config.speculative_config is not None:
         yield from (("speculative_config", text) for text in config.speculative_config.refused())
+        if config.enable_lora and (method := config.speculative_config.method) not in ("ngram", "suffix", "lookahead"):
+            yield (
+                "speculative_config",
+                f"method {method!r} is not supported with enable_lora: it drafts without adapters",
+            )
+    if config.enable_lora and config.event_log is not None:
+        yield "event_log", "is not supported with enable_lora: a replay does not load adapters"
     backend, backends = config.attention_backend, attention_backends()
     if backend not in backends:
         nearest = nearest_name(backend, backends)

@@ -34,6 +34,7 @@ class Row(NamedTuple):
     num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
     next_token_id: int = -1  # what is known behind the row; -1: it is drawn
     further_tables: tuple[tuple[int, ...], ...] = ()  # block tables of the other cache groups, in their order
+    lora: str | None = None  # digest of its LoRA adapter
 
     @property
     def context_length(self) -> int:

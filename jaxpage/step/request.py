@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+
+
+class LoRAAdapter(NamedTuple):
+    """digest: of its numbers, by which it is known."""
+
+    name: str
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +31,15 @@ class Request:
     beam: BeamSearchParams | None = None
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # `bad_words` as tokens: none of these may come out whole
     is_prefix: bool = False  # it is computed to be pinned, and ended when its prompt is: nothing is drafted behind it
+    lora: LoRAAdapter | None = None  # the adapter that it is computed with
+
+    @cached_property
+    def prefix_salt(self) -> str | None:
+        """Only requests with the same share cached prefixes: that of the caller, and the adapter's numbers. Callers' have no NUL."""
+        salt = self.params.cache_salt
+        if self.lora is None:
+            return salt
+        return f"\0{self.lora.digest}" + ("" if salt is None else f"\0{salt}")
 
     @property
     def num_sequences(self) -> int:

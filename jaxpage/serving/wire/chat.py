@@ -31,7 +31,7 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     tools = tool_use(request, context)
     params = _params(request, context, tools, max_tokens)
     prompt = context.checked_prompt(render(request, context, tools.shown), "messages")
-    prompt_request = PromptRequest(prompt, params, bool(request.add_special_tokens))
+    prompt_request = PromptRequest(prompt, params, bool(request.add_special_tokens), context.adapter(request.model))
     return ChatAnswer(request, context, prompt_request, ignored, tools)
 
 

@@ -28,7 +28,8 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
     _check_tokens(request, context)
     params = _params(request, context)
     add_special_tokens = request.add_special_tokens is not False
-    prompt_requests = [PromptRequest(prompt, params, add_special_tokens) for prompt in prompts]
+    lora = context.adapter(request.model)
+    prompt_requests = [PromptRequest(prompt, params, add_special_tokens, lora) for prompt in prompts]
     return CompletionAnswer(request, context, prompt_requests, ignored)
 
 

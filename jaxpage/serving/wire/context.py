@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.lora_request import LoRARequest
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class ModelContext:
     """One model as its clients see it."""
 
     model_names: tuple[str, ...]  # any of them is the model
+    adapters: dict[str, LoRARequest] = field(
+        default_factory=dict
+    )  # by name, beside the model; they change as it serves
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int  # the width of the logits: token ids are below it
     tokenizer: Any | None  # transformers'; None: prompts are token ids, and there is no text
@@ -33,6 +38,14 @@ class ModelContext:
     reasoning_parser: str | None = None  # "think"
     strict_requests: bool = False  # unknown fields are refused
     limits: RequestLimits = RequestLimits()
+
+    def adapter(self, name: str | None) -> LoRARequest | None:
+        """Of a request's `model`. None: the model without one. Raises ApiError for a name that is not served."""
+        if name is None or name in self.model_names:
+            return None
+        if (adapter := self.adapters.get(name)) is None:
+            raise ApiError(404, f"The model {shown(name)} does not exist", param="model", code="model_not_found")
+        return adapter
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:

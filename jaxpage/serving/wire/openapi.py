@@ -29,7 +29,7 @@ def openapi(context: ModelContext) -> dict[str, Any]:
     _, schemas = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_PLACE + "{model}")
     definitions = {**schemas["$defs"], **_ANSWERS}
     for model in _REQUESTS:
-        definitions[model.__name__]["properties"]["model"]["enum"] = list(context.model_names)
+        definitions[model.__name__]["properties"]["model"]["enum"] = [*context.model_names, *context.adapters]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -81,7 +81,7 @@ def _responses(content: dict[str, Any], *errors: int) -> dict[str, Any]:
 
 
 def _model_parameter(context: ModelContext) -> dict[str, Any]:
-    schema = {"type": "string", "enum": list(context.model_names)}
+    schema = {"type": "string", "enum": [*context.model_names, *context.adapters]}
     return {"name": "model", "in": "path", "required": True, "schema": schema}
 
 

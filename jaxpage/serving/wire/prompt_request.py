@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -13,3 +14,4 @@ class PromptRequest(NamedTuple):
     prompt: str | tuple[int, ...]
     params: SamplingParams | BeamSearchParams
     add_special_tokens: bool
+    lora: LoRARequest | None = None

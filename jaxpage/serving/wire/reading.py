@@ -38,7 +38,7 @@ def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> t
         raise _invalid(error, body) from None
     except RecursionError:
         raise ApiError(400, "Request body is nested too deeply") from None
-    _check_model(getattr(request, "model", None), context)
+    context.adapter(getattr(request, "model", None))
     unknown = [path for path in _unknown(request) if path not in LABELS]
     if unknown and context.strict_requests:
         near = close_names(unknown[0], model.model_fields)
@@ -71,11 +71,6 @@ def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) and len(prompt) > context.max_model_len:
             message = f"The prompt has {len(prompt)} tokens, and max_model_len is {context.max_model_len}"
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
-
-
-def _check_model(name: str | None, context: ModelContext) -> None:
-    if name is not None and name not in context.model_names:
-        raise ApiError(404, f"The model {shown(name)} does not exist", param="model", code="model_not_found")
 
 
 def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:

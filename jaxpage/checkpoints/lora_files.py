@@ -1,0 +1,189 @@
+"""Reads a LoRA adapter in PEFT's layout, or lists all that is wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpage.checkpoints.files import file_in, read_object
+from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.checkpoints.safetensors_files import map_array
+from jaxpage.checkpoints.safetensors_header import TensorInfo, read_header
+from jaxpage.models.lora import LoRASpec, LoRATarget
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+DTYPES = ("F32", "BF16", "F16")
+# Fields of adapter_config.json that change what an adapter computes in a way that is not honoured here, and what they are.
+REFUSED = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias of B",
+    "alora_invocation_tokens": "activated LoRA",
+    "layer_replication": "layers that are replicated",
+    "modules_to_save": "modules that are trained whole",
+    "trainable_token_indices": "tokens that are trained",
+    "target_parameters": "parameters of no linear layer",
+    "use_qalora": "QA-LoRA",
+}
+# Those that change nothing here: where the adapter comes from, how it was trained, and what is read below.
+KNOWN = frozenset(
+    {
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config"),
+        *("ensure_weight_tying", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights"),
+        *("layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config"),
+        *("megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern"),
+        *("revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
+    }
+)
+INITS = (True, False, "gaussian", "eva", "orthogonal")  # that leave the base weights as they are
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_PATTERN = re.compile(r"\^?[\w.]+")
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """digest: of all numbers that it adds. layers: A and B of each linear layer that it changes, by path: padded, B with its factor."""
+
+    digest: str
+    layers: Mapping[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]]
+
+
+def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
+    """Raises CheckpointError with every problem: features that are not supported, modules, shapes, ranks and numbers that do not fit."""
+    problems, config, tensors = Problems(directory, "adapter"), {}, {}
+    with problems.collect():
+        config = read_object(directory, CONFIG)
+        _check_config(config, problems)
+    with problems.collect():
+        tensors = read_header(file_in(directory, TENSORS), TENSORS, problems)
+    pairs = _pairs(tensors, spec.targets, problems)
+    problems.raise_if_any()  # numbers are read only of what has none
+    layers: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+    filled: set[tuple[Any, int]] = set()
+    for module, (a_info, b_info) in sorted(pairs.items()):
+        target = spec.targets[module]
+        if text := _misfit(a_info, b_info, target, _rank(config, module), spec.rank):
+            problems.add(f"{quoted(module)} {text}")
+            continue
+        a_RI, b_OR = (np.asarray(map_array(info), np.float32) for info in (a_info, b_info))
+        with np.errstate(over="ignore"):
+            b_OR = b_OR * np.float32(_factor(config, module))
+        for info, array in ((a_info, a_RI), (b_info, b_OR)):
+            if not np.isfinite(array).all():
+                problems.add(f"tensor {quoted(info.name)} has NaN or infinite numbers")
+        if twice := filled & {(target.path, part) for part in target.parts}:
+            problems.add(f"{quoted(module)} changes what another module changes ({len(twice)} products)")
+        filled |= {(target.path, part) for part in target.parts}
+        if target.path not in layers:
+            shapes = (target.num_layer_parts * spec.rank, target.num_in), (target.num_layer_rows, spec.rank)
+            layers[target.path] = np.zeros(shapes[0], np.float32), np.zeros(shapes[1], np.float32)
+        a, b = layers[target.path]
+        rank = len(a_RI)
+        for part in target.parts:
+            a[part * spec.rank : part * spec.rank + rank] = a_RI
+        b[target.first_row : target.first_row + target.num_rows, :rank] = b_OR
+    problems.raise_if_any()
+    return Adapter(_digest(layers), layers)
+
+
+def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
+    def add(name: str, why: str) -> None:
+        problems.add(f"{CONFIG}: {name} = {quoted(config.get(name))} {why}")
+
+    if config.get("peft_type") != "LORA":
+        add("peft_type", "is not supported; only 'LORA' is")
+    for name, what in REFUSED.items():
+        if config.get(name):
+            add(name, f"is not supported ({what})")
+    if config.get("bias", "none") != "none":
+        add("bias", "is not supported (biases of the model that are trained)")
+    if config.get("init_lora_weights", True) not in INITS:
+        add(
+            "init_lora_weights", "is not supported: it changes the weights of the model; save the adapter as plain LoRA"
+        )
+    for name in sorted(config.keys() - REFUSED.keys() - KNOWN):
+        if config[name]:
+            add(quoted(name), "is not known, and may change what the adapter computes")
+    if not _is_count(config.get("r")):
+        add("r", "must be an integer of at least 1")
+    if not _is_number(config.get("lora_alpha")):
+        add("lora_alpha", "must be a finite number")
+    if not isinstance(config.get("use_rslora", False), bool):
+        add("use_rslora", "must be true or false")
+    for name, is_right in (("rank_pattern", _is_count), ("alpha_pattern", _is_number)):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict) or not all(map(is_right, pattern.values())):
+            add(name, "must be an object of numbers")
+        elif wrong := [key for key in pattern if not _PATTERN.fullmatch(key)]:
+            add(name, f"has {quoted(wrong[0])}: only names of modules are supported, no other patterns")
+
+
+def _pairs(
+    tensors: Mapping[str, TensorInfo], targets: Mapping[str, LoRATarget], problems: Problems
+) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+    """A and B by module."""
+    found: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
+        if not (match := _NAME.fullmatch(name)):
+            problems.add(
+                f"tensor {quoted(name)} is not one of LoRA's: base_model.model.MODULE.lora_A.weight or .lora_B."
+            )
+        elif match[1] not in targets:
+            problems.add(f"tensor {quoted(name)} is for a module that the model has not, or that takes no adapter")
+        elif info.dtype not in DTYPES:
+            problems.add(f"tensor {quoted(name)} is {info.dtype}; it must be one of {', '.join(DTYPES)}")
+        else:
+            found.setdefault(match[1], {})[match[2]] = info
+    if not tensors and not problems:
+        problems.add(f"{TENSORS} has no tensors")
+    for module, pair in found.items():
+        for missing in {"A", "B"} - pair.keys():
+            problems.add(f"{quoted(module)} has no lora_{missing}.weight")
+    return {module: (pair["A"], pair["B"]) for module, pair in found.items() if len(pair) == 2}
+
+
+def _misfit(a: TensorInfo, b: TensorInfo, target: LoRATarget, rank: int, max_rank: int) -> str | None:
+    wanted = (rank, target.num_in), (target.num_rows, rank)
+    if (a.shape, b.shape) != wanted:
+        return f"has A {list(a.shape)} and B {list(b.shape)}; with rank {rank} the model needs {list(wanted[0])} and {list(wanted[1])}"
+    return f"has rank {rank}, above max_lora_rank, which is {max_rank}" if rank > max_rank else None
+
+
+def _rank(config: Mapping[str, Any], module: str) -> int:
+    return int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
+
+
+def _factor(config: Mapping[str, Any], module: str) -> float:
+    alpha, rank = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]), _rank(config, module)
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _by_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
+    """The first key that is the module's name, or its end behind a dot; behind ^ it is the whole name."""
+    for key, value in (pattern or {}).items():
+        if module == key.removeprefix("^") or (not key.startswith("^") and module.endswith(f".{key}")):
+            return value
+    return default
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 1 << 20
+
+
+def _digest(layers: Mapping[Any, tuple[np.ndarray, np.ndarray]]) -> str:
+    state = hashlib.blake2b(digest_size=32)
+    for path in sorted(layers, key=str):
+        state.update(repr(path).encode())
+        for array in layers[path]:
+            state.update(np.ascontiguousarray(array).data)
+    return state.hexdigest()

@@ -1,0 +1,114 @@
+"""The LoRA adapters of an engine: which are read, and which stand in the slots of the device."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxpage.checkpoints.files import file_in
+from jaxpage.checkpoints.lora_files import CONFIG, TENSORS, Adapter, read_adapter
+from jaxpage.engine.batch_builder import NO_SLOTS
+from jaxpage.errors import ModelNotFoundError
+from jaxpage.models.base import Family, ModelSpec
+from jaxpage.models.lora import LoRASpec, lora_targets
+from jaxpage.models.replacing import Path as LayerPath
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.lora_request import LoRARequest
+from jaxpage.step.plan import StepPlan
+
+# Writes A and B of a layer into a slot, from 1; None: zeros.
+WriteLayer = Callable[[LayerPath, int, tuple[np.ndarray, np.ndarray] | None], None]
+_Version = tuple[tuple[int, int], ...]  # of each file, when it was changed and how long it is
+
+
+def lora_spec(config: EngineConfig, family: Family, spec: ModelSpec) -> LoRASpec | None:
+    """None: the model takes no adapters."""
+    if not config.enable_lora:
+        return None
+    return LoRASpec(config.max_loras, config.max_lora_rank, lora_targets(family, spec))
+
+
+class Adapters:
+    """An adapter is known by its numbers: files that have changed are another adapter. It stays in its slot until that is needed; the
+    scheduler sees to it that the running requests have no more adapters than there are slots."""
+
+    def __init__(self, spec: LoRASpec, write: WriteLayer):
+        self.spec = spec
+        self._paths = {target.path for target in spec.targets.values()}
+        self._write = write
+        self._lock = threading.Lock()  # of the next two
+        self._meant: dict[int, tuple[str, str]] = {}  # name and path, by lora_int_id
+        self._read: OrderedDict[str, tuple[_Version, Adapter]] = OrderedDict()  # by path, the latest last
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the latest last
+        self._held: dict[str, Adapter] = {}  # by id of a request that has not finished
+
+    def opened(self, asked: LoRARequest) -> Adapter:
+        """The adapter of a request. On any thread.
+
+        Raises:
+            ValueError: lora_int_id stands for another adapter.
+            ModelNotFoundError, CheckpointError: it is not there; it does not fit, with all that is wrong.
+        """
+        directory, this = Path(asked.lora_path), (asked.lora_name, asked.lora_path)
+        with self._lock:
+            meant, known = self._meant.get(asked.lora_int_id, this), self._read.get(asked.lora_path)
+        if meant != this:
+            raise ValueError(
+                f"lora_int_id={asked.lora_int_id} is {meant[0]!r} in {meant[1]}; give {asked.lora_name!r} another number"
+            )
+        if not directory.is_dir():
+            raise ModelNotFoundError(f"LoRA adapter {asked.lora_name!r}: there is no directory {asked.lora_path}")
+        version = _version(directory)
+        if known is None or known[0] != version:
+            known = version, read_adapter(directory, self.spec)
+        with self._lock:
+            self._meant[asked.lora_int_id] = this
+            self._read[asked.lora_path] = known
+            self._read.move_to_end(asked.lora_path)
+            while len(self._read) > self.spec.num_slots:  # kept in memory for the next requests
+                self._read.popitem(last=False)
+        return known[1]
+
+    def hold(self, request_id: str, adapter: Adapter) -> None:
+        """A request is added that has this adapter."""
+        self._held[request_id] = adapter
+
+    def release(self, request_id: str) -> None:
+        """A request has ended."""
+        self._held.pop(request_id, None)
+
+    def placed(self, plan: StepPlan) -> Mapping[str, int]:
+        """Puts the adapters of a step on the device, unless they are there. Their slots by digest. Between two steps."""
+        needed = dict.fromkeys(row.lora for row in plan.rows if row.lora is not None)
+        for digest in needed:
+            if digest not in self._slots:
+                self._place(digest, self._free_slot(needed))
+            self._slots.move_to_end(digest)
+        return self._slots if needed else NO_SLOTS
+
+    def _place(self, digest: str, slot: int) -> None:
+        adapter = next(adapter for adapter in self._held.values() if adapter.digest == digest)
+        for path in self._paths:
+            self._write(path, slot, adapter.layers.get(path))
+        self._slots[digest] = slot
+
+    def _free_slot(self, needed: Container[str]) -> int:
+        """One that is empty, or that of the adapter whose last step is longest ago."""
+        if free := set(range(1, 1 + self.spec.num_slots)) - set(self._slots.values()):
+            return min(free)
+        return self._slots.pop(next(digest for digest in self._slots if digest not in needed))
+
+    def forget(self, lora_int_id: int) -> None:
+        """The number may stand for another adapter."""
+        with self._lock:
+            self._meant.pop(lora_int_id, None)
+
+
+def _version(directory: Path) -> _Version:
+    stats = [os.stat(file_in(directory, name)) for name in (CONFIG, TENSORS) if (directory / name).exists()]
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)

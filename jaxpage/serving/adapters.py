@@ -1,0 +1,131 @@
+"""The LoRA adapters that clients choose by `model`: those of `lora_modules`, and those that are loaded while the server runs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from jaxpage.engine.engine import Engine
+from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
+from jaxpage.serving.config import MODEL_NAME, ServerConfig
+from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.http.limits import check_is_json
+from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.wire.body import parse_object
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.lora_request import LoRARequest
+
+MAX_ADAPTERS = 1024  # that are served at a time
+
+
+def open_lora_modules(engine: Engine, config: ServerConfig, model_names: tuple[str, ...]) -> dict[str, LoRARequest]:
+    """The adapters of `lora_modules` by name, each of which fits the model.
+
+    Raises ConfigError for a name that is taken; ModelNotFoundError or CheckpointError for an adapter that is not there, or does not fit.
+    """
+    served: dict[str, LoRARequest] = {}
+    for number, module in enumerate(config.lora_modules or (), start=1):
+        name, _, path = module.partition("=")
+        if name in served or name in model_names:
+            raise ConfigError(f"lora_modules: the name {name!r} is given twice")
+        served[name] = LoRARequest(name, number, path)
+        engine.opened_adapter(served[name])
+    return served
+
+
+class RuntimeAdapters:
+    """Loads and unloads adapters while the server runs, from below one directory. On one thread."""
+
+    def __init__(self, engine: Engine, context: ModelContext, directory: Path):
+        self._engine, self._context, self._directory = engine, context, directory
+        self._numbers = itertools.count(1 + len(context.adapters))
+
+    def load(self, body: dict[str, Any]) -> str:
+        """What is answered. Raises ApiError."""
+        name, path = _text(body, "lora_name"), _text(body, "lora_path")
+        in_place = body.get("load_inplace", False)
+        _check_fields(body, {"lora_name", "lora_path", "load_inplace"})
+        if not isinstance(in_place, bool):
+            raise ApiError(400, "load_inplace must be true or false", param="load_inplace")
+        if not re.fullmatch(MODEL_NAME, name) or len(name) > 256:
+            raise ApiError(400, "lora_name must be 1 to 256 characters without spaces", param="lora_name")
+        served = self._context.adapters
+        if name in self._context.model_names or (name in served and not in_place):
+            raise ApiError(400, f"The name {shown(name)} is taken", param="lora_name")
+        if name not in served and len(served) >= MAX_ADAPTERS:
+            raise ApiError(400, f"{MAX_ADAPTERS} adapters are loaded, which is the most; unload one", param="lora_name")
+        asked = LoRARequest(name, next(self._numbers), str(self._inside(path)))
+        try:
+            self._engine.opened_adapter(asked)
+        except (CheckpointError, ModelNotFoundError) as error:
+            raise ApiError(400, str(error), param="lora_path").quoting(body) from error
+        self._forget(served.get(name))
+        served[name] = asked
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    def unload(self, body: dict[str, Any]) -> str:
+        """What is answered; requests that run go on. Raises ApiError."""
+        name = _text(body, "lora_name")
+        _check_fields(body, {"lora_name", "lora_int_id"})
+        asked = self._context.adapters.pop(name, None)
+        if asked is None:
+            raise ApiError(404, f"The LoRA adapter {shown(name)} does not exist", param="lora_name", code="not_found")
+        self._forget(asked)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    def _forget(self, asked: LoRARequest | None) -> None:
+        if asked is not None and self._engine.adapters is not None:
+            self._engine.adapters.forget(asked.lora_int_id)
+
+    def _inside(self, path: str) -> Path:
+        """Raises ApiError, one for what is not there and for what lies elsewhere: nothing is told of the rest of the machine."""
+        try:
+            found = (self._directory / path).resolve(strict=True)
+            is_inside = found.is_relative_to(self._directory.resolve()) and found.is_dir()
+        except (OSError, ValueError, RuntimeError):  # ValueError: a NUL; RuntimeError: a loop of links in Python 3.11
+            is_inside = False
+        if not is_inside:
+            raise ApiError(404, "There is no such directory below lora_directory", param="lora_path", code="not_found")
+        return found
+
+
+def lora_routes(config: ServerConfig, engine: Engine, preparing: Preparing, context: ModelContext) -> list[Route]:
+    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, vLLM's names; none without `lora_directory`."""
+    if config.lora_directory is None:
+        return []
+    adapters = RuntimeAdapters(engine, context, Path(config.lora_directory))
+
+    def answering(do: Callable[[dict[str, Any]], str]) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            check_origin(request.headers)
+            check_is_json(request.headers)
+            raw = await request.body()
+            return PlainTextResponse(await preparing.aside(lambda: do(parse_object(raw))))
+
+        return answer
+
+    return [
+        Route("/v1/load_lora_adapter", answering(adapters.load), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", answering(adapters.unload), methods=["POST"]),
+    ]
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= 4096:
+        raise ApiError(400, f"{name} must be a string of 1 to 4096 characters, got {shown(value)}", param=name)
+    return value
+
+
+def _check_fields(body: dict[str, Any], known: set[str]) -> None:
+    if unknown := sorted(body.keys() - known):
+        raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}", param="body")

@@ -1,0 +1,36 @@
+"""`LoRARequest`: which adapter a request is computed with."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter in PEFT's layout.
+
+    Args:
+        lora_name: for people and for errors.
+        lora_int_id: at least 1. It stands for one name and one path for the life of an engine.
+        lora_path: directory of `adapter_config.json` and `adapter_model.safetensors`.
+
+    Raises TypeError or ValueError, naming the field and its value. The files are read by the call that uses it.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str):
+            raise TypeError(f"lora_name must be a string, got {self.lora_name!r:.80}")
+        if not self.lora_name:
+            raise ValueError("lora_name must not be empty")
+        if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int):
+            raise TypeError(f"lora_int_id must be an integer, got {self.lora_int_id!r:.80}")
+        if self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id must be at least 1, got {self.lora_int_id}")
+        if not isinstance(self.lora_path, str | os.PathLike):
+            raise TypeError(f"lora_path must be a path, got {self.lora_path!r:.80}")
+        object.__setattr__(self, "lora_path", os.fspath(self.lora_path))

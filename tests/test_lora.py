@@ -1,0 +1,458 @@
+"""LoRA adapters, many in one step, against peft on transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+peft = pytest.importorskip("peft", reason="the oracle is peft, which is installed for Python 3.11")
+
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+from jaxpage import BeamSearchParams, EngineConfig, LoRARequest, SamplingParams  # noqa: E402
+from jaxpage.engine.build import Built  # noqa: E402
+from jaxpage.errors import CheckpointError, ModelNotFoundError, UnsupportedError  # noqa: E402
+from jaxpage.serving.adapters import open_lora_modules  # noqa: E402
+from jaxpage.serving.config import ServerConfig, resolve_both  # noqa: E402
+from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E402
+from tests.support.hf_models import make_model, save_model  # noqa: E402
+from tests.support.running import serving  # noqa: E402
+
+NAME = "llama-grouped"
+NUM_TOKENS = 10
+# Chunks of 16 tokens cut every prompt; two sequences do not fit to their end.
+SETTINGS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 30, "max_model_len": 60}
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+CONFIGS = {
+    "wide": {
+        "r": 4,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+        "rank_pattern": {"layers.1.self_attn.q_proj": 8, "down_proj": 2},
+        "alpha_pattern": {"v_proj": 3},
+    },
+    "narrow": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["k_proj", "gate_proj"]},
+    "third": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"},
+}
+
+
+def with_adapters(base, directory, names):
+    """transformers' model with these adapters, which are saved, each in a directory of its name."""
+    whole = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for an old name
+        for name in names:
+            config = peft.LoraConfig(task_type="CAUSAL_LM", **CONFIGS[name])
+            if whole is None:
+                whole = peft.get_peft_model(base, config, adapter_name=name)
+            else:
+                whole.add_adapter(name, config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    whole.eval().save_pretrained(directory)
+    return whole
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """transformers' model with the adapters, and the directory that has all of them."""
+    directory = tmp_path_factory.mktemp("lora")
+    save_model(NAME, directory / "model")
+    return with_adapters(make_model(NAME), directory, CONFIGS), directory
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with make_llm(model[1] / "model", **SETTINGS, **LORA) as llm:
+        yield llm
+
+
+def lora(model, name):
+    return name and LoRARequest(name, 1 + list(CONFIGS).index(name), str(model[1] / name))
+
+
+@torch.no_grad()
+def greedy_of_peft(model, name, prompt):
+    ids, logits = list(prompt), []
+    with model.disable_adapter() if name is None else nullcontext():
+        if name is not None:
+            model.set_adapter(name)
+        for _ in range(NUM_TOKENS):
+            logits.append(model(torch.tensor([ids])).logits[0, -1].double().numpy())
+            ids.append(int(logits[-1].argmax()))
+    return ids[len(prompt) :], logits
+
+
+def prompt_of(length=33, seed=3):
+    return np.random.default_rng(seed).integers(0, 131, length).tolist()
+
+
+def results(outputs):
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def test_tokens_and_logits_are_those_of_peft(model, llm):
+    """One prompt, whose blocks the adapters must not share, and others; two adapters and none in the same steps; preempted."""
+    names = ["wide", None, "narrow", "wide", "narrow", None]
+    prompts = [prompt_of()] * 3 + [prompt_of(length, length) for length in (5, 21, 30)]
+    llm.generate(prompts[0], GREEDY, use_tqdm=False)  # its blocks are in the prefix cache
+    witness = LogitsWitness(llm)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[lora(model, name) for name in names])
+    invariants(llm)
+    assert llm.stats()["num_preemptions_total"]["recompute"] > 0
+    for index, (name, prompt, output) in enumerate(zip(names, prompts, outputs, strict=True)):
+        tokens, logits = greedy_of_peft(model[0], name, prompt)
+        assert output.outputs[0].token_ids == tokens
+        for place, row in enumerate(logits):
+            np.testing.assert_allclose(witness.logits[1 + index, len(prompt) + place], row, atol=1e-4)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs[:3]}) == 3
+
+
+def test_no_bit_depends_on_the_adapters_of_others(model, llm):
+    """Alone and together, in another slot, behind an adapter that took its slot; without an adapter as in an engine that has none."""
+    names = ["third", None, "wide", None]
+    prompts = [prompt_of(length, length) for length in (9, 30, 21, 12)]
+    asked = [lora(model, name) for name in names]
+    llm._engine.adapters._slots.clear()
+    alone = [llm.generate(one, GREEDY, False, lora_request=of)[0] for one, of in zip(prompts, asked, strict=True)]
+    slots = dict(llm._engine.adapters._slots)
+    for name in ("narrow", "third"):  # which take the slots of "third" and of "wide"
+        llm.generate(prompts[0], GREEDY, False, lora_request=lora(model, name))
+    together = llm.generate(prompts, GREEDY, False, lora_request=asked)
+    assert llm._engine.adapters._slots.keys() == slots.keys() and llm._engine.adapters._slots != slots
+    assert results(together) == results(alone)
+    with make_llm(model[1] / "model", **SETTINGS) as plain:
+        of_plain = plain.generate([prompts[1], prompts[3]], GREEDY, False)
+    assert results(of_plain) == [results(together)[1], results(together)[3]]
+
+
+def test_adapters_are_in_the_plan_of_the_memory(llm):
+    arrays = jax.tree.leaves(llm._engine.runner.parameters["target"])
+    assert llm.memory.weights_bytes == sum(array.nbytes for array in arrays)
+
+
+def test_nothing_is_compiled_for_an_adapter(model, llm):
+    compiled = llm.stats()["compile_total"]
+    for name in CONFIGS:
+        llm.generate(prompt_of(), GREEDY, False, lora_request=lora(model, name))
+    assert llm.stats()["compile_total"] == compiled
+
+
+def test_an_adapter_that_changes_is_another_adapter(model, llm, tmp_path):
+    """Under the same name, number and path: the blocks that are cached of the old one are not found."""
+    directory = tmp_path / "changing"
+    shutil.copytree(model[1] / "wide", directory)
+    asked = LoRARequest("changing", 9, str(directory))
+    before = llm.generate(prompt_of(), GREEDY, False, lora_request=asked)
+    for file in (model[1] / "narrow").iterdir():
+        shutil.copy(file, directory)
+    after = llm.generate(prompt_of(), GREEDY, False, lora_request=asked)
+    tokens = [greedy_of_peft(model[0], name, prompt_of())[0] for name in ("wide", "narrow")]
+    assert [before[0].outputs[0].token_ids, after[0].outputs[0].token_ids] == tokens
+
+
+def test_more_adapters_than_slots(model, llm):
+    """Three for two slots: the last waits for one, and both the others have theirs again."""
+    names = [*CONFIGS, None, *CONFIGS]
+    seen = set()
+
+    def placed(plan, place=llm._engine.adapters.placed):
+        slots = place(plan)
+        rows = {row.lora for row in plan.rows} - {None}
+        assert len({slots[digest] for digest in rows}) == len(rows) <= 2
+        seen.update(rows)
+        return slots
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._engine.adapters, "placed", placed)
+        outputs = llm.generate([prompt_of(20)] * 7, GREEDY, False, lora_request=[lora(model, name) for name in names])
+    invariants(llm)
+    assert len(seen) == 3 and not llm._engine.adapters._held
+    for name, output in zip(names, outputs, strict=True):
+        assert output.outputs[0].token_ids == greedy_of_peft(model[0], name, prompt_of(20))[0]
+
+
+def test_weights_that_are_replaced_keep_their_adapters(model, llm):
+    want = greedy_of_peft(model[0], "wide", prompt_of())[0]
+    llm.generate(prompt_of(), GREEDY, False, lora_request=lora(model, "wide"))
+    slots = dict(llm._engine.adapters._slots)
+    llm.update_parameters({name: np.array(array) for name, array in llm.parameters().items()})
+    output = llm.generate(prompt_of(), GREEDY, False, lora_request=lora(model, "wide"))[0].outputs[0]
+    assert output.token_ids == want and slots == llm._engine.adapters._slots
+
+
+def test_embeddings_are_those_of_the_model_without_adapters(model, llm):
+    with torch.no_grad(), model[0].disable_adapter():
+        states = model[0].base_model.model.model(torch.tensor([prompt_of()])).last_hidden_state[0]
+    np.testing.assert_allclose(llm.embed(prompt_of(), normalize=False, use_tqdm=False)[0], states[-1], atol=1e-4)
+
+
+def test_beams_are_those_of_the_adapter(model, llm):
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    found = llm.generate(prompt_of(20), params, False, lora_request=lora(model, "wide"))[0].outputs[0].token_ids
+    model[0].set_adapter("wide")
+    settings = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    beams = model[0].generate(input_ids=torch.tensor([prompt_of(20)]), **settings)
+    assert found == beams[0, len(prompt_of(20)) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+        {"num_scheduler_steps": 4},
+        {"enable_mixed_steps": True},
+    ],
+    ids=["ngram", "multi-step", "mixed"],
+)
+def test_the_same_in_other_engines(model, llm, settings):
+    prompts = [prompt_of(40, seed) for seed in (1, 2, 1)]
+    asked = [lora(model, "wide"), lora(model, "narrow"), None]
+    want = results(llm.generate(prompts, GREEDY, False, lora_request=asked))
+    with make_llm(model[1] / "model", **SETTINGS, **LORA, **settings) as other:
+        assert results(other.generate(prompts, GREEDY, False, lora_request=asked)) == want
+        if "speculative_config" in settings:
+            assert other.stats()["spec_decode_num_drafts_total"]
+
+
+def test_beside_a_quantised_weight(tmp_path):
+    """The oracle is peft on the weights as they are rounded to int4 in groups of 32, and taken back to floats."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    save_model(NAME, tmp_path / "model", **sizes)
+    rounded = make_model(NAME, **sizes)
+    with torch.no_grad():
+        for name, parameter in rounded.named_parameters():
+            if "_proj" in name:
+                groups = parameter.view(len(parameter), -1, 32)
+                scale = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
+                parameter.copy_(((groups / scale).round().clamp(-8, 7) * scale).view_as(parameter))
+    whole = with_adapters(rounded, tmp_path, ["wide"])
+    with make_llm(tmp_path / "model", **SETTINGS, **LORA, quantization="int4") as llm:
+        witness = LogitsWitness(llm)
+        asked = LoRARequest("wide", 1, str(tmp_path / "wide"))
+        output = llm.generate(prompt_of(), GREEDY, False, lora_request=asked)[0].outputs[0]
+    tokens, logits = greedy_of_peft(whole, "wide", prompt_of())
+    assert output.token_ids == tokens
+    for place, row in enumerate(logits):
+        np.testing.assert_allclose(witness.logits[0, len(prompt_of()) + place], row, atol=1e-4)
+
+
+def changed(source, directory, config=None, tensors=None):
+    """A copy of an adapter with fields of its config, and tensors, replaced; None takes a tensor out."""
+    shutil.copytree(source, directory)
+    fields = json.loads((directory / "adapter_config.json").read_text()) | (config or {})
+    (directory / "adapter_config.json").write_text(json.dumps(fields))
+    arrays = load_file(directory / "adapter_model.safetensors") | (tensors or {})
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    save_file(arrays, directory / "adapter_model.safetensors")
+    return directory
+
+
+KEY = "base_model.model.model.layers.0.self_attn.k_proj.lora_{}.weight"
+BAD = {
+    "features": (
+        {
+            **{"use_dora": True, "lora_bias": True, "alora_invocation_tokens": [1], "layer_replication": [[0, 1]]},
+            **{"modules_to_save": ["lm_head"], "init_lora_weights": "pissa", "bias": "all", "new_thing": 1},
+            **{"rank_pattern": {".*q": 4}},
+        },
+        {},
+        [
+            *("use_dora = True", "lora_bias", "alora_invocation_tokens", "layer_replication", "modules_to_save"),
+            *("init_lora_weights = 'pissa'", "bias = 'all'", "new_thing", "rank_pattern", "(9 problems)"),
+        ],
+    ),
+    "init": ({"init_lora_weights": "olora"}, {}, ["init_lora_weights = 'olora'"]),
+    "not LoRA": ({"peft_type": "LOHA"}, {}, ["peft_type = 'LOHA'"]),
+    "modules": (
+        {},
+        {
+            "base_model.model.model.layers.7.self_attn.k_proj.lora_A.weight": np.zeros((3, 48), np.float32),
+            "base_model.model.lm_head.lora_A.weight": np.zeros((3, 48), np.float32),
+            KEY.format("B"): None,
+            "x": np.zeros(1, np.float32),
+        },
+        ["layers.7.self_attn", "lm_head", "has no lora_B.weight", "tensor 'x' is not one of LoRA's", "(4 problems)"],
+    ),
+    "shapes": ({}, {KEY.format("A"): np.zeros((3, 47), np.float32)}, ["A [3, 47]", "needs [3, 48]"]),
+    "ranks": (
+        {"r": 9},
+        {KEY.format("A"): np.zeros((9, 48), np.float32), KEY.format("B"): np.zeros((24, 9), np.float32)},
+        ["has rank 9, above max_lora_rank, which is 8", "with rank 9 the model needs [9, 48]"],
+    ),
+    "numbers": (
+        {},
+        {KEY.format("A"): np.full((3, 48), np.nan, np.float32), KEY.format("B"): np.full((24, 3), np.inf, np.float32)},
+        ["lora_A.weight' has NaN or infinite numbers", "lora_B.weight' has NaN", "(2 problems)"],
+    ),
+    "integers": ({}, {KEY.format("A"): np.zeros((3, 48), np.int32)}, ["is I32; it must be one of F32, BF16, F16"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused_with_every_problem(case, model, llm, tmp_path):
+    config, tensors, texts = BAD[case]
+    directory = changed(model[1] / "narrow", tmp_path / "bad", config, tensors)
+    with pytest.raises(CheckpointError) as refusal:
+        llm.generate(prompt_of(), GREEDY, False, lora_request=LoRARequest("bad", 77, str(directory)))
+    assert str(refusal.value).startswith(f"the adapter in {directory} does not fit")
+    for text in texts:
+        assert text in str(refusal.value)
+    assert not llm._engine.has_unfinished
+
+
+def test_requests_that_cannot_be(model, llm, tmp_path):
+    wide = lora(model, "wide")
+
+    def ask(one, target=llm):
+        target.generate([prompt_of()] * 2, GREEDY, False, lora_request=one)
+
+    with pytest.raises(ModelNotFoundError, match="there is no directory"):
+        ask(LoRARequest("gone", 5, str(tmp_path / "gone")))
+    with pytest.raises(
+        CheckpointError, match=r"adapter_config\.json' is missing[^$]*adapter_model\.safetensors' is missing"
+    ):
+        ask(LoRARequest("empty", 6, str(tmp_path)))
+    ask(wide)
+    with pytest.raises(ValueError, match="lora_int_id=1 is 'wide' in"):
+        ask(LoRARequest("other", 1, wide.lora_path))
+    with pytest.raises(ValueError, match="3 lora_request for 2 prompts"):
+        ask([None] * 3)
+    with pytest.raises(TypeError, match="lora_request must be LoRARequest or None, not str"):
+        ask("wide")
+    for wrong, error in (("", "lora_name must not be empty"), (3, "lora_name must be a string")):
+        with pytest.raises((TypeError, ValueError), match=error):
+            LoRARequest(wrong, 1, "x")
+    with pytest.raises(ValueError, match="lora_int_id must be at least 1, got 0"):
+        LoRARequest("x", 0, "x")
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(UnsupportedError, match=r"event_log.*not supported with enable_lora"):
+        EngineConfig(enable_lora=True, event_log="log")
+    with pytest.raises(UnsupportedError, match=r"method 'medusa' is not supported with enable_lora"):
+        EngineConfig(enable_lora=True, speculative_config={"method": "medusa", "model": "x"})
+    with pytest.raises(ValueError, match="max_loras: cannot be 2 while enable_lora is false"):
+        EngineConfig(max_loras=2)
+
+
+@pytest.fixture
+def client(model, llm):
+    """Of a server with one adapter, and a directory from which others may be loaded."""
+    llm._engine.adapters._meant.clear()  # a server's engine has numbered none before
+    built = Built(llm._engine, llm.tokenizer, llm.sampling_defaults, llm.spec, llm._model)
+    modules, directory = (f"first={model[1] / 'wide'}",), str(model[1])
+    with serving(built, lora_modules=modules, lora_directory=directory) as server:
+        with httpx.Client(base_url=server.address, timeout=60) as client:
+            yield client
+        assert not server.errors
+    llm._engine.adapters._meant.clear()
+
+
+def texts(client, *names):
+    """What each model makes of the prompt, all of them at the same time."""
+    body = {
+        "prompt": prompt_of(),
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(lambda name: client.post("/v1/completions", json={"model": name, **body}), names))
+    return [
+        answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else answer.status_code
+        for answer in answers
+    ]
+
+
+def test_the_server_has_adapters_by_name(model, client):
+    def listed():
+        return {card["id"]: card.get("parent") for card in client.get("/v1/models").json()["data"]}
+
+    def load(**body):
+        return client.post("/v1/load_lora_adapter", json=body)
+
+    want = {name: greedy_of_peft(model[0], name, prompt_of())[0] for name in (None, "wide", "narrow", "third")}
+    assert listed() == {"demo": None, "first": "demo"}
+    assert texts(client, "demo", "first", "second") == [want[None], want["wide"], 404]
+    assert load(lora_name="second", lora_path="narrow").status_code == 200
+    assert listed() == {"demo": None, "first": "demo", "second": "demo"}
+    assert texts(client, "second", "demo", "first") == [want["narrow"], want[None], want["wide"]]
+    assert client.get("/v1/models/second").json()["id"] == "second"
+    # Under a name that is served only if asked so; then no block of the old adapter is found.
+    assert load(lora_name="second", lora_path="third").status_code == 400
+    assert load(lora_name="second", lora_path=str(model[1] / "third"), load_inplace=True).status_code == 200
+    assert texts(client, "second", "first") == [want["third"], want["wide"]]
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 200
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 404
+    assert texts(client, "second", "demo") == [404, want[None]]
+
+
+def test_adapters_are_loaded_from_below_their_directory_alone(model, client, tmp_path):
+    outside = tmp_path / "outside"
+    shutil.copytree(model[1] / "narrow", outside)
+    (model[1] / "link").symlink_to(outside)
+    try:
+        messages = set()
+        for path in (
+            str(outside),
+            f"../{outside.name}",
+            "../../etc",
+            "link",
+            "gone",
+            "/etc",
+            "a\0b",
+            "wide/adapter_config.json",
+        ):
+            answer = client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
+            assert answer.status_code == 404, path
+            messages.add(answer.json()["error"]["message"])
+        assert messages == {"There is no such directory below lora_directory"}
+    finally:
+        (model[1] / "link").unlink()
+    for body, param in (
+        ({"lora_name": "demo", "lora_path": "wide"}, "lora_name"),
+        ({"lora_name": "a b", "lora_path": "wide"}, "lora_name"),
+        ({"lora_name": 3, "lora_path": "wide"}, "lora_name"),
+        ({"lora_name": "x"}, "lora_path"),
+        ({"lora_name": "x", "lora_path": "model"}, "lora_path"),
+        ({"lora_name": "x", "lora_path": "wide", "load_inplace": 1}, "load_inplace"),
+    ):
+        answer = client.post("/v1/load_lora_adapter", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    foreign = client.post(
+        "/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "wide"}, headers={"Origin": "http://elsewhere"}
+    )
+    assert foreign.status_code == 403
+
+
+def test_nothing_is_loaded_where_no_directory_is_given(model, llm):
+    built = Built(llm._engine, llm.tokenizer, llm.sampling_defaults, llm.spec, llm._model)
+    with serving(built) as server, httpx.Client(base_url=server.address) as client:
+        answer = client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(model[1] / "wide")})
+        assert answer.status_code == 404
+
+
+def test_settings_of_a_server_that_cannot_be(model, llm):
+    with pytest.raises(ValueError, match="lora_modules: needs enable_lora"):
+        resolve_both(None, {}, {"lora_modules": ["a=b"]}, environment={})
+    with pytest.raises(ValueError, match="lora_modules"):
+        ServerConfig(lora_modules=("no path",))
+    llm._engine.adapters._meant.clear()
+    twice = ServerConfig(lora_modules=(f"a={model[1] / 'wide'}", f"a={model[1] / 'narrow'}"))
+    with pytest.raises(ValueError, match="the name 'a' is given twice"):
+        open_lora_modules(llm._engine, twice, ("demo",))
