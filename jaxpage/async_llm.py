@@ -16,6 +16,7 @@ from jaxpage.replay.opening import open_engine
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.request_handle import RequestHandle
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -48,7 +49,12 @@ class AsyncLLM:
         self._numbers = itertools.count()
 
     async def generate(
-        self, prompt: Any, params: SamplingParams | BeamSearchParams | None = None, request_id: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams | BeamSearchParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields what there is of a request each time that there is more; the last output is finished.
 
@@ -58,6 +64,7 @@ class AsyncLLM:
             prompt: one prompt, as of `LLM.generate`.
             params: None: those of the model's generation_config.json.
             request_id: for `abort` and in the outputs; None: a number. Two at once must not have the same.
+            lora_request: as of `LLM.generate`.
 
         Raises:
             TypeError, ValueError, UnsupportedError, CapacityError: naming the parameter and its value.
@@ -73,6 +80,8 @@ class AsyncLLM:
         checked = engine.admission.check_params(params)
         request = await asyncio.to_thread(prepared, engine, prompts[0], checked)
         request = request._replace(grammar=await asyncio.to_thread(engine.compiled, params))
+        if lora_request is not None:
+            request = request._replace(lora=await asyncio.to_thread(engine.opened_adapter, lora_request))
         stream = not (isinstance(params, BeamSearchParams) or params.ranks)
         [handle] = await self._loop.submit([request], stream=stream)
         self._running[request_id] = handle
