@@ -267,4 +267,4 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.delitem(sys.modules, "jaxpage.bench.memory_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert bench(Path("no-such-model"), "--plot", "memory.png") == 2
-    assert "--plot needs matplotlib (pip install 'jaxpage[plot]')" in capsys.readouterr().err
+    assert "--plot needs matplotlib, which is not installed: pip install 'jaxpage[plot]'" in capsys.readouterr().err

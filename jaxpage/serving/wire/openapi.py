@@ -63,7 +63,9 @@ def _post(summary: str, requests: list[str], answer: str, *, streams: bool = Fal
     content = _json(schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
     responses = _responses(_json(_reference(answer)), 400, 404, 408, 413, 415, 429, 503, 504)
     if streams:
-        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        # No type: OpenAPI 3.1 means the whole stream by it, and readers of events each event.
+        events = {"description": "Server-sent events: chunks as JSON, and [DONE] at the end"}
+        responses["200"]["content"]["text/event-stream"] = {"schema": events}
     return {"post": {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}}
 
 
