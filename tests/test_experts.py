@@ -15,8 +15,8 @@ from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models.base import abstract
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
+from tests.support.mixed_requests import CONFIG, texts
 from tests.support.random_checkpoints import random_checkpoint
-from tests.test_quantization import CONFIG, texts
 
 WIDTH = 32
 MOE = {

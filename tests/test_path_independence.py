@@ -23,6 +23,7 @@ from tests.support.engines import (
     invariants,
     make_llm,
     run_giving_way,
+    tokens_of,
 )
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
@@ -90,14 +91,6 @@ def directories(tmp_path_factory):
 def prompts():
     rng = np.random.default_rng(4)
     return [rng.integers(1, 257, length).tolist() for length in (5, 61, 33, 120, 2, 90)]
-
-
-def tokens_of(outputs):
-    """Tokens and their log probabilities, which must agree to the last bit."""
-    return [
-        (output.outputs[0].token_ids, [{t: e.logprob for t, e in one.items()} for one in output.outputs[0].logprobs])
-        for output in outputs
-    ]
 
 
 class LoneTokens(dict):

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxpage import LLM, SamplingParams, cli
+from jaxpage import LLM, cli
 from jaxpage.checkpoints import convert, load_weights, open_model
 from jaxpage.device.attention import make_grouped_product
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, JaxpageError
 from jaxpage.layers.product import Scaled, grouped_products, product
 from jaxpage.models.base import make_model
-from tests.support.engines import BLOCKS_OF_4, LLAMA, SMALL_POOL, make_llm
+from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
+from tests.support.mixed_requests import CONFIG, texts
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 
-CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 RNG = np.random.default_rng(0)
 Tensors = dict[str, np.ndarray]
 Stored = tuple[Tensors, np.ndarray]  # what a module stores, behind its name, and the weight that it stands for
@@ -270,18 +270,6 @@ def test_products_in_eight_bits_are_exact_sums() -> None:
     np.testing.assert_array_equal(together, sums.astype(np.float32) * scale * np.asarray(weight.scale_O))
     for count in (1, 2, 7):
         np.testing.assert_array_equal(np.asarray(jax.jit(product)(jnp.asarray(x[:count]), weight)), together[:count])
-
-
-PROMPTS = [RNG.integers(1, 257, length).tolist() for length in (5, 61, 33, 90)]
-PARAMS = [
-    SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True, logprobs=2) for t in (0.0, 1.0, 0.7, 0.0)
-]
-
-
-def texts(model: Path, **settings: Any) -> list[Any]:
-    with make_llm(model, **settings) as llm:
-        outputs = [each.outputs[0] for each in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
-    return [(one.token_ids, [{t: e.logprob for t, e in place.items()} for place in one.logprobs]) for one in outputs]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -24,7 +24,7 @@ class Target:
     extensions: dict[str, Any] = field(default_factory=dict)
 
     def body(self, item: WorkItem, prompt: Sequence[int]) -> dict[str, Any]:
-        """Greedy, and as many tokens, if the server can be told so."""
+        """Greedy, and always as many tokens, where the server has a field for it."""
         asked = {"model": self.model, "prompt": list(prompt), "max_tokens": item.num_output_tokens, "temperature": 0}
         return {**asked, **self.extensions}
 

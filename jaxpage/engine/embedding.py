@@ -47,7 +47,8 @@ class Embedder:
         pages = make_mesh().zeros(kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype))
         total = np.zeros(0, np.float64)
         for start in range(0, len(token_ids), CHUNK_TOKENS):
-            packed = self._packed(token_ids[start : start + CHUNK_TOKENS], start, width)
+            part = token_ids[start : start + CHUNK_TOKENS]
+            packed = packed_chunk(part, start, self._bucket, TableShape(1, width), self._block_size)
             if width not in self._steps:
                 self._steps[width] = self._compiled(parameters, pages, width)
             pooled, pages = self._steps[width](parameters, pages, packed)
@@ -64,9 +65,6 @@ class Embedder:
 
         packed = jnp.zeros(packed_size(self._bucket, tables), jnp.int32)
         return compiled(jax.jit(step, donate_argnums=1), parameters, pages, packed)
-
-    def _packed(self, token_ids: Sequence[int], start: int, width: int) -> npt.NDArray[np.int32]:
-        return packed_chunk(token_ids, start, self._bucket, TableShape(1, width), self._block_size)
 
 
 def packed_chunk(

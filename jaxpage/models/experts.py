@@ -52,7 +52,7 @@ def read_experts(
 
 
 def sparse_layers(fields: Fields) -> tuple[bool, ...]:
-    """Qwen's rule: every so-and-so-many-th layer, but those of `mlp_only_layers`."""
+    """Qwen's rule: each layer whose number, from 1, divides by `decoder_sparse_step`, but those of `mlp_only_layers`."""
     every, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers", None) or []
     if not isinstance(dense, list):
         raise CheckpointError(f"config.json: mlp_only_layers must be a list, not {dense!r}")

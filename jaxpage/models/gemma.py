@@ -22,15 +22,12 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         fields = Fields(config, "gemma")
-        bias = fields.flag("attention_bias", False)
         return cls._from_fields(
             fields,
             num_kv_heads=key_value_heads(fields, 16),
             head_width=fields.integer("head_dim", 256),
             max_position_embeddings=fields.integer("max_position_embeddings", 8192),
-            sliding_windows=(None,) * fields.integer("num_hidden_layers"),
-            attention_input_bias=bias,
-            attention_output_bias=bias,
+            attention_bias=fields.flag("attention_bias", False),
             activation=("hidden_activation", ACTIVATION),
             embedding_scale=math.sqrt(fields.integer("hidden_size")),
             form=FORM,

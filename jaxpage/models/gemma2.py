@@ -15,6 +15,7 @@ from jaxpage.models.rotary_decoder import (
     RotaryDecoderSpec,
     ignored,
     key_value_heads,
+    layer_types,
     prefix,
     windows_of,
 )
@@ -42,23 +43,14 @@ class Spec(RotaryDecoderSpec):
         )
 
 
-def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
-    """By default each so-and-so-many-th layer sees everything."""
-    num_layers = fields.integer("num_hidden_layers")
-    kinds = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(num_layers)]
-    return fields.layer_types(kinds)
-
-
 def gemma_knobs(fields: Fields, *, caps: tuple[float | None, float | None]) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common. caps: of attention and of logits, by default."""
     if fields.get("use_bidirectional_attention", None):
         raise UnsupportedError("config.json: use_bidirectional_attention (attention to later tokens) is not supported")
-    bias = fields.flag("attention_bias", False)
     return {
         "num_kv_heads": key_value_heads(fields, 4),
         "head_width": fields.integer("head_dim", 256),
-        "attention_input_bias": bias,
-        "attention_output_bias": bias,
+        "attention_bias": fields.flag("attention_bias", False),
         "activation": ("hidden_activation", ACTIVATION),
         "embedding_scale": math.sqrt(fields.integer("hidden_size")),
         "attention_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.fields import Fields
-from jaxpage.models.gemma2 import gemma_knobs, layer_types
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix, windows_of
+from jaxpage.models.gemma2 import gemma_knobs
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, layer_types, prefix, windows_of
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 

@@ -39,7 +39,6 @@ class Spec(RotaryDecoderSpec):
             num_kv_heads=key_value_heads(fields, 2),
             head_width=head_width,
             max_position_embeddings=longest,
-            sliding_windows=(None,) * fields.integer("num_hidden_layers"),
             attention_input_bias=fields.flag("attention_bias", True),
             rope=(replace(rope, interleaved=True), longest),
             epsilon=("rms_norm_eps", 1.5625e-7),

@@ -9,7 +9,6 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
@@ -26,15 +25,11 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         fields = Fields(config, "granite")
-        bias = fields.flag("attention_bias", False)
         return cls._from_fields(
             fields,
             num_kv_heads=key_value_heads(fields, None),
-            head_width=head_width_or_quotient(fields),
             max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            sliding_windows=(None,) * fields.integer("num_hidden_layers"),
-            attention_input_bias=bias,
-            attention_output_bias=bias,
+            attention_bias=fields.flag("attention_bias", False),
             mlp_bias=fields.flag("mlp_bias", False),
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             attention_scale=fields.number("attention_multiplier", 1.0),

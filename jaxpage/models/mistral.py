@@ -10,7 +10,6 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
@@ -34,7 +33,6 @@ class Spec(RotaryDecoderSpec):
         return cls._from_fields(
             fields,
             num_kv_heads=key_value_heads(fields, 8),
-            head_width=head_width_or_quotient(fields),
             max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
             sliding_windows=(window,) * fields.integer("num_hidden_layers"),
         )

@@ -10,7 +10,6 @@ from jaxpage.models.rotary_decoder import (
     BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
@@ -28,15 +27,11 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         fields = Fields(config, "olmo2")
-        bias = fields.flag("attention_bias", False)
         return cls._from_fields(
             fields,
             num_kv_heads=key_value_heads(fields, None),
-            head_width=head_width_or_quotient(fields),
             max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            sliding_windows=(None,) * fields.integer("num_hidden_layers"),
-            attention_input_bias=bias,
-            attention_output_bias=bias,
+            attention_bias=fields.flag("attention_bias", False),
             epsilon=("rms_norm_eps", 1e-5),
             form=FORM,
             norm_heads=True,

@@ -13,6 +13,7 @@ from jaxpage.models.rotary_decoder import (
     head_width_or_quotient,
     ignored,
     key_value_heads,
+    layer_types,
     prefix,
     windows_of,
 )
@@ -29,19 +30,16 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         fields = Fields(config, "olmo3")
-        num_layers, head_width = fields.integer("num_hidden_layers"), head_width_or_quotient(fields)
-        kinds = ["full_attention" if (index + 1) % 4 == 0 else "sliding_attention" for index in range(num_layers)]
-        types = fields.layer_types(kinds)
+        head_width = head_width_or_quotient(fields)
+        types = layer_types(fields, 4)
         ropes, longest = fields.ropes_by_type(head_width, fields.integer("max_position_embeddings", 2048), THETA)
-        bias = fields.flag("attention_bias", False)
         return cls._from_fields(
             fields,
             num_kv_heads=key_value_heads(fields, None),
             head_width=head_width,
             max_position_embeddings=longest,
             sliding_windows=windows_of(types, fields.optional_integer("sliding_window", 4096)),
-            attention_input_bias=bias,
-            attention_output_bias=bias,
+            attention_bias=fields.flag("attention_bias", False),
             epsilon=("rms_norm_eps", 1e-5),
             rope=(ropes["full_attention"], longest),
             rope_by_layer=tuple(ropes[kind] for kind in types),

@@ -12,7 +12,6 @@ from jaxpage.models.rotary_decoder import (
     BlockForm,
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
@@ -31,16 +30,13 @@ class Spec(RotaryDecoderSpec):
         fields = Fields(config, "olmoe")
         if fields.get("clip_qkv", None) is not None:
             raise UnsupportedError("config.json: clip_qkv is not supported")
-        num_layers, bias = fields.integer("num_hidden_layers"), fields.flag("attention_bias", False)
+        num_layers = fields.integer("num_hidden_layers")
         width = ("intermediate_size", 2048)
         return cls._from_fields(
             fields,
             num_kv_heads=key_value_heads(fields, None),
-            head_width=head_width_or_quotient(fields),
             max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-            sliding_windows=(None,) * num_layers,
-            attention_input_bias=bias,
-            attention_output_bias=bias,
+            attention_bias=fields.flag("attention_bias", False),
             epsilon=("rms_norm_eps", 1e-5),
             form=BlockForm(together=True),
             norm_heads=True,

@@ -9,7 +9,6 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
@@ -30,7 +29,6 @@ class Spec(RotaryDecoderSpec):
         return cls._from_fields(
             fields,
             num_kv_heads=key_value_heads(fields, 32),
-            head_width=head_width_or_quotient(fields),
             max_position_embeddings=fields.integer("max_position_embeddings", 32768),
             sliding_windows=windows_by_layer(fields),
             attention_input_bias=True,

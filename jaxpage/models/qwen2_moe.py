@@ -11,7 +11,6 @@ from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
-    head_width_or_quotient,
     ignored,
     key_value_heads,
     prefix,
@@ -34,9 +33,7 @@ class Spec(RotaryDecoderSpec):
         return cls._from_fields(
             fields,
             num_kv_heads=key_value_heads(fields, 16),
-            head_width=head_width_or_quotient(fields),
             max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-            sliding_windows=(None,) * fields.integer("num_hidden_layers"),
             attention_input_bias=fields.flag("qkv_bias", True),
             experts=read_experts(
                 fields, count=("num_experts", 60), per_token=4, width=width, normalized=None, shared_width=shared

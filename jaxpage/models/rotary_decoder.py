@@ -99,26 +99,26 @@ class RotaryDecoderSpec:
         fields: Fields,
         *,
         num_kv_heads: int,
-        head_width: int,
         max_position_embeddings: int,
-        sliding_windows: tuple[int | None, ...],
+        head_width: int | None = None,
+        sliding_windows: tuple[int | None, ...] | None = None,
+        attention_bias: bool = False,
         attention_input_bias: bool = False,
-        attention_output_bias: bool = False,
-        mlp_bias: bool = False,
-        norm_heads: bool = False,
         rope: tuple[Rope, int] | None = None,
         epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6),
         activation: tuple[str, str] = ("hidden_act", "silu"),
         tied: bool = False,
         **knobs: Any,
     ) -> RotaryDecoderSpec:
-        """rope: with the positions it holds for, where it is not what `Fields.rope` reads. epsilon, activation: the name of the field and
-        its default. tied: the default. knobs: further fields of the spec."""
+        """head_width: None is `head_width_or_quotient`. sliding_windows: None is none. attention_bias: on all four products of attention;
+        attention_input_bias: on those of its input alone. rope: with the positions it holds for, where it is not what `Fields.rope` reads.
+        epsilon, activation: the name of the field and its default. tied: the default. knobs: further fields of the spec."""
         num_layers, num_query_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
         if num_query_heads % num_kv_heads:
             raise CheckpointError(
                 f"config.json: num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}"
             )
+        head_width = head_width or head_width_or_quotient(fields)
         turned, length = rope or fields.rope(head_width, max_position_embeddings)
         return cls(
             vocab_size=fields.integer("vocab_size"),
@@ -126,15 +126,13 @@ class RotaryDecoderSpec:
             feed_forward_width=fields.integer("intermediate_size"),
             num_query_heads=num_query_heads,
             max_position_embeddings=length,
-            kv=KVSpec(num_layers, num_kv_heads, head_width, sliding_windows),
+            kv=KVSpec(num_layers, num_kv_heads, head_width, sliding_windows or (None,) * num_layers),
             rope=turned,
             norm_epsilon=fields.number(*epsilon),
             activation=fields.activation(*activation),
             tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
-            attention_input_bias=attention_input_bias,
-            attention_output_bias=attention_output_bias,
-            mlp_bias=mlp_bias,
-            norm_heads=norm_heads,
+            attention_input_bias=attention_bias or attention_input_bias,
+            attention_output_bias=attention_bias,
             **knobs,
         )
 
@@ -159,6 +157,12 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
     full, sliding = "full_attention", "sliding_attention"
     types = fields.layer_types([sliding if window and index >= first else full for index in range(num_layers)])
     return windows_of(types, window)
+
+
+def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
+    """`Fields.layer_types`; by default each layer whose number, from 1, divides by `every` sees everything, and the others a window."""
+    numbers = range(1, fields.integer("num_hidden_layers") + 1)
+    return fields.layer_types(["sliding_attention" if number % every else "full_attention" for number in numbers])
 
 
 def windows_of(types: Sequence[str], window: int | None) -> tuple[int | None, ...]:

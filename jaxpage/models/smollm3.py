@@ -40,7 +40,6 @@ class Spec(RotaryDecoderSpec):
             )
         window = fields.optional_integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
         types = ["sliding_attention" if window and not turns else "full_attention" for turns in rotates]
-        bias = fields.flag("attention_bias", False)
         rope, longest = fields.rope(head_width, longest, theta=2_000_000.0)
         by_layer: list[Rope | None] = [rope if turns else None for turns in rotates]
         return cls._from_fields(
@@ -49,8 +48,7 @@ class Spec(RotaryDecoderSpec):
             head_width=head_width,
             max_position_embeddings=longest,
             sliding_windows=windows_of(fields.layer_types(types), window),
-            attention_input_bias=bias,
-            attention_output_bias=bias,
+            attention_bias=fields.flag("attention_bias", False),
             mlp_bias=fields.flag("mlp_bias", False),
             rope=(rope, longest),
             rope_by_layer=tuple(by_layer),

@@ -21,7 +21,7 @@ from jaxpage.device.steps import logits_step
 from jaxpage.engine import build
 from jaxpage.engine.engine import Engine
 from jaxpage.models.base import KVSpec
-from jaxpage.outputs import CompletionOutput
+from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling import scheduler as planning
 from jaxpage.scheduling.plan_builder import PlanBuilder
@@ -112,6 +112,17 @@ def engines_by_name(
     yield engine
     for llm in made.values():
         llm.shutdown()
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[tuple[list[int], list[dict[int, float]]]]:
+    """Of the first sequence of each: tokens and their log probabilities, which must agree to the last bit."""
+    return [
+        (
+            output.outputs[0].token_ids,
+            [{t: e.logprob for t, e in one.items()} for one in output.outputs[0].logprobs or []],
+        )
+        for output in outputs
+    ]
 
 
 def free_blocks(llm: LLM) -> int:

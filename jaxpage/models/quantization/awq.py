@@ -7,10 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization.decoding import FLOATS, check_scale, nibbles, transposed, unpacked
-from jaxpage.models.quantization.scheme import Scheme, matches
+from jaxpage.models.quantization.decoding import (
+    FLOATS,
+    check_scale,
+    group_size,
+    nibbles,
+    num_groups,
+    transposed,
+    unpacked,
+)
+from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "awq"
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word output i of eight is
@@ -24,23 +32,18 @@ def read(config: Mapping[str, Any]) -> Scheme:
         raise UnsupportedError(
             f"config.json: quantization_config.version = {config['version']!r} is not supported, only 'gemm'"
         )
-    size = config.get("group_size", config.get("q_group_size"))
-    if type(size) is not int or (size < 1 and size != -1):
-        raise CheckpointError(f"config.json: quantization_config.group_size must be a size or -1, not {size!r}")
-
-    def groups(num_in: int) -> int:
-        return 1 if size == -1 else -(-num_in // size)
+    size = group_size(config, "group_size", "q_group_size")
 
     values = StoredArray("qweight", lambda num_out, num_in: (num_in, num_out // 8), ("int32",), _codes)
-    scale = StoredArray("scales", lambda num_out, num_in: (groups(num_in), num_out), FLOATS, transposed, check_scale)
-    zero = StoredArray("qzeros", lambda num_out, num_in: (groups(num_in), num_out // 8), ("int32",), _zeros)
-    has_zeros = config.get("zero_point", True)
-    form = WeightFormat("int4", values, scale, zero if has_zeros else None, None if size == -1 else size)
-    kept = ("lm_head", *(config.get("modules_to_not_convert") or ()))
-    ignored = () if has_zeros else ("*.qzeros",)
-    return Scheme(
-        NAME, f"AWQ: int4 weights in groups of {size}", lambda name: None if matches(name, kept) else form, ignored
+    scale = StoredArray(
+        "scales", lambda num_out, num_in: (num_groups(num_in, size), num_out), FLOATS, transposed, check_scale
     )
+    zero = StoredArray("qzeros", lambda num_out, num_in: (num_groups(num_in, size), num_out // 8), ("int32",), _zeros)
+    has_zeros = config.get("zero_point", True)
+    form = WeightFormat("int4", values, scale, zero if has_zeros else None, size)
+    kept = config.get("modules_to_not_convert") or ()
+    ignored = () if has_zeros else ("*.qzeros",)
+    return Scheme(NAME, f"AWQ: int4 weights in groups of {size or -1}", everywhere_but(kept, form), ignored)
 
 
 def _outputs(words: np.ndarray) -> np.ndarray:

@@ -9,7 +9,16 @@ import numpy as np
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization.decoding import FLOATS, check_scale, columns, signed, unpacked
+from jaxpage.models.quantization.decoding import (
+    FLOATS,
+    block_scale,
+    check_scale,
+    columns,
+    num_groups,
+    plain,
+    signed,
+    unpacked,
+)
 from jaxpage.models.quantization.scheme import Scheme, matches
 
 NAME = "compressed-tensors"
@@ -58,7 +67,7 @@ def _form(group: Mapping[str, Any], default: Any) -> WeightFormat:
     if (bits, kind) == (8, "float"):
         block = weights.get("block_structure") if strategy == "block" else None
         return WeightFormat(
-            "fp8", _plain("float8_e4m3fn"), _scale(strategy, size, block), group_size=block[1] if block else size
+            "fp8", plain("float8_e4m3fn"), _scale(strategy, size, block), group_size=block[1] if block else size
         )
     if kind != "int" or bits not in (4, 8):
         raise UnsupportedError(
@@ -68,7 +77,7 @@ def _form(group: Mapping[str, Any], default: Any) -> WeightFormat:
     if bits == 4 and not packed:
         raise UnsupportedError(f"config.json: quantization_config: four bits in the format {name!r} are not supported")
     code = "int8" if bits == 8 else "int4"
-    values = _packed(bits) if packed else _plain("int8")
+    values = _packed(bits) if packed else plain("int8")
     zero = None if symmetric else _zero(bits, strategy, size, packed=packed)
     return WeightFormat(
         code,
@@ -100,14 +109,6 @@ def _int8_inputs(inputs: Any, code: str, strategy: str, symmetric: bool) -> bool
     return True
 
 
-def _groups(num_in: int, size: int | None) -> int:
-    return 1 if size is None else -(-num_in // size)
-
-
-def _plain(dtype: str) -> StoredArray:
-    return StoredArray("weight", lambda num_out, num_in: (num_out, num_in), (dtype,))
-
-
 def _packed(bits: int) -> StoredArray:
     """Little-endian words: their bytes are codes in order, four bits as we pack them too."""
 
@@ -134,23 +135,19 @@ def _exponents(size: int) -> StoredArray:
 
 
 def _scale(strategy: str, size: int | None, block: Any) -> StoredArray:
+    if block:
+        return block_scale("weight_scale", block)
+
     def shape(num_out: int, num_in: int) -> tuple[int, ...]:
-        if strategy == "tensor":
-            return (1,)
-        return (-(-num_out // block[0]), -(-num_in // block[1])) if block else (num_out, _groups(num_in, size))
+        return (1,) if strategy == "tensor" else (num_out, num_groups(num_in, size))
 
-    def decode(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-        if block:
-            return np.repeat(np.asarray(numbers, np.float32), block[0], axis=0)[:num_out]
-        return columns(numbers, num_out, num_in)
-
-    return StoredArray("weight_scale", shape, FLOATS, decode, check_scale)
+    return StoredArray("weight_scale", shape, FLOATS, columns, check_scale)
 
 
 def _zero(bits: int, strategy: str, size: int | None, *, packed: bool) -> StoredArray:
     def shape(num_out: int, num_in: int) -> tuple[int, ...]:
         rows = -(-num_out * bits // 32) if packed else num_out
-        return (1,) if strategy == "tensor" else (rows, _groups(num_in, size))
+        return (1,) if strategy == "tensor" else (rows, num_groups(num_in, size))
 
     def decode(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         if not packed:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
+
+from jaxpage.errors import CheckpointError
+from jaxpage.layers.quantized import StoredArray
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -42,3 +48,32 @@ def columns(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
 def transposed(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     """Of scales [groups, out]."""
     return np.asarray(numbers, np.float32).T
+
+
+def group_size(config: Mapping[str, Any], *names: str) -> int | None:
+    """The inputs that share a scale, under the first of these names; -1 in a config, and None here, are all. Raises CheckpointError."""
+    size = next((config[name] for name in names if name in config), None)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise CheckpointError(f"config.json: quantization_config.group_size must be a size or -1, not {size!r}")
+    return None if size == -1 else size
+
+
+def num_groups(num_in: int, size: int | None) -> int:
+    return 1 if size is None else -(-num_in // size)
+
+
+def plain(dtype: str) -> StoredArray:
+    """A `weight` that is stored as its codes are used."""
+    return StoredArray("weight", lambda num_out, num_in: (num_out, num_in), (dtype,))
+
+
+def block_scale(name: str, block: Sequence[int]) -> StoredArray:
+    """One scale for each block of so many outputs and inputs."""
+
+    def decode(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+        return np.repeat(np.asarray(numbers, np.float32), block[0], axis=0)[:num_out]
+
+    def shape(num_out: int, num_in: int) -> tuple[int, ...]:
+        return num_groups(num_out, block[0]), num_groups(num_in, block[1])
+
+    return StoredArray(name, shape, FLOATS, decode, check_scale)

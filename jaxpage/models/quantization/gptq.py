@@ -7,24 +7,31 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization.decoding import FLOATS, check_scale, nibbles, signed, transposed, unpacked
-from jaxpage.models.quantization.scheme import Scheme, matches
+from jaxpage.models.quantization.decoding import (
+    FLOATS,
+    check_scale,
+    group_size,
+    nibbles,
+    num_groups,
+    signed,
+    transposed,
+    unpacked,
+)
+from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "gptq"
 
 
 def read(config: Mapping[str, Any]) -> Scheme:
     """Of `quantization_config`. Raises CheckpointError or UnsupportedError for what is not understood or not honoured."""
-    bits, size = config.get("bits"), config.get("group_size")
-    if bits not in (4, 8):
+    if (bits := config.get("bits")) not in (4, 8):
         raise UnsupportedError(
             f"config.json: quantization_config: GPTQ with {bits!r} bits is not supported, only 4 and 8"
         )
-    if type(size) is not int or (size < 1 and size != -1):
-        raise CheckpointError(f"config.json: quantization_config.group_size must be a size or -1, not {size!r}")
-    if config.get("desc_act") and size != -1:
+    size = group_size(config, "group_size")
+    if config.get("desc_act") and size is not None:
         raise UnsupportedError(
             "config.json: quantization_config.desc_act = true (inputs in the order of activations) is not supported"
         )
@@ -38,9 +45,6 @@ def read(config: Mapping[str, Any]) -> Scheme:
         )
     symmetric = config.get("sym", True)
 
-    def groups(num_in: int) -> int:
-        return 1 if size == -1 else -(-num_in // size)
-
     def codes(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         found = unpacked(np.ascontiguousarray(words.T), bits)
         return nibbles(found) if bits == 4 else signed(found)
@@ -50,10 +54,14 @@ def read(config: Mapping[str, Any]) -> Scheme:
         return found + (1 if version == "gptq" else 0) - (0 if bits == 4 else 128)
 
     values = StoredArray("qweight", lambda num_out, num_in: (num_in * bits // 32, num_out), ("int32",), codes)
-    scale = StoredArray("scales", lambda num_out, num_in: (groups(num_in), num_out), FLOATS, transposed, check_scale)
-    zero = StoredArray("qzeros", lambda num_out, num_in: (groups(num_in), num_out * bits // 32), ("int32",), zeros)
-    form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, None if size == -1 else size)
-    kept = ("lm_head", *(config.get("modules_to_not_convert") or ()))
-    described = f"GPTQ: int{bits} weights in groups of {size}"
+    scale = StoredArray(
+        "scales", lambda num_out, num_in: (num_groups(num_in, size), num_out), FLOATS, transposed, check_scale
+    )
+    zero = StoredArray(
+        "qzeros", lambda num_out, num_in: (num_groups(num_in, size), num_out * bits // 32), ("int32",), zeros
+    )
+    form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, size)
+    kept = config.get("modules_to_not_convert") or ()
+    described = f"GPTQ: int{bits} weights in groups of {size or -1}"
     ignored = ("*.g_idx", *(("*.qzeros",) if symmetric else ()))
-    return Scheme(NAME, described, lambda name: None if matches(name, kept) else form, ignored)
+    return Scheme(NAME, described, everywhere_but(kept, form), ignored)

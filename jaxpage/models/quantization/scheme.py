@@ -41,6 +41,11 @@ class Scheme:
         return QuantizedLinear(module.spec, forms[0]) if forms[0] is not None else None
 
 
+def everywhere_but(kept: Sequence[str], form: WeightFormat) -> Callable[[str], WeightFormat | None]:
+    """`Scheme.form_of` for one format of all modules but the head and those that a config's list names."""
+    return lambda name: None if matches(name, ("lm_head", *kept)) else form
+
+
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a list of a config names the module: in full, as one of the modules that it is in, or by a pattern `re:...`."""
     return any(
