@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from jaxpage.device.mesh import DeviceMesh
 from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import ProcessorInputs, packed_size, processor_shapes
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
-from jaxpage.device.stored_executables import StoredExecutables
+from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,8 @@ class Executables:
             with stored.in_use():
                 found_or_made = {key: functools.partial(stored.get, job, *_trees(job)) for key, job in jobs.items()}
                 self._table = _run_all(found_or_made, progress)
+        self._workspace_bytes = max(map(_workspace_bytes, self._table.values()))
+        self._load_behind([*_by_first_use(menu), *self._table])
         self.compile_seconds = time.monotonic() - started
 
     @property
@@ -134,15 +138,15 @@ class Executables:
         neutral, drafter = self._neutral[bucket.num_processed], self.options.drafter
         is_off = draft_depth is None or (draft_depth == 0 and drafter is not None and not drafter.num_layers)
         if is_off and bucket in self._target_only:
-            return CompiledStep(self._table[self._target_only[bucket]], neutral, drafter)
-        return CompiledStep(self._table[bucket], neutral)
+            return CompiledStep(self._executable(self._target_only[bucket]), neutral, drafter)
+        return CompiledStep(self._executable(bucket), neutral)
 
     def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
         """Copies blocks of a cache group: see `copy_step`."""
         return self._moved(pages, group, f"copy {group}", pairs)
 
     def gather(self, pages: KVPages, group: int, blocks: Any) -> jax.Array:
-        contents: jax.Array = self._table[f"gather {group}"](self._of_group(pages, group), blocks)
+        contents: jax.Array = self._executable(f"gather {group}")(self._of_group(pages, group), blocks)
         return contents
 
     def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
@@ -150,7 +154,7 @@ class Executables:
 
     def _moved(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
         """All layers, after an executable moved blocks of those of one group."""
-        move = self._table[name]
+        move = self._executable(name)
         return in_groups(
             pages, self.options.layer_groups, lambda other, own: move(own, *arguments) if other == group else own
         )
@@ -158,14 +162,31 @@ class Executables:
     def _of_group(self, pages: KVPages, group: int) -> KVPages:
         return tuple(layer for layer, other in zip(pages, self.options.layer_groups, strict=True) if other == group)
 
+    def _executable(self, key: Bucket | str) -> Any:
+        """In the first second after a start from files a step may wait for its own executable, which is read and not compiled."""
+        executable = self._table[key]
+        if isinstance(executable, Future):
+            self._table[key] = executable = executable.result()
+        return executable
+
+    def _load_behind(self, keys: Iterable[Bucket | str]) -> None:
+        """What was found as files is loaded in the background, in this order."""
+        pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="executables")
+        for key in keys:
+            if isinstance(found := self._table[key], Found):
+                self._table[key] = pool.submit(found.load)
+        pool.shutdown(wait=False)
+
     def close(self) -> None:
+        for executable in self._table.values():
+            if isinstance(executable, Future):
+                executable.cancel()
         self._table = {}
         self._neutral = {}
 
     def workspace_bytes(self) -> int:
         """The most temporary memory that one executable takes, as XLA planned it."""
-        analyses = [executable.memory_analysis() for executable in self._table.values()]
-        return max((analysis.temp_size_in_bytes for analysis in analyses if analysis is not None), default=0)
+        return self._workspace_bytes
 
 
 class _Compilations:
@@ -251,6 +272,16 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
         _compile_gather: ((pages, 0), 0),
         _compile_scatter: ((pages, 0, 0), pages),
     }[job.func]
+
+
+def _by_first_use(menu: BucketMenu) -> list[Bucket]:
+    """The smallest of each kind first: a first request is small, or the largest chunks of it come before the rest."""
+    kinds = menu.chunk, menu.decode, menu.verify, menu.multi_step
+    return [bucket for rank in itertools.zip_longest(*kinds) for bucket in rank if bucket is not None]
+
+
+def _workspace_bytes(executable: Any) -> int:
+    return executable.workspace_bytes if isinstance(executable, Found) else workspace_bytes(executable)
 
 
 def _run_all(jobs: dict[Bucket | str, functools.partial[Any]], progress: bool) -> dict[Bucket | str, Any]:

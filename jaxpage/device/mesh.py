@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,15 @@ class DeviceMesh:
         return jax.device_put(array, self.first)
 
     def zeros(self, shapes: Any) -> Any:
-        """Arrays of these shapes and types, in a tree as theirs."""
-        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=self.first), shapes)
+        """Arrays of these shapes and types, in a tree as theirs: in one call, since one for each takes up to ten times as long."""
+        leaves, tree = jax.tree.flatten(shapes)
+        alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
+        return jax.tree.unflatten(tree, _zeros(alike, self.first))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...], device: jax.Device) -> list[jax.Array]:
+    return [jnp.zeros(shape.shape, shape.dtype, device=device) for shape in shapes]
 
 
 def make_mesh() -> DeviceMesh:
