@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,21 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     write_tensors(random_checkpoint(tmp_path, TIED), tensors)
     assert "'model.embed_tokens.weight' and 'lm_head.weight' are one parameter, but they differ" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_beside_the_weights_the_host_holds_a_few_times_the_largest_one(
+    tmp_path: Path, quantization: str | None
+) -> None:
+    config = {**LLAMA, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8}
+    files = open_model(random_checkpoint(tmp_path, config), quantization)
+    load_weights(files.plan, "float32", lambda array: array.nbytes)  # imports, once
+    tracemalloc.start()  # numpy tells it what it allocates
+    load_weights(files.plan, "float32", lambda array: array.nbytes)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    largest, whole = 4 * 128 * 2 * 384, 6_365_696  # of the unquantised model: gate and up in one, and all
+    assert peak < 2 * largest < whole / 8, f"{peak:,} bytes"
 
 
 def test_nan_and_infinite_weights_are_loaded_as_they_are(tmp_path: Path) -> None:

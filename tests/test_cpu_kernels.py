@@ -27,7 +27,7 @@ from pallas_kernels import (
     quantized_product,
     write_and_attend,
 )
-from pallas_kernels.cpu import library
+from pallas_kernels.cpu import build, library
 from tests.support.attention import make_case
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -219,7 +219,7 @@ def test_without_a_compiler_plain_xla_does_it_and_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     found = library._load.__wrapped__()
     assert found.reason is not None and "no C++ compiler" in found.reason
@@ -235,6 +235,24 @@ def test_without_a_compiler_plain_xla_does_it_and_the_reason_is_said(
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(RuntimeError, match="/bin/false failed"):
         library.compiled("avx2", ())
+
+
+def test_a_library_of_the_wheel_is_used_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+    if (found := library.instruction_set()) is None or library.load().reason is not None:
+        pytest.skip("there are no kernels for this machine")
+    name, flags = found
+    (tmp_path / f"{name}.so").write_bytes(library.compiled(name, flags).read_bytes())
+    program = (
+        f"from pathlib import Path; from pallas_kernels.cpu import library; library.PREBUILT = Path({str(tmp_path)!r})\n"
+        "print(library.load())"
+    )
+    variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "CXX": "/bin/false"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
+    assert done.stdout.strip() == f"Library(instruction_set={name!r}, reason=None)", "without a compiler"
+    (tmp_path / f"{name}.so").write_bytes(b"ELF")
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
+    assert f"{name}.so cannot be used" in done.stderr and "/bin/false failed" in done.stdout
 
 
 PRODUCT_MISTAKES = {
@@ -274,15 +292,13 @@ def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
 @pytest.mark.sweep
 def test_behaviour_is_defined(tmp_path: Path) -> None:
     extra = '("-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-O1")'
-    done = _in_process(f"library.FLAGS = (*library.FLAGS, *{extra})", tmp_path)
+    done = _in_process(f"build.FLAGS = (*build.FLAGS, *{extra})", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _in_process(change: str, cache: Path) -> subprocess.CompletedProcess[str]:
     """The tests of one call, with another library."""
-    plugin = (
-        "from pathlib import Path\ndef pytest_collection_finish():\n    from pallas_kernels.cpu import library\n    "
-    )
+    plugin = "from pathlib import Path\ndef pytest_collection_finish():\n    from pallas_kernels.cpu import build, library\n    "
     (cache / "another_library.py").write_text(plugin + change)
     variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}:{cache}"}
     words = ("-n", "0", "-q", "-p", "another_library", "tests/test_cpu_kernels.py", "-k", "one_call")

@@ -6,6 +6,7 @@ need another version than jaxpage does best in:
 
     pip install torch ctranslate2 llama-cpp-python gguf
     python tools/compare_engines.py models/llama-110m --python jaxpage=python3.12 --write docs/benchmarks.md
+    jaxpage fetch smollm2 && jaxpage convert smollm2 models/smollm2 && python tools/compare_engines.py models/smollm2
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ ROOT = Path(__file__).parents[1]
 CASES = {
     "jaxpage": ("jaxpage", "float32"),
     "jaxpage bfloat16": ("jaxpage", "bfloat16"),
+    "jaxpage int8": ("jaxpage", "int8"),
     "transformers": ("transformers", "float32"),
     "CTranslate2": ("ctranslate2", "float32"),
     "CTranslate2 bfloat16": ("ctranslate2", "bfloat16"),
+    "CTranslate2 int8": ("ctranslate2", "int8"),
     "llama.cpp": ("llama_cpp", "float32"),
     "llama.cpp bfloat16": ("llama_cpp", "bfloat16"),
+    "llama.cpp int8 (Q8_0)": ("llama_cpp", "int8"),
 }
 BEGIN, END = "<!-- written by tools/compare_engines.py -->", "<!-- end of what tools/compare_engines.py wrote -->"
 

@@ -1,7 +1,4 @@
-"""The kernels for CPUs as a shared library: compiled for this machine when they are first asked for, and kept in the user's cache.
-
-No -ffast-math, and no contraction of products and sums: a result does not depend on what a compiler prefers.
-"""
+"""The kernels for CPUs as a shared library: that of the wheel, or compiled for this machine once and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -11,9 +8,6 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,17 +15,13 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.cpu.build import ARM, SOURCES, X86, build, compiler, options
+
 logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
 
-SOURCES = Path(__file__).parent / "src"
+PREBUILT = Path(__file__).parent / "prebuilt"  # of a wheel that was built with JAXPAGE_BUILD_KERNELS=1
 FUNCTIONS = ("jaxpage_attend", "jaxpage_write_and_attend", "jaxpage_multiply")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-Wall")
-# By instruction set, the best first: what /proc/cpuinfo must have, and the compiler's flags.
-X86 = {
-    "avx512": ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=skylake-avx512", "-mprefer-vector-width=512")),
-    "avx2": ({"avx2", "fma"}, ("-march=haswell",)),
-}
 
 
 class Library(NamedTuple):
@@ -53,20 +43,32 @@ def _load() -> Library:
     if found is None:
         return Library("", f"this processor ({platform.machine()}) has neither AVX2 nor NEON")
     name, flags = found
+    if (prebuilt := PREBUILT / f"{name}.so").exists():
+        if (reason := _register(prebuilt)) is None:
+            return Library(name)
+        logger.warning("%s cannot be used: %s", prebuilt, reason)
     try:
-        path = compiled(name, flags)
+        reason = _register(compiled(name, flags))
+    except (OSError, RuntimeError) as error:
+        reason = str(error)
+    return Library("" if reason else name, reason)
+
+
+def _register(path: Path) -> str | None:
+    """With XLA, which refuses what was built for another version of its interface. Returns why not."""
+    try:
         library = ctypes.cdll.LoadLibrary(str(path))
         for function in FUNCTIONS:
             jax.ffi.register_ffi_target(function, jax.ffi.pycapsule(getattr(library, function)), platform="cpu")
     except (OSError, AttributeError, RuntimeError) as error:
-        return Library("", str(error))
-    return Library(name)
+        return str(error)
+    return None
 
 
 def instruction_set() -> tuple[str, Sequence[str]] | None:
     """The best one of this machine, and the compiler's flags for it."""
     if platform.machine() in ("aarch64", "arm64"):
-        return "neon", ()
+        return next(iter(ARM.items()))
     try:
         has = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
     except OSError:
@@ -74,44 +76,17 @@ def instruction_set() -> tuple[str, Sequence[str]] | None:
     return next(((name, flags) for name, (needed, flags) in X86.items() if needed <= has), None)
 
 
-def compiled(name: str, flags: Sequence[str], *, extra: Sequence[str] = ()) -> Path:
+def compiled(name: str, flags: Sequence[str]) -> Path:
     """The library for this instruction set; compiled, unless the cache has it. Raises RuntimeError with the reason."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-    if compiler is None:
-        raise RuntimeError("it is compiled on this machine, and there is no C++ compiler (g++, clang++, c++ or $CXX)")
-    include = jax.ffi.include_dir()
-    options = (*FLAGS, *flags, *extra, f"-DJAXPAGE_ISA={name}", f"-I{include}")
-    sources = sorted(SOURCES.iterdir())
-    key = hashlib.sha256(repr((compiler, options, jax.__version__)).encode())
-    for source in sources:
+    chosen = options(name, flags, jax.ffi.include_dir())
+    key = hashlib.sha256(repr((compiler(), chosen, jax.__version__)).encode())
+    for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
-    directory = _cache()
-    path = directory / f"{name}-{key.hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    logger.warning("Compiling the kernels for CPUs (%s), once; this takes up to a minute", name)
-    with tempfile.TemporaryDirectory(dir=directory) as temporary:
-        made = Path(temporary) / path.name
-        units = [source for source in sources if source.suffix == ".cc"]
-        objects = [Path(temporary) / f"{unit.stem}.o" for unit in units]
-        # One process for each file, all at once, and then one that links.
-        _run(
-            [[compiler, *options, "-c", str(unit), "-o", str(each)] for unit, each in zip(units, objects, strict=True)]
-        )
-        _run([[compiler, *options, *map(str, objects), "-o", str(made)]])
-        os.replace(made, path)  # another process may have made the same
+    path = _cache() / f"{name}-{key.hexdigest()[:16]}.so"
+    if not path.exists():
+        logger.warning("Compiling the kernels for CPUs (%s), once; this takes up to a minute", name)
+        build(path, SOURCES, chosen)
     return path
-
-
-def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Raises RuntimeError with what a command said, after all have ended."""
-    running = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
-    ]
-    said = [process.communicate()[1] for process in running]
-    for command, process, errors in zip(commands, running, said, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"{command[0]} failed: {errors.strip()[-2000:]}")
 
 
 def _cache() -> Path:

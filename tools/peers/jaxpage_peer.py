@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -12,9 +13,10 @@ from tools.peers.task import Prompts, answer, read_task
 
 def main() -> None:
     task = read_task()
-    llm = LLM(
-        task.model, dtype=task.dtype, max_num_seqs=max(64, *task.rows), enable_prefix_caching=False, **task.settings
+    weights: dict[str, Any] = (
+        {"dtype": "bfloat16", "quantization": "int8"} if task.dtype == "int8" else {"dtype": task.dtype}
     )
+    llm = LLM(task.model, **weights, max_num_seqs=max(64, *task.rows), enable_prefix_caching=False, **task.settings)
 
     def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
         params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length) for length in lengths]
