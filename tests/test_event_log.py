@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import runpy
 import signal
 import stat
 import string
@@ -1097,3 +1098,30 @@ def test_the_command_with_another_engine(
         assert "the settings in the log were changed" in err and "'max_rows': 5" in err and "weights" not in err
         assert f"jax 0.0.1, and this is {jax.__version__}" in caplog.text
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("scene", "copies", "preempts"),
+    [
+        ("parallel sampling (figure 8)", True, False),
+        ("preemption", False, True),
+        *(
+            pytest.param(*values, marks=pytest.mark.sweep)
+            for values in (
+                ("two requests (figures 5 to 7)", False, False),
+                ("beam search (figure 9)", True, False),
+                ("shared prefix (figure 10)", False, False),
+                ("mixed decoding", True, False),
+            )
+        ),
+    ],
+)
+def test_scenes_for_the_page_show_what_they_say(scene: str, copies: bool, preempts: bool, tmp_path: Path) -> None:
+    path = tmp_path / "scene.jsonl"
+    scenes = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "scenes.py"))
+    scenes["record"](scene, path)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    plans = [event for event in events if event["event"] == "plan"]
+    assert any(plan.get("copies") for plan in plans) == copies
+    assert any(plan.get("preempted") and plan.get("swap_out") for plan in plans) == preempts
+    assert cli.main(["replay", str(path)]) in (None, 0)
