@@ -116,6 +116,11 @@ class LLM:
         made._use(wanted, open_engine(wanted, progress=use_tqdm, verbose=verbose, files=files, tokenizer=own))
         return made
 
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """What config.json of the model says."""
+        return dict(self._model.config)
+
     def parameters(self) -> dict[str, jax.Array]:
         """The weights, in the types that they are computed in, by the names that they have in the checkpoint.
 

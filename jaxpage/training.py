@@ -1,0 +1,108 @@
+"""The forward pass of generation as a function that a trainer can differentiate: `TrainableModel`.
+
+The layers, the parameters and their names are those of the engine. Attention is computed densely over whole rows of tokens in place of
+pages, so log probabilities differ from the engine's in the last bits: docs/guides/weights.md has measured differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpage.checkpoints.in_memory import named_parameters, open_parameters
+from jaxpage.checkpoints.loading import load_weights
+from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.errors import UnsupportedError
+from jaxpage.layers.context import Attend, ForwardContext
+from jaxpage.layers.experts import Experts
+from jaxpage.models.base import abstract_model, make_model
+
+Parameters = dict[Any, Any]  # a nested dict of arrays, some of them several of the checkpoint's in one
+
+
+@dataclass(frozen=True, eq=False)
+class TrainableModel:
+    """A model as functions of its parameters, which are a pytree. All functions may be jitted and differentiated."""
+
+    _files: ModelFiles
+    _graph: Any
+    dtype: str
+
+    @classmethod
+    def load(
+        cls, config: Mapping[str, Any], parameters: Mapping[str, Any], *, dtype: str = "float32"
+    ) -> tuple[Self, Parameters]:
+        """The model, and its parameters in `dtype`.
+
+        Args:
+            config: what config.json says, as a dict.
+            parameters: arrays under the names of Hugging Face, as of `LLM.from_parameters`; those of `LLM.parameters()` do.
+
+        Raises CheckpointError with all that does not fit, and UnsupportedError for quantised weights and mixtures of experts, whose loop
+        over the routed tokens has no derivative.
+        """
+        files = open_parameters(config, parameters)
+        if files.quantization is not None:
+            raise UnsupportedError(f"quantised weights ({files.quantization.described}) cannot be trained")
+        model = make_model(files.family, files.spec, dtype, None)
+        if any(isinstance(module, Experts) for _, module in nnx.iter_modules(model)):
+            raise UnsupportedError("mixtures of experts cannot be trained: their loop has no derivative")
+        graph, _ = abstract_model(files.family, files.spec, dtype)
+        return cls(files, graph, dtype), load_weights(files.plan, dtype, jnp.asarray)
+
+    def named(self, parameters: Parameters) -> dict[str, jax.Array]:
+        """The parameters under the names of Hugging Face, as `LLM.update_parameters` takes them."""
+        return named_parameters(self._files.plan, parameters)
+
+    def logits(self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C V"]:
+        """Of rows of C tokens, each from position 0, as float32. What stands behind a row's end changes nothing before it."""
+        num_rows, length = token_ids_RC.shape
+        model = nnx.merge(self._graph, parameters)
+        positions_T = jnp.tile(jnp.arange(length), num_rows)
+        pages = (None,) * self._files.spec.kv.num_layers
+        context = ForwardContext(positions_T, dense_attend(num_rows))
+        hidden_TD, _, _ = model(jnp.asarray(token_ids_RC).reshape(-1), pages, context)
+        logits_RCV: jax.Array = model.logits(hidden_TD).reshape(num_rows, length, -1)
+        return logits_RCV
+
+    def log_probabilities(self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C-1"]:
+        """Of each token behind those before it, from the second on: natural logarithms at temperature 1."""
+        logprobs_RCV = jax.nn.log_softmax(self.logits(parameters, token_ids_RC)[:, :-1])
+        return jnp.take_along_axis(logprobs_RCV, jnp.asarray(token_ids_RC)[:, 1:, None], axis=-1)[..., 0]
+
+
+def dense_attend(num_rows: int) -> Attend:
+    """Attention of rows of equally many tokens, without pages: its definition, in float32, all scores in memory."""
+
+    def attend(
+        layer_index: int,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        layer_pages: Any,
+        /,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+    ) -> tuple[jax.Array, Any]:
+        num_kv_heads, head_width = k_TKH.shape[1:]
+        length = len(q_TNH) // num_rows
+        q = q_TNH.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, -1, head_width)
+        k, v = (part.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, head_width) for part in (k_TKH, v_TKH))
+        scores = scale * jnp.einsum("rqkgh,rckh->rkgqc", q, k, precision=jax.lax.Precision.HIGHEST)
+        if logit_softcap is not None:
+            scores = logit_softcap * jnp.tanh(scores / logit_softcap)
+        back = jnp.arange(length)[:, None] - jnp.arange(length)
+        seen = (back >= 0) & (back < (sliding_window or length))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("rkgqc,rckh->rqkgh", weights, v, precision=jax.lax.Precision.HIGHEST)
+        return out.reshape(q_TNH.shape).astype(q_TNH.dtype), layer_pages
+
+    return attend

@@ -1,0 +1,89 @@
+"""`TrainableModel`: log probabilities and their derivatives against transformers on torch, and beside the engine's own scores."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpage import training
+from jaxpage.errors import UnsupportedError
+from jaxpage.training import TrainableModel
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+from tests.support.hf_models import MODELS, save_model  # noqa: E402
+
+ROWS = np.random.default_rng(5).integers(0, 97, (2, 24)).astype(np.int32)
+
+
+def of_torch(model: Any) -> Any:
+    """The log probability of each token of ROWS behind those before it."""
+    tokens = torch.tensor(ROWS, dtype=torch.long)
+    logprobs = model(tokens).logits[:, :-1].log_softmax(-1)
+    return logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def loaded(directory: Path, oracle: Any) -> tuple[TrainableModel, Any]:
+    config = json.loads((directory / "config.json").read_text())
+    tensors = {name: tensor.detach().numpy() for name, tensor in oracle.named_parameters()}
+    return TrainableModel.load(config, tensors)
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "gemma2-caps", "gemma3-types", "opt-350m-form"])
+def test_log_probabilities_and_derivatives_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    oracle = save_model(name, tmp_path)
+    model, weights = loaded(tmp_path, oracle)
+    wanted = of_torch(oracle)
+    wanted.mean().backward()
+
+    @jax.jit
+    def mean(weights: Any) -> tuple[jax.Array, jax.Array]:
+        logprobs = model.log_probabilities(weights, ROWS)
+        return logprobs.mean(), logprobs
+
+    (_, found), gradients = jax.value_and_grad(mean, has_aux=True)(weights)
+    np.testing.assert_allclose(found, wanted.detach().numpy(), atol=2e-5)
+    named = model.named(gradients)
+    parameters = {key: each for key, each in oracle.named_parameters() if each.grad is not None}
+    assert named.keys() >= parameters.keys()
+    for key, parameter in parameters.items():
+        gradient = parameter.grad.numpy()
+        np.testing.assert_allclose(named[key], gradient, atol=1e-5 * max(1.0, np.abs(gradient).max()), err_msg=key)
+
+
+def test_a_window_that_is_one_too_wide_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = save_model("mistral-window", tmp_path)
+    model, weights = loaded(tmp_path, oracle)
+    wanted = of_torch(oracle).detach().numpy()
+    np.testing.assert_allclose(model.log_probabilities(weights, ROWS), wanted, atol=2e-5)
+    dense = training.dense_attend
+
+    def wrong(num_rows: int) -> Any:
+        def attend(*arrays: Any, sliding_window: int, **options: Any) -> Any:
+            return dense(num_rows)(*arrays, sliding_window=sliding_window + 1, **options)
+
+        return attend
+
+    monkeypatch.setattr(training, "dense_attend", wrong)
+    assert np.abs(model.log_probabilities(weights, ROWS) - wanted).max() > 1e-3
+
+
+def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
+    assert "olmoe-many" in MODELS
+    with pytest.raises(UnsupportedError, match="mixtures of experts"):
+        loaded(tmp_path, save_model("olmoe-many", tmp_path))
+
+
+def test_a_rollout_and_its_trainer_agree() -> None:
+    """examples/rl_rollout.py on the demo model: scores have the rollout's bits, also after an update of the weights."""
+    table = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "rl_rollout.py"))["main"](["--steps", "2"])
+    assert len(table) == 2
+    for reward, num_equal, num_tokens, difference in table:
+        assert num_equal == num_tokens == 768 and difference < 1e-4 and 0.05 < reward < 0.5
+    assert table[0][0] != table[1][0], "other weights"
