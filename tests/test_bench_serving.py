@@ -366,7 +366,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("bench") / "llama", LLAMA)
 
 
-def test_latency_of_a_batch_and_of_other_settings_beside_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latency_of_a_batch_and_of_other_settings_beside_it(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     words = ["--model", str(model), "--batch-size", "2", "--input-len", "8", "--output-len", "4", "--num-iters", "3"]
     engine = ["--num-blocks", "17", "--max-num-seqs", "2", "--preemption-mode", "recompute"]
     assert cli.main(["bench", "latency", *words, *engine, "--versus", "enable_prefix_caching=false"]) == 0
@@ -381,6 +383,15 @@ def test_latency_of_a_batch_and_of_other_settings_beside_it(model: Path, capsys:
     )
     assert [one["engine"] for one in result["baselines"]] == ["enable_prefix_caching=false"]
     assert "p99 (s)" in out and result["environment"]["device"].startswith("cpu")
+    earlier = tmp_path / "earlier.json"
+    slow = [2 * seconds for seconds in result["latencies"]]
+    earlier.write_text(json.dumps({**result, "latencies": slow}))
+    assert cli.main(["bench", "latency", *words, *engine, "--compare", str(earlier)]) == 0
+    now = json.loads(capsys.readouterr().out.splitlines()[-1])
+    spread = [before / seconds for before in slow for seconds in now["latencies"]]
+    assert [now["compared"][key] for key in ("lowest", "highest")] == pytest.approx([min(spread), max(spread)])
+    assert cli.main(["bench", "latency", *words[:-1], "1", "--seed", "1", "--compare", str(earlier)]) == 2
+    assert "that was other work: seed 0, now 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

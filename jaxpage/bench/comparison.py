@@ -1,8 +1,9 @@
-"""`--compare BASELINE.json`: this run's throughput as a ratio to that of an earlier one, with the spread of both."""
+"""`bench throughput | latency --compare BASELINE.json`: output tokens per second as a ratio to an earlier run, with the spread of both."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 from jaxpage.cli.flags import UsageError
 
-_WORK = ("dataset", "seed", "completed", "max_input", "max_output", "total_input_tokens")
+WORK = {  # what a result must have, and what is the same where the work is
+    "throughput": ("dataset", "seed", "completed", "max_input", "max_output", "total_input_tokens"),
+    "latency": ("batch_size", "input_len", "output_len", "seed"),
+}
 
 
 @dataclass(frozen=True)
@@ -36,19 +40,19 @@ class Comparison:
         return {"baseline": self.baseline, "ratio": self.ratio, "lowest": self.lowest, "highest": self.highest}
 
 
-def read_baseline(path: str) -> dict[str, Any]:
+def read_baseline(path: str, kind: str = "throughput") -> dict[str, Any]:
     """What `--output-json` wrote. Raises UsageError if it is something else."""
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(result, dict):
             raise TypeError("it holds no JSON object")
         _speeds(result)
-        missing = [name for name in (*_WORK, "config", "environment") if name not in result]
+        missing = [name for name in (*WORK[kind], "config", "environment") if name not in result]
         if missing:
             raise ValueError(f"it has no {', '.join(missing)}")
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise UsageError(
-            f"--compare {path}: not a result of `jaxpage bench throughput --output-json`: {type(error).__name__}: {error}"
+            f"--compare {path}: not a result of `jaxpage bench {kind} --output-json`: {type(error).__name__}: {error}"
         ) from None
     return dict(result)
 
@@ -79,7 +83,7 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
     ]
     return Comparison(
         f"{path}{commit}",
-        result["output_throughput"] / baseline["output_throughput"],
+        statistics.median(ours) / statistics.median(theirs),
         min(ours) / max(theirs),
         max(ours) / min(theirs),
         tuple(notes),
@@ -87,5 +91,7 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
 
 
 def _speeds(result: Mapping[str, Any]) -> Sequence[float]:
-    """Output tokens per second of each run."""
+    """Output tokens per second of each run, or of each batch whose latency was measured."""
+    if "latencies" in result:
+        return [result["batch_size"] * result["output_len"] / seconds for seconds in result["latencies"]]
     return [result["total_output_tokens"] / seconds for seconds in result.get("durations") or [result["duration"]]]

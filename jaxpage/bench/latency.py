@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from jaxpage.bench.comparison import WORK, check_same_work, compare, read_baseline
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import baseline, changes_of, check_baseline, check_writable, started
@@ -49,6 +51,10 @@ class Latencies:
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
     _check(arguments)
+    earlier = read_baseline(arguments.compare, "latency") if arguments.compare else None
+    if earlier is not None:
+        now = {name: getattr(arguments, name) for name in WORK["latency"]}
+        check_same_work(arguments.compare, earlier, {**now, "model": Path(config.model).name})
     settings = [("jaxpage", config), *((text, config.replace(**changes_of(text))) for text in arguments.versus)]
     directory = resolve_model(config.model, config.revision)
     draw = np.random.default_rng(arguments.seed)
@@ -73,6 +79,10 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         "config": config.model_dump(),
         "environment": environment(),
     }
+    if earlier is not None:
+        comparison = compare(arguments.compare, earlier, result)
+        result["compared"] = comparison.as_dict()
+        print(comparison.described())
     print_result(result, arguments.output_json)
 
 

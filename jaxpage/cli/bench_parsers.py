@@ -106,6 +106,7 @@ def _add_bench_latency(kinds: Commands[Parser]) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of the prompts; default: 0")
     add("--baseline", metavar="NAME", help="transformers: compare with transformers")
     _add_versus(parser)
+    add("--compare", metavar="FILE", help="give the ratio to an earlier run, from the file of its --output-json")
     add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     add_engine_flags(parser, without=("seed",))
     parser.set_defaults(run=lazily("commands", "bench_latency"))
