@@ -36,7 +36,7 @@ ROOMS |= {
     "serving": (3, FRONT, _BELOW),
     "cli": (3, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
-FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
+FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training", "tunix_rollout"}
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
 KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels"}
