@@ -71,6 +71,8 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "scheduling_policy": "fcfs",
         "new_requests_wait_until": "readmitted",
         "event_log": None,
+        "prefix_cache_directory": None,
+        "prefix_cache_bytes": 8 * 2**30,
     }
 
 

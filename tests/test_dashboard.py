@@ -95,6 +95,7 @@ def test_what_matters_is_on_it() -> None:
     shown = {name for name in HELP if re.search(rf"jaxpage_{name}(_bucket|_sum)?\b", asked)}
     assert set(HELP) - shown <= {
         *("compile_seconds_total", "engine_steps_total", "prefix_cache_resumed_hits_total", "tokens_per_target_step"),
+        *(f"prefix_files_{what}_blocks_total" for what in ("written", "restored", "skipped", "dropped")),
         *("kv_saved_by_sharing_blocks", "spec_decode_num_drafts_total", "spec_decode_wasted_slots_total"),
         *("spec_decode_num_accepted_tokens_per_pos_total", "spec_decode_num_drafts_by_length_total"),
         *("spec_decode_draft_seconds_total", "spec_decode_verify_seconds_total"),

@@ -133,6 +133,8 @@ ENGINE_FLAGS = (
     Flag("max_loras", int, "most LoRA adapters at once on the device; default: 4"),
     Flag("max_lora_rank", int, "largest rank of a LoRA adapter; default: 16"),
     Flag("tensor_parallel_size", int, "devices for the model; this version supports 1"),
+    Flag("prefix_cache_directory", str, "directory in which full KV blocks are kept for later starts"),
+    Flag("prefix_cache_bytes", byte_size, "size of the files there; default: 8GiB", "SIZE"),
     Flag("event_log", str, "new file for all events that a replay needs, prompts included"),
 )
 

@@ -89,6 +89,7 @@ class Executables:
             stored: where executables of earlier starts are; None: nowhere.
         """
         self.options = options
+        self.num_swapped = menu.num_swapped  # blocks that `gather` and `scatter` take
         self._compilations = _watch_compilations()
         self._num_before = self._compilations.count
         self._num_found_before = self._compilations.num_found

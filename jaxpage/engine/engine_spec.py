@@ -147,7 +147,7 @@ def describe_engine(
     memory = plan_memory(config, model, device, layout, weights_bytes, groups, menu, limits.longest_row, drafting)
     if swaps:
         memory = plan_swapping(config, memory)
-    if memory.num_host_blocks:
+    if memory.num_host_blocks or config.prefix_cache_directory:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     return EngineSpec(layout, kernels, groups, menu, limits, memory, model.vocab_size)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jaxpage.device.executables import Executables
 from jaxpage.engine.latencies import Latencies
+from jaxpage.engine.prefix_files import FileCounts
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.scheduling import Scheduler
@@ -31,6 +32,7 @@ class EngineMetrics:
     latencies: Latencies = field(default_factory=Latencies)
     memory: MemoryHistory = field(default_factory=MemoryHistory)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    prefix_files: FileCounts = field(default_factory=FileCounts)
     _step_began: float = 0.0  # in seconds of time.monotonic
 
     def arrived(self, request_id: str) -> RequestMetrics:
@@ -107,6 +109,7 @@ class EngineMetrics:
             "prefix_cache_queries_total": prefixes.num_queried,  # in tokens, as vLLM counts; each request once
             "prefix_cache_hits_total": prefixes.num_hits,
             "prefix_cache_resumed_hits_total": prefixes.num_resumed_hits,  # after preemptions, in neither of the above
+            **{f"prefix_files_{name}_blocks_total": count for name, count in asdict(self.prefix_files).items()},
             "prompt_tokens_total": self.prompt_tokens_total,
             "generation_tokens_total": self.generation_tokens_total,
             "copy_on_write_blocks_total": self.copy_on_write_blocks_total,

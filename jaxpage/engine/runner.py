@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from jaxpage.device.executables import Executables
 from jaxpage.device.host_pages import HostPages
@@ -66,6 +67,26 @@ class Runner:
         for group, pairs in moves:
             contents = self._host_pages[group].load(pairs[:, 0])
             self._pages = self.executables.scatter(self._pages, group, pairs[:, 1], contents)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """The contents of blocks of the first cache group, [bytes of a block] each."""
+        size, found = self.executables.num_swapped, list[npt.NDArray[np.uint8]]()
+        for start in range(0, len(blocks), size):
+            padded = np.zeros(size, np.int32)  # with the null block
+            part = blocks[start : start + size]
+            padded[: len(part)] = part
+            found += list(np.array(self.executables.gather(self._pages, 0, padded))[: len(part)])
+        return found
+
+    def write_blocks(self, contents: Sequence[tuple[int, npt.NDArray[np.uint8]]]) -> None:
+        """Into blocks of the first cache group, as `read_blocks` gives them."""
+        size = self.executables.num_swapped
+        for start in range(0, len(contents), size):
+            part = contents[start : start + size]
+            padded, rows = np.zeros(size, np.int32), np.zeros((size, len(part[0][1])), np.uint8)
+            padded[: len(part)] = [block for block, _ in part]
+            rows[: len(part)] = [own for _, own in part]
+            self._pages = self.executables.scatter(self._pages, 0, padded, rows)
 
     def wait(self) -> None:
         """Returns when all that was dispatched has happened: for measurements, since steps need no waiting."""

@@ -8,7 +8,7 @@ from functools import partial
 from jaxpage.memory.block_pool import NULL_BLOCK
 from jaxpage.memory.block_tables import BlockTables
 from jaxpage.memory.invariants import check_cached
-from jaxpage.memory.prefix_index import Digest, PrefixIndex
+from jaxpage.memory.prefix_index import Digest, Parent, PrefixIndex
 
 
 class CachedBlocks:
@@ -83,6 +83,20 @@ class CachedBlocks:
                 group.pool.keep(block)
         elif group.pool.ref_count(block) == 1:
             group.replace(sequence_id, place, known)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a block of the first group is free that holds nothing."""
+        return self._first.pool.num_free > self._first.pool.num_cached
+
+    def restore(self, digest: Digest, parent: Parent, token_ids: tuple[int, ...]) -> int:
+        """A free block, cached from now on with content that is not in the index and that the caller writes. Ask `has_room` first."""
+        pool = self._first.pool
+        block = pool.allocate()
+        assert self.index.register(block, digest, parent, token_ids) == block, "the content is known already"
+        pool.keep(block)
+        pool.release(block)
+        return block
 
     def clear(self) -> None:
         self.index.clear()

@@ -118,6 +118,10 @@ class PrefixIndex:
         self._block_of.clear()
         self._children.clear()
 
+    def block_of(self, digest: Digest) -> int | None:
+        """Where the tokens with this digest are. Only for digests that come from a sequence that was compared."""
+        return self._block_of.get(digest)
+
     def entry(self, block: int) -> Entry:
         return self._entries[block]
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 from jaxpage.engine.build import Built, build_engine
+from jaxpage.engine.prefix_files import PrefixFiles
+from jaxpage.engine.prefix_tier import PrefixTier
+from jaxpage.errors import UnsupportedError
 from jaxpage.replay.event_log import EventLog, check_new
 from jaxpage.replay.log_header import header
 from jaxpage.settings.engine_config import EngineConfig
+
+# What changes the numbers or the layout of a block, beside the weights and the device.
+_OF_BLOCKS = ("dtype", "kv_cache_dtype", "quantization", "block_size", "attention_backend", "speculative_config")
 
 
 def open_engine(config: EngineConfig, **options: Any) -> Built:
@@ -15,6 +23,23 @@ def open_engine(config: EngineConfig, **options: Any) -> Built:
     if config.event_log is not None:
         check_new(config.event_log)
     built = build_engine(config, **options)
+    if config.prefix_cache_directory is not None:
+        built.engine.events = _prefix_tier(Path(config.prefix_cache_directory), config, built)
     if config.event_log is not None:
         built.engine.events = EventLog(config.event_log, header(config, built.engine, built.spec))
     return built
+
+
+def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixTier:
+    """Raises UnsupportedError for layers of several kinds, and ConfigError if the directory cannot be used."""
+    if len(built.spec.groups) > 1:
+        raise UnsupportedError(
+            f"prefix_cache_directory is not supported for {len(built.spec.groups)} cache groups: their blocks are kept apart"
+        )
+    about = header(config, built.engine, built.spec)
+    names = ("versions", "device", "weights_hash")
+    spec = built.spec
+    layout = spec.layout, spec.groups, spec.attention
+    key = repr([[about[name] for name in names], [about["config"][name] for name in _OF_BLOCKS], layout])
+    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    return PrefixTier(built.engine, PrefixFiles(directory, digest, config.prefix_cache_bytes))

@@ -37,7 +37,9 @@ class EngineConfig(Settings):
     """
 
     nested: ClassVar[Mapping[str, type[BaseModel]]] = {"speculative_config": SpeculativeConfig}
-    plain_text: ClassVar[frozenset[str]] = frozenset({"model", "tokenizer", "revision", "event_log"})
+    plain_text: ClassVar[frozenset[str]] = frozenset(
+        {"model", "tokenizer", "revision", "event_log", "prefix_cache_directory"}
+    )
 
     model: _Name = "demo"  # "demo" (packaged), a local directory, a GGUF file, or a Hugging Face hub id
     tokenizer: _Name | None = None  # directory of the tokenizer's files, or a GGUF file; None: the model's
@@ -73,6 +75,9 @@ class EngineConfig(Settings):
     # New requests wait until preempted ones run again, or have finished. Higher priorities do not wait.
     new_requests_wait_until: Literal["readmitted", "completed"] = "readmitted"
     enable_prefix_caching: bool = True  # requests share the KV blocks of equal prefixes
+    # Of the user's own: full blocks are kept here as files, for later starts with the same weights and layout. None: nowhere.
+    prefix_cache_directory: _Name | None = None
+    prefix_cache_bytes: ByteSize = 8 * 2**30  # of the files there; the least recently used go first
     attention_backend: str = "auto"  # a kernel set; "auto": the first that supports the model and the device
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # from which the seeds of requests without a seed are drawn
     speculative_config: SpeculativeConfig | None = None  # speculative decoding; None: off
@@ -124,6 +129,8 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
                 "num_scheduler_steps",
                 f"cannot be {config.num_scheduler_steps} with a speculative_config: drafts need the host in every step",
             )
+    if config.prefix_cache_directory is not None and not config.enable_prefix_caching:
+        yield "prefix_cache_directory", "cannot be given while enable_prefix_caching is false: nothing is cached"
     if not config.enable_lora:
         for name in ("max_loras", "max_lora_rank"):
             if getattr(config, name) != type(config).model_fields[name].default:
@@ -152,6 +159,8 @@ def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
                 "speculative_config",
                 f"method {method!r} is not supported with enable_lora: it drafts without adapters",
             )
+    if config.prefix_cache_directory is not None and config.event_log is not None:
+        yield "prefix_cache_directory", "is not supported with event_log: a replay would not find the same blocks"
     if config.enable_lora and config.event_log is not None:
         yield "event_log", "is not supported with enable_lora: a replay does not load adapters"
     backend, backends = config.attention_backend, attention_backends()

@@ -1,0 +1,179 @@
+"""Full KV blocks as files, so that prefixes survive a restart (`prefix_cache_directory`).
+
+A file is one block: its keys and values, its tokens, and the digest of the block before it. What cannot be read, was damaged or belongs to
+another block is counted and skipped: it is never an error of a request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from jaxpage.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Contents = npt.NDArray[np.uint8]  # [bytes of a block]
+_SUFFIX = ".safetensors"
+_WAITING = 256  # blocks that may wait to be written; more are left out
+
+
+class StoredBlock(NamedTuple):
+    """digest: of the block's tokens behind all those before it; before: of the block before it, empty at the beginning of a sequence."""
+
+    digest: bytes
+    before: bytes
+    token_ids: tuple[int, ...]
+
+
+@dataclass
+class FileCounts:
+    """Blocks since the start. skipped: files that were damaged or foreign; dropped: blocks that could not be written, or not in time."""
+
+    written: int = 0
+    restored: int = 0
+    skipped: int = 0
+    dropped: int = 0
+
+
+class PrefixFiles:
+    """Written by a thread of its own, the least recently used deleted first. Several processes may share a directory."""
+
+    def __init__(self, directory: Path, key: str, max_bytes: int):
+        """
+        Args:
+            directory: of the user's own; made if it is not there.
+            key: of all that a block depends on beside its tokens: weights, types, layout.
+            max_bytes: of the files of all keys.
+
+        Raises ConfigError if the directory cannot be used.
+        """
+        self._own, self._max_bytes = directory / key, max_bytes
+        try:
+            self._own.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if directory.stat().st_uid != os.geteuid():
+                raise PermissionError("it belongs to another user")
+            found = sorted(
+                (path.stat().st_mtime, str(path), path.stat().st_size) for path in directory.glob(f"*/*{_SUFFIX}")
+            )
+        except OSError as error:
+            raise ConfigError(f"prefix_cache_directory {str(directory)!r} cannot be used: {error}") from None
+        self.counts = FileCounts()
+        self._lock = threading.Lock()  # of the next two
+        self._sizes: OrderedDict[str, int] = OrderedDict((path, size) for _, path, size in found)
+        self._pending: set[bytes] = set()
+        self._waiting: queue.Queue[tuple[StoredBlock, Contents] | None] = queue.Queue(_WAITING)
+        self._writer = threading.Thread(target=self._write_all, name="prefix cache", daemon=True)
+        self._writer.start()
+
+    @property
+    def num_bytes(self) -> int:
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the block is there, or about to be written."""
+        with self._lock:
+            return digest in self._pending or str(self._path(digest)) in self._sizes
+
+    def read(self, block: StoredBlock) -> Contents | None:
+        """None: it is not there, or not what it should be."""
+        path = self._path(block.digest)
+        with self._lock:
+            if str(path) not in self._sizes:
+                return None
+            self._sizes.move_to_end(str(path))
+        try:
+            with safe_open(path, framework="numpy") as file:
+                about, token_ids = file.metadata(), file.get_tensor("token_ids")
+                contents: Contents = file.get_tensor("pages")
+            if about != _about(block, contents) or tuple(token_ids.tolist()) != block.token_ids:
+                raise ValueError("its contents are not those of this block")
+            os.utime(path)
+        except FileNotFoundError:  # another process deleted it
+            self._forget(path)
+            return None
+        except (OSError, ValueError, SafetensorError) as error:
+            logger.warning("%s is skipped: %s", path, error)
+            self.counts.skipped += 1
+            self._forget(path)
+            path.unlink(missing_ok=True)
+            return None
+        self.counts.restored += 1
+        return contents
+
+    def write(self, block: StoredBlock, contents: Contents) -> None:
+        """Later, by the thread; not at all where it has too much to do."""
+        with self._lock:
+            self._pending.add(block.digest)
+        try:
+            self._waiting.put_nowait((block, contents))
+        except queue.Full:
+            self._give_up(block)
+
+    def close(self) -> None:
+        """Returns when all that waits is written."""
+        self._waiting.put(None)
+        self._writer.join()
+
+    def _write_all(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            block, contents = item
+            path = self._path(block.digest)
+            temporary = path.with_suffix(f".{os.getpid()}")
+            try:
+                tensors = {"pages": contents, "token_ids": np.array(block.token_ids, np.int32)}
+                temporary.write_bytes(save(tensors, _about(block, contents)))
+                temporary.replace(path)
+            except OSError as error:
+                logger.warning("a block of the prefix cache cannot be written to %s: %s", path, error)
+                temporary.unlink(missing_ok=True)
+                self._give_up(block)
+                continue
+            with self._lock:
+                self._sizes[str(path)] = path.stat().st_size
+                self._pending.discard(block.digest)
+            self.counts.written += 1
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Deletes the least recently used until what is left fits."""
+        with self._lock:
+            total, taken = sum(self._sizes.values()), []
+            while total > self._max_bytes and self._sizes:
+                path, size = self._sizes.popitem(last=False)
+                total -= size
+                taken.append(path)
+        for path in taken:
+            Path(path).unlink(missing_ok=True)
+
+    def _give_up(self, block: StoredBlock) -> None:
+        self.counts.dropped += 1
+        with self._lock:
+            self._pending.discard(block.digest)
+
+    def _forget(self, path: Path) -> None:
+        with self._lock:
+            self._sizes.pop(str(path), None)
+
+    def _path(self, digest: bytes) -> Path:
+        return self._own / f"{digest.hex()}{_SUFFIX}"
+
+
+def _about(block: StoredBlock, contents: Sequence[int] | Contents) -> dict[str, str]:
+    """The metadata of a block's file."""
+    checksum = hashlib.blake2b(np.ascontiguousarray(contents).data, digest_size=16).hexdigest()
+    return {"format": "jaxpage prefix block 1", "before": block.before.hex(), "blake2b": checksum}

@@ -1,0 +1,139 @@
+"""Prefixes that survive a restart: the same bits as computed, whatever is done to the files; bounded; forgotten with other weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.engine.prefix_files import PrefixFiles, StoredBlock
+from jaxpage.errors import ConfigError, UnsupportedError
+from tests.support.engines import LLAMA, SMALL_POOL, make_llm
+from tests.support.random_checkpoints import random_checkpoint, random_tensors
+
+PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True, logprobs=0)
+PROMPTS = [[(7 * i) % 250 + 1 for i in range(100)], [(7 * i) % 250 + 1 for i in range(60)] + [5] * 20, [9, 8, 7] * 10]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("model") / "m", LLAMA)
+
+
+def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[Any]:
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    llm._engine.scheduler.block_manager.check()
+    return [(each.outputs[0].token_ids, each.outputs[0].cumulative_logprob) for each in outputs]
+
+
+def counts(llm: LLM) -> dict[str, int]:
+    found = {name.removeprefix("prefix_files_"): count for name, count in llm.stats().items() if "prefix_files" in name}
+    return {name.removesuffix("_blocks_total"): count for name, count in found.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> list[Any]:
+    with make_llm(model) as llm:
+        return answers(llm)
+
+
+@pytest.fixture
+def filled(model: Path, tmp_path: Path, plain: list[Any]) -> Path:
+    """A directory with what the prompts left behind."""
+    with make_llm(model, prefix_cache_directory=str(tmp_path), preemption_mode="swap") as llm:
+        assert answers(llm) == plain
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 6 + 2 + 2, (
+        "full blocks; the second prompt's first three are the first's"
+    )
+    return tmp_path
+
+
+def test_a_restart_finds_what_was_computed_with_the_same_bits(model: Path, filled: Path, plain: list[Any]) -> None:
+    with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+        assert answers(llm) == plain
+        assert counts(llm) == {"written": 0, "restored": 6 + 1 + 1, "skipped": 0, "dropped": 0}
+        assert llm.stats()["prefix_cache_hits_total"] == 16 * (6 + 4 + 1)
+        index = llm._engine.scheduler.block_manager.cached.index
+        digests = index.extend([], PROMPTS[0], None, 6)
+        restored = llm._engine.runner.read_blocks([index.block_of(digest) for digest in digests])
+    with make_llm(model, preemption_mode="swap") as llm:
+        answers(llm)
+        index = llm._engine.scheduler.block_manager.cached.index
+        computed = llm._engine.runner.read_blocks([index.block_of(digest) for digest in digests])
+    np.testing.assert_array_equal(restored, computed)
+
+
+def test_a_small_pool_and_other_prompts_beside_it(model: Path, filled: Path, plain: list[Any]) -> None:
+    """Nothing is put out of its place by what comes from files, and requests that are preempted find it as well."""
+    with make_llm(model, **{**SMALL_POOL, "preemption_mode": "swap"}, prefix_cache_directory=str(filled)) as llm:
+        for prompts in ([[3] * 90, *PROMPTS], PROMPTS, PROMPTS[::-1]):
+            found = dict(zip(map(tuple, prompts), answers(llm, prompts), strict=True))
+            assert [found[tuple(prompt)] for prompt in PROMPTS] == plain
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "another's", "other tokens", "empty"])
+def test_damaged_and_foreign_files_are_skipped(damage: str, model: Path, filled: Path, plain: list[Any]) -> None:
+    paths = sorted(filled.glob("*/*.safetensors"))
+    contents = {path: path.read_bytes() for path in paths}
+    for path, other in zip(paths, [*paths[1:], paths[0]], strict=True):
+        data = contents[path]
+        path.write_bytes(
+            {
+                "cut": data[:-1],
+                "flipped": data[:-1] + bytes([data[-1] ^ 1]),
+                "another's": contents[other],
+                "other tokens": data.replace(np.array(PROMPTS[0][:4], np.int32).tobytes(), b"\1" * 16),
+                "empty": b"",
+            }[damage]
+        )
+    with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+        assert answers(llm) == plain
+        assert counts(llm)["skipped"] >= 1 and (counts(llm)["restored"] == 0 or damage == "other tokens")
+    with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+        assert answers(llm) == plain
+        assert counts(llm)["restored"] > 0, "what was skipped was written anew"
+
+
+def test_other_weights_find_nothing(model: Path, filled: Path, tmp_path: Path, plain: list[Any]) -> None:
+    other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
+    with make_llm(other, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+        assert answers(llm) != plain and counts(llm)["restored"] == 0
+    with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+        llm.update_parameters(random_tensors(LLAMA, seed=1))
+        assert answers(llm) != plain
+        assert counts(llm) == {"written": 0, "restored": 0, "skipped": 0, "dropped": 0}, (
+            "the key is that of other weights"
+        )
+
+
+def test_the_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    blocks = [StoredBlock(bytes([index]) * 32, b"", (index,)) for index in range(8)]
+    contents = np.arange(4000, dtype=np.uint8)
+    files = PrefixFiles(tmp_path, "key", 40_000)
+    for block in blocks:
+        files.write(block, contents)
+    files.close()
+    assert files.counts.written == 8 and not (tmp_path / "key").stat().st_mode & 0o077
+    again = PrefixFiles(tmp_path, "other", 5 * 4500)
+    again.close()
+    files = PrefixFiles(tmp_path, "key", 5 * 4500)
+    np.testing.assert_array_equal(files.read(blocks[0]), contents)
+    files.write(StoredBlock(b"\xff" * 32, b"", (9,)), contents)
+    files.close()
+    assert files.num_bytes <= 5 * 4500
+    assert [files.has(block.digest) for block in blocks] == [True, *[False] * 4, True, True, True]
+
+
+def test_what_cannot_be_had_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="prefix_cache_directory .*cannot be used"):
+        make_llm(model, prefix_cache_directory=str(tmp_path / "file"), preemption_mode="swap")
+    for settings, text in (
+        ({"event_log": str(tmp_path / "log")}, "not supported with event_log"),
+        ({"enable_prefix_caching": False}, "nothing is cached"),
+    ):
+        with pytest.raises((ConfigError, UnsupportedError), match=text):
+            make_llm(model, prefix_cache_directory=str(tmp_path), **settings)
