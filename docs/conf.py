@@ -1,0 +1,16 @@
+"""The documentation as a site: `python -m sphinx -W docs site`."""
+
+from __future__ import annotations
+
+import jaxpage
+
+project = "jaxpage"
+copyright = "the jaxpage authors"
+release = jaxpage.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = "jaxpage"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_class_signature = "separated"
