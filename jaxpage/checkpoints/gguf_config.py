@@ -19,7 +19,26 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 logger = logging.getLogger(__name__)
 
 # By GGUF's name; those whose files have the tensors and the mathematics of Hugging Face's class of that name.
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_MODEL_TYPES = {"gemma3": "gemma3_text"}  # in config.json, where it is another
+_GEMMA = {"attention.sliding_window": "sliding_window"}
+# What an architecture has of its own: keys, and their names in config.json.
+_OWN = {
+    "gemma2": {
+        **_GEMMA,
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "gemma3": _GEMMA,
+}
+# By layers: models whose scores are scaled by the model's width over its heads, and not by the width of a head. Files do not say so.
+_SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 _SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -117,10 +136,19 @@ def _add_heads(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _add_others(file: GGUFFile, config: dict[str, Any]) -> None:
-    config |= {"architectures": [ARCHITECTURES[file.architecture]], "model_type": file.architecture}
+    config |= {
+        "architectures": [ARCHITECTURES[file.architecture]],
+        "model_type": _MODEL_TYPES.get(file.architecture, file.architecture),
+    }
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["dtype"] = _dtype(file)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    own = _OWN.get(file.architecture, {})
+    config |= {name: as_number(value) for key, name in own.items() if (value := file.of_model(key)) is not None}
+    if file.architecture in _SCALED_BY_SHARE and "head_dim" in config:
+        is_share = config["num_hidden_layers"] == _SCALED_BY_SHARE[file.architecture]
+        share = config["hidden_size"] // config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = share if is_share else config["head_dim"]
     if file.architecture == "llama":
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
@@ -132,7 +160,8 @@ def _check_others(file: GGUFFile, problems: Problems) -> None:
     own = f"{file.architecture}."
     for key, value in file.metadata.items():
         name = key.removeprefix(own)
-        known = name in _SIZES or name in _OPTIONAL or name == "attention.value_length" or name.startswith("rope.")
+        known = name in {*_SIZES, *_OPTIONAL, *_OWN.get(file.architecture, {}), "attention.value_length"}
+        known = known or name.startswith("rope.")
         if key.startswith(own) and not known and (name not in _NEUTRAL or value != _NEUTRAL[name]):
             problems.add(f"{key} = {quoted(value)} is not supported")
 

@@ -31,6 +31,7 @@ _ALIGNMENT = 32
 # The values of metadata by their number: how `struct` spells them.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_ONE_MORE = ("gemma2", "gemma3")
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,12 @@ class GGUFTensor(TensorInfo):
     """A tensor of a GGUF file. `dtype` and `shape` are those of its numbers, dequantised if `kind` is of blocks.
 
     interleaved_heads: so many heads have their rows in the order of interleaved RoPE (Llama's queries and keys); 0: none.
+    one_more: the numbers are those of the checkpoint plus one (Gemma's norms, which multiply by 1 + w).
     """
 
     kind: str = "F32"  # GGML's name: "Q4_1", "Q6_K", "F16", ...
     interleaved_heads: int = 0
+    one_more: bool = False
 
     @property
     def is_quantised(self) -> bool:
@@ -219,7 +222,9 @@ def _checked(path: Path, num_bytes: int, metadata: dict[str, Any], entries: list
             length = math.prod(entry.sizes) // kind.block * kind.num_bytes
             place, heads = start + entry.offset, _interleaved_heads(metadata, entry.name)
             code = PLAIN.get(kind.name, "F32")
-            tensors[entry.name] = GGUFTensor(entry.name, code, entry.sizes[::-1], path, place, length, kind.name, heads)
+            one_more = metadata.get("general.architecture") in _ONE_MORE and entry.name.endswith("norm.weight")
+            order = kind.name, heads, one_more
+            tensors[entry.name] = GGUFTensor(entry.name, code, entry.sizes[::-1], path, place, length, *order)
     for name, count in wrong_types.items():
         read = ", ".join(kind.name for kind in types.values() if kind.is_read)
         problems.append(f"{count} tensors are of the type {name}, which cannot be dequantised; those that can: {read}")

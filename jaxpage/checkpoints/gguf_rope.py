@@ -20,7 +20,8 @@ _YARN = {
     "yarn_beta_slow": "beta_slow",
 }
 _NEUTRAL = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
-_KNOWN = {"dimension_count", "freq_base", "scale_linear"}
+_KNOWN = {"dimension_count", "freq_base", "freq_base_swa", "scale_linear"}
+_THETA_OF_WINDOWS = {"gemma3": 10_000.0}  # of layers with a window, where they have another; a file need not say so
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -55,7 +56,13 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
         )
     if kind != "none":
         parameters |= {"rope_type": kind, "factor": factor}
-    return parameters | _of_factors(file, parameters, head_width)
+    parameters |= _of_factors(file, parameters, head_width)
+    if (theta := file.of_model("rope.freq_base_swa") or _THETA_OF_WINDOWS.get(file.architecture)) is None:
+        return parameters
+    if file.architecture not in _THETA_OF_WINDOWS:
+        raise UnsupportedError(f"{file.architecture}.rope.freq_base_swa = {quoted(theta)} is not supported")
+    of_windows = {"rope_type": "default", "rope_theta": as_number(theta)}
+    return {"full_attention": parameters, "sliding_attention": of_windows}
 
 
 def _own(file: GGUFFile) -> dict[str, Any]:

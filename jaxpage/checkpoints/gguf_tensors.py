@@ -50,6 +50,8 @@ def read_gguf_array(tensor: TensorInfo) -> np.ndarray:
     """The numbers of a tensor in its dtype: a view of the file if they are stored so, else float32 in memory of its own."""
     assert isinstance(tensor, GGUFTensor)
     array = _dequantised(tensor) if tensor.is_quantised else map_array(tensor)
+    if tensor.one_more:
+        return array - np.float32(1)
     if not tensor.interleaved_heads:
         return array
     # A head's rows are stored as pairs (i, i + H / 2) one behind the other; the model wants the first halves, then the second ones.

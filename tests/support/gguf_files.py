@@ -24,6 +24,13 @@ _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 TEMPLATE = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
 
 
+_OF_GEMMA = {
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
 def write_gguf(
     path: Path,
     config: Mapping[str, Any],
@@ -39,7 +46,7 @@ def write_gguf(
     metadata: more of it, by key, each with the name of its type ("uint32", ...), or another value for what there is. added: tensors
     under names of GGUF. left_out: a key.
     """
-    architecture = config["model_type"]
+    architecture = config["model_type"].removesuffix("_text")
     writer = gguf.GGUFWriter(path, architecture)
     heads = config["num_attention_heads"]
     found: dict[str, tuple[str, Any]] = {
@@ -49,6 +56,9 @@ def write_gguf(
     found[f"{architecture}.attention.key_length"] = ("uint32", head_width)
     found[f"{architecture}.attention.value_length"] = ("uint32", head_width)
     found[f"{architecture}.rope.freq_base"] = ("float32", config.get("rope_theta", 10000.0))
+    for name, key in _OF_GEMMA.items():
+        if name in config:
+            found[f"{architecture}.{key}"] = ("float32" if name.endswith("capping") else "uint32", config[name])
     if architecture == "llama":
         found["llama.rope.dimension_count"] = ("uint32", head_width)
     for key, (type_, value) in {**found, **(metadata or {})}.items():
@@ -57,6 +67,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(_number(architecture), config["num_hidden_layers"])
     for name, tensor in tensors.items():
         values = np.asarray(tensor, np.float32)
+        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            values = values + 1
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = _permuted(values, heads if "q_proj" in name else config["num_key_value_heads"])
         add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, kind)
