@@ -17,10 +17,11 @@ from jaxpage.device.mesh import make_mesh
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
-from jaxpage.engine.embedding import Embedder, Pooling
+from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.engine.prompts import normalise, one_each
 from jaxpage.engine.reporting import Reporter
+from jaxpage.engine.scoring import SCORING, continuation_logprobs
 from jaxpage.errors import UnsupportedError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
@@ -73,7 +74,7 @@ class LLM:
         self.sampling_defaults = built.sampling_defaults  # what the model's generation_config.json says of sampling
         self._calls = Calls(built.engine)
         self._model = built.model
-        self._embedder: Embedder | None = None
+        self._embedder = built.new_embedder()
 
     @classmethod
     def from_config(
@@ -249,12 +250,11 @@ class LLM:
         ]
         if any(not prompt or not continuation for prompt, continuation in pairs):
             raise ValueError("a prompt and its continuation must have at least one token each")
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-        outputs = self.generate([prompt + continuation for prompt, continuation in pairs], params, use_tqdm)
-        scores = []
-        for (prompt, continuation), output in zip(pairs, outputs, strict=True):
-            entries = (output.prompt_logprobs or [])[len(prompt) :]
-            scores.append([entry[id_].logprob for entry, id_ in zip(entries, continuation, strict=True) if entry])
+        outputs = self.generate([prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm)
+        scores = [
+            [one.logprob for one in continuation_logprobs(output, len(prompt))]
+            for (prompt, _), output in zip(pairs, outputs, strict=True)
+        ]
         return scores[0] if single else scores
 
     def embed(
@@ -276,13 +276,10 @@ class LLM:
             raise ValueError(f"pooling must be one of {', '.join(get_args(Pooling))}, not {pooling!r}")
         requests = self._prepare(prompts, SamplingParams(max_tokens=1))
         with self._calls.alone():
-            if self._embedder is None:
-                options = self._engine.runner.executables.options
-                self._embedder = Embedder(options, self._model.spec.kv, self.config.block_size, self.spec.page_dtype)
             weights = self._engine.runner.parameters["target"]
             bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
             vectors = np.stack([self._embedder.embed(weights, request.token_ids, pooling) for request in bar])
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize else vectors
+        return normalized(vectors) if normalize else vectors
 
     def chat(
         self,

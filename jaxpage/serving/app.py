@@ -22,6 +22,7 @@ from jaxpage import __version__
 from jaxpage.errors import JaxpageError
 from jaxpage.serving.adapters import lora_routes
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.embedding import Embedding
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
@@ -37,7 +38,7 @@ from jaxpage.serving.profiling import profiler_routes
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, tokenize
+from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, open_score, tokenize
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.tokenizing import Transformed
 
@@ -65,11 +66,14 @@ class Server:
         self.metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(loop, self.preparing, metrics)
+        self._embedding = Embedding(loop, self.preparing, context, loop.built.new_embedder())
         self._logs_requests = config.log_requests
         self._created = int(time.time())
         self.routes: list[BaseRoute] = [
             _post("/v1/completions", partial(self._exchange, open_completion)),
             _post("/v1/chat/completions", partial(self._exchange, open_chat)),
+            _post("/v1/embeddings", self._embed),
+            _post("/v1/score", partial(self._exchange, open_score)),
             _post("/tokenize", partial(self._transform, tokenize)),
             _post("/detokenize", partial(self._transform, detokenize)),
             Route("/v1/models", self._models),
@@ -88,6 +92,12 @@ class Server:
             arrived = time.monotonic()
             raw = await _json_body(scope, receive)
             await self._generating.answer(lambda: self._opened(opened, raw), arrived, scope, receive, send)
+
+    async def _embed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.visitors.inside():
+            arrived = time.monotonic()
+            raw = await _json_body(scope, receive)
+            await while_connected(receive, self._embedding.answer(raw, arrived, scope, receive, send))
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:
         body = parse_object(raw)

@@ -53,6 +53,7 @@ class EngineLoop:
         """
         self.num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
         self.ended: Future[None] = Future()  # of the thread; with EngineFailed and its cause, if it died
+        self.built = built
         self.engine = built.engine  # after `start` only for `check` and `compiled`, which change nothing
         self._calls = Calls(built.engine)
         self._timeout = math.inf if request_timeout_seconds is None else request_timeout_seconds
