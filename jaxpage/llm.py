@@ -12,14 +12,14 @@ import numpy.typing as npt
 from jinja2 import TemplateError
 from tqdm import tqdm
 
-from jaxpage.checkpoints import load_weights, named_parameters, open_parameters, with_parameters
-from jaxpage.device.mesh import make_mesh
+from jaxpage.checkpoints import named_parameters, open_parameters, with_parameters
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.engine.prompts import normalise, one_each
+from jaxpage.engine.replacing import check_replaceable, weights_on_device
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.scoring import SCORING, continuation_logprobs
 from jaxpage.errors import UnsupportedError
@@ -128,7 +128,7 @@ class LLM:
         Raises UnsupportedError for quantised weights.
         """
         self._calls.check_open()
-        self._check_plain("parameters")
+        check_replaceable(self._model, None, "parameters")
         return named_parameters(self._model.plan, self._engine.runner.parameters["target"])
 
     def update_parameters(self, parameters: Mapping[str, Any], *, check_finite: bool = False) -> int:
@@ -147,18 +147,12 @@ class LLM:
             UnsupportedError: the weights are quantised, or events are logged.
             RuntimeError: a prefix is pinned.
         """
-        self._check_plain("update_parameters")
-        if self.config.event_log is not None:
-            raise UnsupportedError("update_parameters is not supported with event_log: a log has one set of weights")
+        check_replaceable(self._model, self.config.event_log, "update_parameters")
         files = with_parameters(self._model, parameters, check_finite=check_finite)
-        weights = load_weights(files.plan, self.spec.layout.dtype, make_mesh().put)
+        weights = weights_on_device(files, self.spec)
         with self._calls.alone():
             self._calls.drain()
             return self._engine.replace_weights(weights)
-
-    def _check_plain(self, name: str) -> None:
-        if (found := self._model.quantization) is not None:
-            raise UnsupportedError(f"{name} is not supported for quantised weights ({found.described})")
 
     def generate(
         self,

@@ -155,6 +155,12 @@ SERVER_FLAGS = (
         "LoRA adapters below it may be loaded by POST /v1/load_lora_adapter; default: none",
         "DIRECTORY",
     ),
+    Flag(
+        "weights_directory",
+        str,
+        "weights below it may replace the model's by POST /v1/update_weights; default: none",
+        "DIRECTORY",
+    ),
     Flag("api_key_file", str, "file with API keys, one per line; also $JAXPAGE_API_KEY, separated by commas", "FILE"),
     Flag(
         "max_queued_requests", int, "most requests that wait, in addition to running ones; more get 429; default: 256"

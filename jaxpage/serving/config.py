@@ -36,7 +36,9 @@ def _as_tuple(value: Any) -> Any:
 class ServerConfig(Settings):
     """The settings of the server."""
 
-    plain_text: ClassVar[frozenset[str]] = frozenset({"host", "api_key_file", "lora_directory", "profile_directory"})
+    plain_text: ClassVar[frozenset[str]] = frozenset(
+        {"host", "api_key_file", "lora_directory", "weights_directory", "profile_directory"}
+    )
 
     host: _Text = "127.0.0.1"  # address that it listens on; by default only this machine can connect
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000  # 0: one that is free
@@ -46,6 +48,8 @@ class ServerConfig(Settings):
     lora_modules: Annotated[tuple[_LoRAModule, ...], Field(max_length=1024), BeforeValidator(_as_tuple)] | None = None
     # Adapters below this directory may be loaded and unloaded by requests, of anybody who may send requests; None: by nobody.
     lora_directory: _Text | None = None
+    # Weights below this directory may be taken by requests for all others, of anybody who may send requests; None: by nobody.
+    weights_directory: _Text | None = None
     api_key_file: _Text | None = None  # a key per line; see `read_api_keys`
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256  # beyond those that run; more are answered 429
     request_timeout_seconds: _Seconds | None = 600.0  # from arrival to the last token; None: as long as it takes
@@ -109,16 +113,21 @@ def resolve_both(
         except (ConfigError, UnsupportedError) as error:
             errors.append(error)
     if not errors:
-        errors += _without_lora(resolved[0].config, resolved[1].config)
+        errors += _contradictions(resolved[0].config, resolved[1].config)
     if errors:  # all of them at once
         refusal = UnsupportedError if all(isinstance(error, UnsupportedError) for error in errors) else ConfigError
         raise refusal("\n".join(map(str, errors)))
     return resolved[0], resolved[1]
 
 
-def _without_lora(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
+def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
     given = [name for name in ("lora_modules", "lora_directory") if getattr(server, name) is not None]
-    return [ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora]
+    errors: list[JaxpageError] = [ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora]
+    if server.weights_directory is not None and engine.event_log is not None:
+        errors.append(
+            UnsupportedError("weights_directory is not supported with event_log: a log has one set of weights")
+        )
+    return errors
 
 
 def read_api_keys(config: ServerConfig, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:

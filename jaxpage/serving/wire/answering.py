@@ -40,6 +40,7 @@ class Answer:
         self._num_choices = request.n or 1  # of each prompt
         self._created = int(time.time())
         self._usage = Usage()
+        self._weights_version = 0  # the prompts of a request have the same weights
         self._ended: set[int] = set()  # choices of a stream
 
     def refusal(self, error: Exception) -> ApiError:
@@ -47,6 +48,7 @@ class Answer:
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         self._usage.add(job_index, delta)
+        self._weights_version = delta.weights_version
         options = self._request.stream_options
         chunks = []
         for position, output in enumerate(delta.outputs):
@@ -75,6 +77,7 @@ class Answer:
         choices = []
         for job_index, output in enumerate(outputs):
             self._usage.add(job_index, output)
+            self._weights_version = output.weights_version
             for position, one in enumerate(output.outputs):
                 check_finished(one, self._request)
                 choices.append(self._choice(job_index * self._num_choices + one.index, output, position))
@@ -93,7 +96,7 @@ class Answer:
             "object": kind,
             "created": self._created,
             "model": self._request.model,
-            "system_fingerprint": self._context.system_fingerprint or None,
+            "system_fingerprint": self._context.fingerprint(self._weights_version),
             "choices": choices,
         }
 

@@ -27,7 +27,7 @@ def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
     params = replace(SCORING, priority=request.priority or 0, cache_salt=request.cache_salt, user=request.user)
     lora = context.adapter(request.model)
     prompts = [PromptRequest(token_ids, params, False, lora) for token_ids, _ in pairs]
-    return ScoreAnswer(request, prompts, [num_prompt_tokens for _, num_prompt_tokens in pairs], ignored)
+    return ScoreAnswer(request, context, prompts, [num_prompt_tokens for _, num_prompt_tokens in pairs], ignored)
 
 
 class ScoreAnswer:
@@ -38,6 +38,7 @@ class ScoreAnswer:
     def __init__(
         self,
         request: ScoreRequest,
+        context: ModelContext,
         prompts: list[PromptRequest],
         num_prompt_tokens: Sequence[int],
         ignored_fields: tuple[str, ...],
@@ -47,6 +48,7 @@ class ScoreAnswer:
         self.prompts = prompts
         self.ignored_fields = ignored_fields
         self._request = request
+        self._context = context
         self._num_prompt_tokens = num_prompt_tokens
         self._created = int(time.time())
 
@@ -82,6 +84,7 @@ class ScoreAnswer:
             "object": "list",
             "created": self._created,
             "model": self._request.model,
+            "system_fingerprint": self._context.fingerprint(outputs[0].weights_version),
             "data": data,
             "usage": usage,
         }
