@@ -184,6 +184,9 @@ SERVER_FLAGS = (
     Flag("log_requests", None, "log every request with its text", alias="--enable-log-requests"),
     Flag("log_json", None, "one JSON object per line of the log"),
     Flag("log_level", str, "debug, info, warning or error; default: info"),
+    Flag("incident_steps", int, "keep the records of the last N steps for POST /debug/incident and failed steps", "N"),
+    Flag("incident_directory", str, "where incidents are written; default: the working directory", "DIRECTORY"),
+    Flag("incident_token_ids", None, "incidents hold prompts and outputs as token ids, and can be run again"),
     Flag(
         "profile_directory",
         str,

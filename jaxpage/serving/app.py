@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxpage import __version__
 from jaxpage.errors import JaxpageError
+from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.adapters import lora_routes
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.embedding import Embedding
@@ -32,6 +33,7 @@ from jaxpage.serving.http.host_guard import HostGuard
 from jaxpage.serving.http.limits import Limits
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
+from jaxpage.serving.incidents import incident_routes
 from jaxpage.serving.inspector import routes as inspector
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
@@ -191,6 +193,7 @@ def build_app(
     *,
     capabilities: Mapping[str, Any] | None = None,
     api_keys: Sequence[str] = (),
+    incidents: Incidents | None = None,
 ) -> Starlette:
     """The application with its middlewares. `app.state.server` is the `Server`, for who closes it.
 
@@ -210,7 +213,8 @@ def build_app(
     lora = lora_routes(config, loop.engine, server.preparing, context)
     handlers = {HTTPException: _http_error}
     weights = weights_routes(config, loop, server.visitors)
-    routes = [*pages, *server.routes, *lora, *weights, *profiler_routes(config)]  # with the page, / leads to it
+    debug = [*incident_routes(loop, incidents), *profiler_routes(config)]
+    routes = [*pages, *server.routes, *lora, *weights, *debug]  # with the page, / leads to it
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.router.redirect_slashes = False  # a path is right or not found

@@ -37,7 +37,7 @@ class ServerConfig(Settings):
     """The settings of the server."""
 
     plain_text: ClassVar[frozenset[str]] = frozenset(
-        {"host", "api_key_file", "lora_directory", "weights_directory", "profile_directory"}
+        {"host", "api_key_file", "lora_directory", "weights_directory", "incident_directory", "profile_directory"}
     )
 
     host: _Text = "127.0.0.1"  # address that it listens on; by default only this machine can connect
@@ -66,6 +66,9 @@ class ServerConfig(Settings):
     log_requests: bool = False  # with their texts
     log_json: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    incident_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # kept for /debug/incident; None: none
+    incident_directory: _Text = "."  # where they are written, on request and after a failed step
+    incident_token_ids: bool = False  # with prompts and outputs, as token ids: only then they can be run again
     profile_directory: _Text | None = None  # where traces of the JAX profiler go; None: there are none
 
     def contradictions(self) -> Iterable[Problem]:
@@ -77,6 +80,9 @@ class ServerConfig(Settings):
             yield "ui_show_prompts", "cannot be true while ui is false: prompts are shown only on the page"
         if self.log_requests and self.log_level in ("warning", "error"):
             yield "log_requests", f"cannot be true while log_level is {self.log_level!r}: requests are logged at info"
+
+        if self.incident_token_ids and self.incident_steps is None:
+            yield "incident_token_ids", "cannot be true without incident_steps"
 
     @property
     def is_local(self) -> bool:

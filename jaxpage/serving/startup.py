@@ -24,6 +24,7 @@ from jaxpage.serving import logs
 from jaxpage.serving.adapters import open_lora_modules
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
+from jaxpage.serving.incidents import open_incidents
 from jaxpage.serving.listening import address_of
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
@@ -148,6 +149,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
             built = open_engine(engine, progress=not server.log_json, phase=start_up.phase)
+        incidents = open_incidents(built, engine, server)
         context, address = model_context(built, engine, server), address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
         return run_server(
@@ -158,5 +160,6 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             metrics=ServerMetrics(context.model_names[0]),
             capabilities=capabilities(built, engine, server, context.limits),
             api_keys=api_keys,
+            incidents=incidents,
             announce=lambda: start_up.ready(text, address),
         )
