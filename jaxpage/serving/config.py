@@ -23,6 +23,7 @@ _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 MODEL_NAME = r"[^\x00-\x20\x7f]+"
 _ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^{MODEL_NAME}$")]
 _LoRAModule = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x20\x7f=]{1,256}=[^\x00]+$")]
+_Endpoint = Annotated[str, Field(max_length=256, pattern=r"^tcp://[^\x00-\x20/]+:[0-9]{1,5}$")]
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -66,6 +67,10 @@ class ServerConfig(Settings):
     log_requests: bool = False  # with their texts
     log_json: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # Publishes which prefixes are cached, with their token ids, to whoever can connect: tcp://127.0.0.1:PORT; None: it does not.
+    kv_events: _Endpoint | None = None
+    kv_events_replay: _Endpoint | None = None  # where a subscriber asks for what it missed
+    kv_events_topic: Annotated[str, Field(max_length=256)] = ""
     incident_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # kept for /debug/incident; None: none
     incident_directory: _Text = "."  # where they are written, on request and after a failed step
     incident_token_ids: bool = False  # with prompts and outputs, as token ids: only then they can be run again
@@ -81,6 +86,9 @@ class ServerConfig(Settings):
         if self.log_requests and self.log_level in ("warning", "error"):
             yield "log_requests", f"cannot be true while log_level is {self.log_level!r}: requests are logged at info"
 
+        for name in ("kv_events_replay", "kv_events_topic"):
+            if getattr(self, name) and self.kv_events is None:
+                yield name, "needs kv_events"
         if self.incident_token_ids and self.incident_steps is None:
             yield "incident_token_ids", "cannot be true without incident_steps"
 
@@ -129,6 +137,8 @@ def resolve_both(
 def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
     given = [name for name in ("lora_modules", "lora_directory") if getattr(server, name) is not None]
     errors: list[JaxpageError] = [ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora]
+    if server.kv_events is not None and not engine.enable_prefix_caching:
+        errors.append(ConfigError("kv_events: needs enable_prefix_caching"))
     if server.weights_directory is not None and engine.event_log is not None:
         errors.append(
             UnsupportedError("weights_directory is not supported with event_log: a log has one set of weights")
