@@ -1,6 +1,7 @@
 """Servers that Ray Serve starts and stops by how many requests wait: serve run deploy.ray_serve:app
 
-pip install 'jaxpage[ray]'. One engine for each replica; put {"num_gpus": 1} into `ray_actor_options` for GPUs. JAXPAGE_CONFIG names a YAML file.
+pip install 'jaxpage[ray]'. One engine for each replica; for GPUs put {"num_gpus": 1} into `ray_actor_options`. JAXPAGE_CONFIG names a YAML
+file.
 """
 
 from __future__ import annotations

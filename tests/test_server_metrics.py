@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +23,7 @@ from jaxpage.engine.histogram import SECONDS, TOKENS, Histogram
 from jaxpage.engine.latencies import Latencies
 from jaxpage.memory import CacheObserver, PrefixIndex
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.serving import logs
+from jaxpage.serving import asgi, logs
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.kv_events import KVEvents
 from jaxpage.serving.metric_texts import HELP, LABELS
@@ -460,3 +461,29 @@ def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
         asking.send_multipart([b"", b"not a number"])  # it is passed over
     engine.events.closed()
     engine.events, cached.index.observer = before, CacheObserver()
+
+
+def test_the_application_runs_in_the_servers_of_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lifespan of ASGI, by which its engine ends."""
+    built = Built(llm._engine, None, {}, llm.spec, llm._model)
+    monkeypatch.setattr(asgi, "open_engine", lambda *_, **__: built)
+    app = asgi.asgi_app(server={"served_model_name": "m"})
+    monkeypatch.setattr(app._loop._calls, "shutdown", lambda: None)  # the engine is there for other tests
+    said: list[str] = []
+
+    async def run() -> None:
+        told: asyncio.Queue[Any] = asyncio.Queue()
+        lifespan = asyncio.create_task(app({"type": "lifespan"}, told.get, lambda event: heard(event["type"])))
+        await told.put({"type": "lifespan.startup"})
+        asked = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2}
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert (await client.post("/v1/completions", json=asked)).status_code == 200
+        await told.put({"type": "lifespan.shutdown"})
+        await lifespan
+
+    async def heard(event: str) -> None:
+        said.append(event)
+
+    asyncio.run(run())
+    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"] and not app._loop.healthy

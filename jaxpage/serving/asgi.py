@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
@@ -19,12 +20,28 @@ from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.startup import model_context, publish_kv_events
 
 
+class Application:
+    """The application, and an engine that ends with the server's lifespan."""
+
+    def __init__(self, app: ASGIApp, loop: EngineLoop) -> None:
+        self._app, self._loop = app, loop
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        while (await receive())["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        await asyncio.to_thread(self._loop.stop)
+        await send({"type": "lifespan.shutdown.complete"})
+
+
 def asgi_app(
     config: str | os.PathLike[str] | None = None,
     *,
     engine: Mapping[str, Any] | None = None,
     server: Mapping[str, Any] | None = None,
-) -> Starlette:
+) -> Application:
     """Loads, compiles, starts the engine's thread, and returns the application. Settings of sockets and of the shutdown are the caller's.
 
     Args:
@@ -32,7 +49,8 @@ def asgi_app(
 
     Raises the errors of `LLM`.
     """
-    ours, theirs = (resolved.config for resolved in resolve_both(config, engine or {}, server or {}))
+    for_engine, for_server = resolve_both(config, engine or {}, server or {})
+    ours, theirs = for_engine.config, for_server.config
     logs.configure(theirs)
     api_keys = read_api_keys(theirs)
     built = open_engine(ours, progress=False)
@@ -44,7 +62,7 @@ def asgi_app(
         request_timeout_seconds=theirs.request_timeout_seconds,
     )
     loop.start()
-    return build_app(
+    app = build_app(
         loop,
         context,
         theirs,
@@ -53,3 +71,4 @@ def asgi_app(
         api_keys=api_keys,
         incidents=incidents,
     )
+    return Application(app, loop)
