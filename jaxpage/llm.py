@@ -9,7 +9,6 @@ from typing import Any, Self, get_args
 import jax
 import numpy as np
 import numpy.typing as npt
-from jinja2 import TemplateError
 from tqdm import tqdm
 
 from jaxpage.checkpoints import named_parameters, open_parameters, with_parameters
@@ -18,10 +17,10 @@ from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
-from jaxpage.engine.prompts import normalise, one_each
+from jaxpage.engine.prompts import chat_prompt, normalise, one_each
 from jaxpage.engine.replacing import check_replaceable, weights_on_device
 from jaxpage.engine.reporting import Reporter
-from jaxpage.engine.scoring import SCORING, continuation_logprobs
+from jaxpage.engine.scoring import SCORING, continuation_logprobs, scored_pairs
 from jaxpage.errors import UnsupportedError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
@@ -234,16 +233,7 @@ class LLM:
 
         Raises TypeError, ValueError and CapacityError as `generate` does. With the continuation there has to be room for one token more.
         """
-        single = not len(prompt_token_ids) or not isinstance(prompt_token_ids[0], Sequence)
-        prompts: Any = [prompt_token_ids] if single else prompt_token_ids
-        continuations: Any = [continuation_token_ids] if single else continuation_token_ids
-        if len(prompts) != len(continuations):
-            raise ValueError(f"there are {len(prompts)} prompts and {len(continuations)} continuations")
-        pairs = [
-            (list(prompt), list(continuation)) for prompt, continuation in zip(prompts, continuations, strict=True)
-        ]
-        if any(not prompt or not continuation for prompt, continuation in pairs):
-            raise ValueError("a prompt and its continuation must have at least one token each")
+        single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         outputs = self.generate([prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm)
         scores = [
             [one.logprob for one in continuation_logprobs(output, len(prompt))]
@@ -282,27 +272,52 @@ class LLM:
         use_tqdm: bool = True,
         *,
         lora_request: LoRARequests = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """`generate` for one conversation, or for a list of them, with the chat template of the model's tokenizer."""
+        """`generate` for one conversation, or for a list of them, with what `chat_prompt` makes of it."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.chat_prompt(one) for one in conversations]
+        prompts = [self.chat_prompt(one, tools, chat_template_kwargs) for one in conversations]
         return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
 
-    def chat_prompt(self, messages: Any) -> dict[str, Any]:
-        """The prompt of a conversation. Raises ValueError if the model has no chat template, or if the template refuses the messages."""
+    def chat_prompt(
+        self, messages: Any, tools: Sequence[Any] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The prompt of a conversation.
+
+        Args:
+            tools: functions as JSON schemas, or as OpenAI's client has them, for a template that knows tools.
+            chat_template_kwargs: variables of the template, such as enable_thinking.
+
+        Raises ValueError if the model has no chat template, or if the template refuses the messages or has no such variables.
+        """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"The model {self.config.model!r} has no chat template; use generate")
-        if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
-            raise TypeError(f"a conversation must be a list of {{'role': ..., 'content': ...}}; got {messages!r:.80}")
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-        return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
+        return chat_prompt(self.tokenizer, messages, tools, chat_template_kwargs or {})
+
+    def beam_search(self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = True) -> list[RequestOutput]:
+        """`generate` with beams. Each output has the hypotheses, the best first."""
+        if isinstance(params, BeamSearchParams):
+            return self.generate(prompts, params, use_tqdm)
+        raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
+
+    def get_tokenizer(self) -> Any:
+        """That of transformers; None where the model has none."""
+        return self.tokenizer
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens."""
+        if self.tokenizer is None:
+            raise ValueError(f"The model {self.config.model!r} has no tokenizer")
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def __repr__(self) -> str:
+        names = ("max_model_len", "num_blocks", "block_size", "device")
+        sizes = ", ".join(f"{name}={getattr(self.memory, name)!r}" for name in names)
+        return f"LLM(model={self.config.model!r}, dtype={self.spec.layout.dtype!r}, {sizes})"
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Sampling parameters of the model's generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty); `overrides`
-        win over them."""
+        """What the model's generation_config.json says of sampling; `overrides` win over it."""
         return SamplingParams(**{**self.sampling_defaults, **overrides})
 
     def stats(self) -> dict[str, Any]:
