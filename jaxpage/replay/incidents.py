@@ -51,9 +51,10 @@ class Incident(NamedTuple):
 class IncidentRing(Recorder):
     """Keeps the records of the last steps. On the engine's thread."""
 
-    def __init__(self, num_steps: int, *, keeps_token_ids: bool, has_adapters: bool = False) -> None:
+    def __init__(self, num_steps: int, *, keeps_token_ids: bool, unsaid: str = "") -> None:
+        """unsaid: what records do not say of this engine, and a replay would have to know."""
         super().__init__(self._keep)
-        self._most, self._keeps_token_ids, self._has_adapters = num_steps, keeps_token_ids, has_adapters
+        self._most, self._keeps_token_ids, self._unsaid = num_steps, keeps_token_ids, unsaid
         self._records: deque[Record] = deque()
         self._num_steps = 0
         self._before = Walk()  # behind what has fallen out
@@ -75,8 +76,8 @@ class IncidentRing(Recorder):
             why_not = "it does not begin with the engine's first step, and a step depends on the KV cache before it"
         elif not self._keeps_token_ids:
             why_not = "token ids were left out"
-        elif self._has_adapters:
-            why_not = "a log does not say which LoRA adapter a request has"
+        elif self._unsaid:
+            why_not = f"a log does not say {self._unsaid}"
         before = [] if self._is_whole else [self._before.snapshot()]
         return Incident(reason, self._step, self._num_steps, why_not, [*before, *self._records])
 
