@@ -50,6 +50,16 @@ fetch_models() {
     "$work/$1/bin/jaxpage" fetch smollm2 --quiet || echo "No SmolLM2 here: what needs it is not tested"
 }
 
+# install_clients py311 PYTHON: programs that talk to servers, in an environment of their own. Where one cannot be had, its test says that it is skipped.
+install_clients() {
+    say "vllm-router and lm-eval"
+    "$2" -m venv "$work/clients-$1"
+    for package in vllm-router 'lm-eval[api] transformers'; do
+        # shellcheck disable=SC2086 # several words are several packages
+        "$work/clients-$1/bin/pip" install --quiet $package || echo "No $package here: what needs it is not tested"
+    done
+}
+
 # The page is tested in a browser; where none can be had, those tests say that they are skipped.
 install_chromium() {
     if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

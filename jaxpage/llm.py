@@ -9,18 +9,18 @@ from typing import Any, Self, get_args
 import jax
 import numpy as np
 import numpy.typing as npt
-from jinja2 import TemplateError
 from tqdm import tqdm
 
-from jaxpage.checkpoints import load_weights, named_parameters, open_parameters, with_parameters
-from jaxpage.device.mesh import make_mesh
+from jaxpage.checkpoints import named_parameters, open_parameters, with_parameters
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
-from jaxpage.engine.embedding import Embedder, Pooling
+from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
-from jaxpage.engine.prompts import normalise, one_each
+from jaxpage.engine.prompts import chat_prompt, normalise, one_each
+from jaxpage.engine.replacing import check_replaceable, weights_on_device
 from jaxpage.engine.reporting import Reporter
+from jaxpage.engine.scoring import SCORING, continuation_logprobs, scored_pairs
 from jaxpage.errors import UnsupportedError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
@@ -73,7 +73,7 @@ class LLM:
         self.sampling_defaults = built.sampling_defaults  # what the model's generation_config.json says of sampling
         self._calls = Calls(built.engine)
         self._model = built.model
-        self._embedder: Embedder | None = None
+        self._embedder = built.new_embedder()
 
     @classmethod
     def from_config(
@@ -127,7 +127,7 @@ class LLM:
         Raises UnsupportedError for quantised weights.
         """
         self._calls.check_open()
-        self._check_plain("parameters")
+        check_replaceable(self._model, None, "parameters")
         return named_parameters(self._model.plan, self._engine.runner.parameters["target"])
 
     def update_parameters(self, parameters: Mapping[str, Any], *, check_finite: bool = False) -> int:
@@ -146,18 +146,12 @@ class LLM:
             UnsupportedError: the weights are quantised, or events are logged.
             RuntimeError: a prefix is pinned.
         """
-        self._check_plain("update_parameters")
-        if self.config.event_log is not None:
-            raise UnsupportedError("update_parameters is not supported with event_log: a log has one set of weights")
+        check_replaceable(self._model, self.config.event_log, "update_parameters")
         files = with_parameters(self._model, parameters, check_finite=check_finite)
-        weights = load_weights(files.plan, self.spec.layout.dtype, make_mesh().put)
+        weights = weights_on_device(files, self.spec)
         with self._calls.alone():
             self._calls.drain()
             return self._engine.replace_weights(weights)
-
-    def _check_plain(self, name: str) -> None:
-        if (found := self._model.quantization) is not None:
-            raise UnsupportedError(f"{name} is not supported for quantised weights ({found.described})")
 
     def generate(
         self,
@@ -239,22 +233,12 @@ class LLM:
 
         Raises TypeError, ValueError and CapacityError as `generate` does. With the continuation there has to be room for one token more.
         """
-        single = not len(prompt_token_ids) or not isinstance(prompt_token_ids[0], Sequence)
-        prompts: Any = [prompt_token_ids] if single else prompt_token_ids
-        continuations: Any = [continuation_token_ids] if single else continuation_token_ids
-        if len(prompts) != len(continuations):
-            raise ValueError(f"there are {len(prompts)} prompts and {len(continuations)} continuations")
-        pairs = [
-            (list(prompt), list(continuation)) for prompt, continuation in zip(prompts, continuations, strict=True)
+        single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
+        outputs = self.generate([prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm)
+        scores = [
+            [one.logprob for one in continuation_logprobs(output, len(prompt))]
+            for (prompt, _), output in zip(pairs, outputs, strict=True)
         ]
-        if any(not prompt or not continuation for prompt, continuation in pairs):
-            raise ValueError("a prompt and its continuation must have at least one token each")
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-        outputs = self.generate([prompt + continuation for prompt, continuation in pairs], params, use_tqdm)
-        scores = []
-        for (prompt, continuation), output in zip(pairs, outputs, strict=True):
-            entries = (output.prompt_logprobs or [])[len(prompt) :]
-            scores.append([entry[id_].logprob for entry, id_ in zip(entries, continuation, strict=True) if entry])
         return scores[0] if single else scores
 
     def embed(
@@ -276,13 +260,10 @@ class LLM:
             raise ValueError(f"pooling must be one of {', '.join(get_args(Pooling))}, not {pooling!r}")
         requests = self._prepare(prompts, SamplingParams(max_tokens=1))
         with self._calls.alone():
-            if self._embedder is None:
-                options = self._engine.runner.executables.options
-                self._embedder = Embedder(options, self._model.spec.kv, self.config.block_size, self.spec.page_dtype)
             weights = self._engine.runner.parameters["target"]
             bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
             vectors = np.stack([self._embedder.embed(weights, request.token_ids, pooling) for request in bar])
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize else vectors
+        return normalized(vectors) if normalize else vectors
 
     def chat(
         self,
@@ -291,27 +272,52 @@ class LLM:
         use_tqdm: bool = True,
         *,
         lora_request: LoRARequests = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """`generate` for one conversation, or for a list of them, with the chat template of the model's tokenizer."""
+        """`generate` for one conversation, or for a list of them, with what `chat_prompt` makes of it."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.chat_prompt(one) for one in conversations]
+        prompts = [self.chat_prompt(one, tools, chat_template_kwargs) for one in conversations]
         return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
 
-    def chat_prompt(self, messages: Any) -> dict[str, Any]:
-        """The prompt of a conversation. Raises ValueError if the model has no chat template, or if the template refuses the messages."""
+    def chat_prompt(
+        self, messages: Any, tools: Sequence[Any] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The prompt of a conversation.
+
+        Args:
+            tools: functions as JSON schemas, or as OpenAI's client has them, for a template that knows tools.
+            chat_template_kwargs: variables of the template, such as enable_thinking.
+
+        Raises ValueError if the model has no chat template, or if the template refuses the messages or has no such variables.
+        """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"The model {self.config.model!r} has no chat template; use generate")
-        if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
-            raise TypeError(f"a conversation must be a list of {{'role': ..., 'content': ...}}; got {messages!r:.80}")
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-        return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
+        return chat_prompt(self.tokenizer, messages, tools, chat_template_kwargs or {})
+
+    def beam_search(self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = True) -> list[RequestOutput]:
+        """`generate` with beams. Each output has the hypotheses, the best first."""
+        if isinstance(params, BeamSearchParams):
+            return self.generate(prompts, params, use_tqdm)
+        raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
+
+    def get_tokenizer(self) -> Any:
+        """That of transformers; None where the model has none."""
+        return self.tokenizer
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens."""
+        if self.tokenizer is None:
+            raise ValueError(f"The model {self.config.model!r} has no tokenizer")
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def __repr__(self) -> str:
+        names = ("max_model_len", "num_blocks", "block_size", "device")
+        sizes = ", ".join(f"{name}={getattr(self.memory, name)!r}" for name in names)
+        return f"LLM(model={self.config.model!r}, dtype={self.spec.layout.dtype!r}, {sizes})"
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Sampling parameters of the model's generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty); `overrides`
-        win over them."""
+        """What the model's generation_config.json says of sampling; `overrides` win over it."""
         return SamplingParams(**{**self.sampling_defaults, **overrides})
 
     def stats(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint"}
 OPTIONAL = {  # import name -> the one file that may import it
     "torch": "jaxpage/bench/baseline_transformers.py",
     "matplotlib": "jaxpage/bench/memory_plot.py",
+    "msgpack": "jaxpage/serving/kv_publisher.py",
+    "zmq": "jaxpage/serving/kv_publisher.py",
     "tunix": "jaxpage/tunix_rollout.py",
 }
 

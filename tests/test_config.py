@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -300,6 +302,14 @@ def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:
     resolved = resolve_config(None, {"speculative_config": wanted}, environment={})
     assert resolve(write(tmp_path, "\n".join(resolved.lines()))) == resolved.config
     assert EngineConfig(**resolved.config.model_dump()) == resolved.config == resolved.config.replace()
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [(jnp.bfloat16, "bfloat16"), (np.float16, "float16"), (np.dtype("float32"), "float32"), ("half", "float16")],
+)
+def test_a_dtype_may_be_a_type(given: Any, name: str) -> None:
+    assert EngineConfig(dtype=given).dtype == name
 
 
 def test_neutral_values_of_unsupported_settings_are_accepted() -> None:

@@ -13,14 +13,16 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import jaxpage
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.engine.text import StreamDetokenizer
 from tests.support.engines import invariants
+from tests.support.wire import CHATML
 
 pytestmark = pytest.mark.optimized
 
 DEMO = Path(jaxpage.__file__).parent / "demo"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+TOOL = {"type": "function", "function": {"name": "meet", "description": "Somebody", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +177,28 @@ def test_chat_goes_through_the_template(llm):
         llm.chat(messages, GREEDY, use_tqdm=False)[0].outputs == llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs
     )
     assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+
+
+def test_tools_and_variables_reach_the_template(llm, monkeypatch):
+    """As transformers renders them; what the template does not know is refused."""
+    messages, tools = [{"role": "user", "content": "Hello"}], [TOOL]
+    with pytest.raises(ValueError, match="chat template has no tools, enable_thinking"):
+        llm.chat(messages, GREEDY, tools=tools, chat_template_kwargs={"enable_thinking": True})
+    monkeypatch.setattr(llm.tokenizer, "chat_template", CHATML)
+    prompt = llm.chat_prompt(messages, tools, {"enable_thinking": True})
+    assert prompt["prompt"] == "[meet]<|user|>Hello<|assistant|><think>\n"
+    (chatted,) = llm.chat(messages, GREEDY, False, tools=tools, chat_template_kwargs={"enable_thinking": True})
+    assert chatted.prompt_token_ids == prompt["prompt_token_ids"]
+
+
+def test_small_things_that_scripts_ask_for(llm):
+    assert repr(llm).startswith("LLM(model='demo', dtype='float32', max_model_len=") and "device=" in repr(llm)
+    token_ids = llm.get_tokenizer()("Once upon a time")["input_ids"]
+    assert llm.detokenize(token_ids) == "Once upon a time"
+    beams = BeamSearchParams(2, max_tokens=4)
+    assert llm.beam_search("Once", beams, False)[0].outputs == llm.generate("Once", beams, use_tqdm=False)[0].outputs
+    with pytest.raises(TypeError, match="params must be BeamSearchParams, not SamplingParams"):
+        llm.beam_search("Once", GREEDY)
 
 
 def test_prompts_with_a_lone_surrogate_are_refused(llm):

@@ -14,12 +14,14 @@ import stat
 import string
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -32,12 +34,15 @@ from jaxpage.decoding import BeamStrategy, SamplingStrategy
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.events import Both
 from jaxpage.errors import CapacityError, ConfigError, EventLogError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
+from jaxpage.replay.incidents import IncidentRing, scrubbed
 from jaxpage.replay.log_header import header, read_header, weights_hash
 from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replay import Replay, Report
+from jaxpage.replay.walk import Walk
 from jaxpage.scheduling import POLICIES
 from jaxpage.step.draft import NO_DRAFTS
 from jaxpage.step.edits import Append, Drop, Finish, Fork, Score
@@ -45,6 +50,7 @@ from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.running import serving, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=90)
@@ -1125,3 +1131,176 @@ def test_scenes_for_the_page_show_what_they_say(scene: str, copies: bool, preemp
     assert any(plan.get("copies") for plan in plans) == copies
     assert any(plan.get("preempted") and plan.get("swap_out") for plan in plans) == preempts
     assert cli.main(["replay", str(path)]) in (None, 0)
+
+
+# ---- looking into a log, and incidents
+
+
+def as_read(record: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(record))
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_walk_is_the_engine_and_a_ring_is_a_walk(llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """After every step: samples, beams, aborts, preemptions. What fell out of the ring is in its snapshot."""
+    engine, walk, plans = new_engine(llm), Walk(), []
+    ring, hidden = (IncidentRing(4, keeps_token_ids=keeps) for keeps in (True, False))
+    recorder = Recorder(lambda record: walk.follow(as_read(record)))
+    engine.events = Both(recorder, Both(ring, hidden))
+    real = engine.builder.build
+
+    def build(plan: Any, *masks: Any) -> Any:
+        plans.append(plan)
+        assert [walk.sequences[row.sequence_id].tables[0] for row in plan.rows] == [
+            list(row.block_table) for row in plan.rows
+        ]
+        return real(plan, *masks)
+
+    monkeypatch.setattr(engine.builder, "build", build)
+
+    def compare() -> None:
+        scheduler = engine.scheduler
+        assert walk.arrivals.keys() == {one.request.request_id for one in (*scheduler.running, *scheduler.waiting)}
+        for group in scheduler.running:
+            for sequence in () if group.request.beam else group.unfinished:
+                assert (
+                    walk.sequences[sequence.sequence_id].token_ids == sequence.token_ids[sequence.num_prompt_tokens :]
+                )
+        assert {one for one, sequence in walk.sequences.items() if not sequence.is_running} == {
+            sequence.sequence_id for group in scheduler.waiting for sequence in group.unfinished
+        }
+        kept, again = ring.taken("x"), Walk()
+        for record in kept.records:
+            again.follow(as_read(record))
+        assert as_read(again.snapshot()) == as_read(walk.snapshot())
+        assert kept.num_steps == min(4, len(plans)) and (kept.why_not_replayable is None) == (len(plans) <= 4)
+        text, less = json.dumps(hidden.taken("x").records), Walk()
+        assert not any(secret in text for secret in ("prompt_token_ids", "salt", 'logprobs": [', "scores"))
+        for record in json.loads(text):
+            less.follow(record)
+        for one, sequence in again.sequences.items():
+            assert less.sequences[one].token_ids == [None] * len(sequence.token_ids)
+            assert less.sequences[one].tables == sequence.tables
+
+    rng, waiting = np.random.default_rng(seed), prompts_of(*[9, 40, 33, 17] * 4, seed=seed)
+    params: list[Any] = [
+        SamplingParams(n=3, max_tokens=12, seed=4, ignore_eos=True, cache_salt="salt"),
+        dataclasses.replace(LONG, max_tokens=150, prompt_logprobs=1),
+        BeamSearchParams(2, max_tokens=9),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=30),
+    ]
+    while waiting or engine.has_unfinished:
+        if waiting and rng.random() < 0.6:
+            asked = engine.prepare(None, waiting.pop(), params[len(waiting) % len(params)])
+            engine.add(f"request-{len(waiting)}", asked)
+        if rng.random() < 0.02:
+            engine.abort(f"request-{rng.integers(16)}")
+        if engine.step():
+            compare()
+    assert any(plan.preempted for plan in plans) and len(plans) > 50
+
+
+def test_scrubbed_records_have_lengths_alone() -> None:
+    params = {"stop": ["secret"], "temperature": 0.5, "user": "secret", "logit_bias": [[7, 1.0]]}
+    arrival = {"event": "arrival", "prompt_token_ids": [7, 7], "params": params, "bad_word_token_ids": [[7]]}
+    assert scrubbed(arrival) == {"event": "arrival", "num_prompt_tokens": 2, "params": {"temperature": 0.5}}
+    plan = {"event": "plan", "rows": [[0, 3, 3]], "drafts": [[0, [7, 8], [0, 0], [[7], [1]]]]}
+    assert scrubbed(plan)["drafts"] == [[0, [None, None]]]
+    result = {"event": "result", "tokens": [7, -1], "logprobs": [[0, 1, [7], [5]]], "scores": [[0, 1]]}
+    result["edits"] = [["finish", 0, "stop", "secret", 1], ["fork", 0, 1, 1]]
+    edits = [["finish", 0, "stop", None, 1], ["fork", 0, 1, 1]]
+    assert scrubbed(result) == {"event": "result", "tokens": [None, -1], "edits": edits}
+
+
+def test_the_command_looks_into_logs(
+    llm: LLM, crowd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def out(*words: str, status: int = 0) -> str:
+        assert run("replay", *words) == status
+        return capsys.readouterr().out
+
+    records = records_of(crowd)
+    arrivals = [record for record in records if record["event"] == "arrival"]
+    request_id, sequence_id = arrivals[1]["request_id"], arrivals[1]["sequences"][0]
+    lines = out(str(crowd), "--request", request_id).splitlines()
+    assert lines[0].startswith(f"step 0    arrived: {len(arrivals[1]['prompt_token_ids'])} prompt tokens")
+    drawn, plan = [], {}
+    for record in records:
+        plan = record if record["event"] == "plan" else plan
+        if record["event"] == "result":
+            draws = zip(plan.get("draws", range(len(plan["rows"]))), record["tokens"], strict=True)
+            drawn += [token for row, token in draws if plan["rows"][row][0] == sequence_id]
+    said = [line.rpartition("drew [")[2].partition("]")[0] for line in lines if "drew [" in line]
+    assert list(map(int, said)) == drawn and lines[-1].endswith(f"sequence {sequence_id} ended: length")
+    assert run("replay", str(crowd), "--request", "no") == 1
+    assert "has no request 'no'; it has request-0, request-1" in capsys.readouterr().err
+    # Two runs part where a comparison of lines says.
+    other = tmp_path / "other.jsonl"
+    with logged(llm, other):
+        generate_crowd(llm, seed=6)
+    pairs = zip(records[1:], records_of(other)[1:], strict=False)
+    line, (ours, _) = next((line, pair) for line, pair in enumerate(pairs, start=2) if pair[0] != pair[1])
+    assert out(str(crowd), "--diff", str(other), status=1).startswith(
+        f"First difference: step {ours['step']} (line {line}), seed of its arrival\n  {crowd}:"
+    )
+    assert out(str(crowd), "--diff", str(crowd)) == "The events are identical\n"
+
+    def rebuilt(config: Any, *, progress: bool, parts: Any) -> Built:
+        return Built(new_engine(llm, **parts), None, {}, llm.spec, llm._model)
+
+    monkeypatch.setattr(replay_module, "build_engine", rebuilt)
+    monkeypatch.setattr(llm._engine.runner, "close", lambda: None)
+    steps = sum(record["event"] == "plan" and record["step"] <= 9 for record in records)
+    found = out(str(crowd), "--until", "9")
+    assert found.startswith(f"{steps} steps, ") and "identical\nAfter step 9: 7 requests\n" in found
+    assert out(str(crowd), "--state", "--until", "9") == found.partition("identical\n")[2]
+
+
+def test_a_server_writes_its_last_steps(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On request, and after a step that failed. As long as nothing has fallen out of the ring they can be run again."""
+    asked = {"model": "demo", "prompt": prompts_of(20)[0], "temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    runner = llm._engine.runner
+
+    def files() -> list[Path]:
+        return sorted(tmp_path.glob("incident-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+
+    for keeps in (True, False):
+        engine = new_engine(llm)
+        settings = {
+            "served_model_name": "demo",
+            "incident_steps": 7,
+            "incident_directory": str(tmp_path),
+            "incident_token_ids": keeps,
+        }
+        with serving(Built(engine, None, {}, llm.spec, llm._model), engine=llm.config, **settings) as server:
+            with httpx.Client(base_url=server.address, timeout=60) as client:
+                assert client.post("/v1/completions", json=asked).status_code == 200
+                answer = client.post("/debug/incident").json()
+                path = tmp_path / answer["file"]
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600 and answer["num_steps"] == 5
+                assert client.post("/debug/incident", headers={"Origin": "http://x"}).status_code == 403
+                with monkeypatch.context() as planted:
+                    planted.setattr(runner, "run", lambda batch: runner.no_such_thing)
+                    assert client.post("/v1/completions", json=asked).status_code == 500
+                wait_until(lambda: len(files()) == 2, "it is written")
+                wait_until(lambda: files()[-1].stat().st_size > 0)
+                failed = files()[-1]
+                time.sleep(0.2)
+                events = [record["event"] for record in records_of(failed)]
+                assert "failure" in events and records_of(failed)[0]["incident"]["reason"] == "a step failed"
+                if keeps:
+                    for log in (path, failed):
+                        assert replayed(llm, log).difference is None
+                    assert replayed(llm, path).num_steps == 5
+                assert client.post("/v1/completions", json=asked).status_code == 200
+                late = tmp_path / client.post("/debug/incident").json()["file"]
+            server.errors.clear()
+        for log in (late,) if keeps else (path, failed, late):
+            with pytest.raises(EventLogError, match="cannot be run again: (it does not begin|token ids were left out)"):
+                replay_module.replay(log)
+        assert run("replay", str(late), "--state") == 0
+        for log in files():
+            log.unlink()
+    with serving(Built(new_engine(llm), None, {}, llm.spec, llm._model)) as server:
+        assert httpx.post(f"{server.address}/debug/incident").status_code == 404

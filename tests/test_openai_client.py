@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import jsonschema
+import numpy as np
 import openai
 import pytest
 
@@ -57,6 +58,10 @@ def offline(model: str) -> dict[str, Any]:
             ),
             "best": generate(n=1, best_of=3, seed=5, max_tokens=8),
             "beams": llm.generate(PROMPT, BeamSearchParams(3, max_tokens=8, n=2), use_tqdm=False)[0].outputs,
+            "hidden": {
+                pooling: llm.embed([PROMPT, "The old house"], pooling=pooling, normalize=False, use_tqdm=False)
+                for pooling in ("last", "mean")
+            },
             "chat": llm.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)[0],
         }
 
@@ -285,6 +290,61 @@ def test_reasoning_is_told_apart(client: openai.OpenAI) -> None:
     assert "".join(reasoning) == message.model_extra["reasoning_content"]
 
 
+# Embeddings and scores
+
+
+def test_embeddings_are_hidden_states_of_length_one(
+    client: openai.OpenAI, http: httpx.Client, offline: dict[str, Any]
+) -> None:
+    """Whatever the form, and between the steps of a request that generates."""
+    inputs, texts_of = [PROMPT, "The old house"], {"model": "demo", "input": [PROMPT, "The old house"]}
+    with client.completions.create(**LONG, stream=True) as stream:
+        next(iter(stream))
+        answer = client.embeddings.create(**texts_of)  # type: ignore[arg-type] # the client asks for base64
+        assert metrics(http)["jaxpage_num_requests_running"] == 1
+    for pooling, hidden in offline["hidden"].items():
+        wanted = hidden / np.sqrt((hidden.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
+        asked: Any = {**texts_of, "encoding_format": "float", "extra_body": {"pooling": pooling}}
+        found = client.embeddings.create(**asked, dimensions=hidden.shape[1])
+        np.testing.assert_allclose([one.embedding for one in found.data], wanted, atol=1e-6)
+        raw = client.embeddings.create(**{**asked, "extra_body": {"pooling": pooling, "normalize": False}})
+        np.testing.assert_array_equal(np.array([one.embedding for one in raw.data], np.float32), hidden)
+        if pooling == "last":
+            np.testing.assert_allclose([one.embedding for one in answer.data], wanted, atol=1e-6)
+    token_ids = [http.post("/tokenize", json={"prompt": one}).json()["tokens"] for one in inputs]
+    same = client.embeddings.create(model="demo", input=token_ids)
+    assert same.data == answer.data and [one.index for one in same.data] == [0, 1]
+    assert same.usage.prompt_tokens == same.usage.total_tokens == sum(map(len, token_ids))
+    for change, param in (
+        ({"dimensions": 7}, "dimensions"),
+        ({"input": []}, "input"),
+        ({"input": [9999]}, "input"),
+        ({"input": "x " * 600}, "input"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.embeddings.create(**{**texts_of, **change})
+        assert caught.value.param == param
+
+
+def test_scores_are_the_log_probabilities_of_completions(
+    client: openai.OpenAI, http: httpx.Client, offline: dict[str, Any]
+) -> None:
+    """Of the greedy text as it was reported, and of another as echo reports it."""
+    (greedy,) = offline["greedy"]
+    asked = {"model": "demo", "prompt": PROMPT, "continuation": [greedy.text, " zebra"]}
+    first, second = http.post("/v1/score", json=asked).json()["data"]
+    reported = [entry[token].logprob for entry, token in zip(greedy.logprobs, greedy.token_ids, strict=True)]
+    assert (first["token_ids"], first["is_greedy"]) == (greedy.token_ids, True)
+    np.testing.assert_allclose(first["token_logprobs"], reported, atol=1e-5)
+    echo = client.completions.create(model="demo", prompt=PROMPT + " zebra", echo=True, logprobs=1, max_tokens=0)
+    logprobs: Any = echo.choices[0].logprobs
+    assert echo.choices[0].text == PROMPT + " zebra"
+    wanted = [one for one, at in zip(logprobs.token_logprobs, logprobs.text_offset, strict=True) if at >= len(PROMPT)]
+    assert (second["token_logprobs"], second["is_greedy"]) == (wanted, False)
+    assert second["score"] == pytest.approx(sum(wanted))
+
+
 # Models, errors, retries
 
 
@@ -314,8 +374,6 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI, server: Running) 
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt=PROMPT)
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="demo", input="x")
     for key in ("wrong", KEY + "x", KEY[:-1]):
         stranger = client.with_options(api_key=key)
         for call in (stranger.models.list, lambda one=stranger: one.completions.create(prompt=PROMPT, **GREEDY)):

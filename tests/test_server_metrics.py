@@ -6,22 +6,29 @@ import asyncio
 import bisect
 import json
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.engine.build import Built
 from jaxpage.engine.histogram import SECONDS, TOKENS, Histogram
 from jaxpage.engine.latencies import Latencies
+from jaxpage.memory import CacheObserver, PrefixIndex
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.serving import logs
+from jaxpage.serving import asgi, logs
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.kv_events import KVEvents
 from jaxpage.serving.metric_texts import HELP, LABELS
 from jaxpage.serving.metrics import ABORTIONS, REJECTIONS, ServerMetrics
+from jaxpage.serving.startup import publish_kv_events
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -324,3 +331,159 @@ def test_latencies_of_a_failed_request_are_left_out() -> None:
         latencies.finished(SequenceGroup(request, sequences), metrics)
         assert latencies.snapshot()["e2e_request_latency_seconds"]["count"] == counted
         assert latencies.snapshot()["inter_token_latency_seconds"]["sum"] == 3.0
+
+
+# ---- what routers read
+
+
+def test_routers_find_the_names_that_they_know(llm: LLM, outputs: list[RequestOutput]) -> None:
+    """Those that the endpoint picker of the Gateway API reads of vLLM."""
+    stats = llm.stats()
+    found = {}
+    for name, family in parsed(ServerMetrics("m", 16).exposition(stats)).items():
+        if name.startswith("vllm:"):
+            (sample,) = family.samples
+            assert sample.labels["model_name"] == "m" and family.type == "gauge"
+            found[sample.name] = (sample.value, *(sample.labels.get(one) for one in ("block_size", "num_gpu_blocks")))
+    wanted = {
+        f"vllm:{name}": (stats[name], None, None)
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    }
+    assert found == {**wanted, "vllm:cache_config_info": (1, "16", str(stats["num_blocks_total"]))}
+
+
+def test_events_of_an_index() -> None:
+    """A block takes those behind it along, and nothing is told of a salt."""
+    batches: list[Any] = []
+    index, events = PrefixIndex(2), KVEvents(2, batches.append)
+    index.observer = events
+    digests = index.extend([], [1, 2, 3, 4, 5, 6], None, 3)
+    for block, parent in ((4, None), (5, 4), (6, 5)):
+        index.register(block, digests[block - 4], parent, (2 * block - 7, 2 * block - 6))
+    salted = index.extend([], [7, 8, 9, 9], "salt", 2)
+    index.register(7, salted[0], "salt", (7, 8))
+    index.register(8, salted[1], 7, (9, 9))
+    events.prefix_cache_reset()
+    index.forget(5)
+    index.forget(7)
+    events.pages_rebuilt()
+    events.pages_rebuilt()
+    [(_, [stored], _), (_, [removed], _)] = batches
+    first, *behind = hashes = [int.from_bytes(digest[:8], "big") for digest in digests]
+    assert (stored["block_hashes"], stored["parent_block_hash"]) == (hashes, None)
+    assert stored["token_ids"] == [1, 2, 3, 4, 5, 6]
+    assert removed == {"type": "BlockRemoved", "block_hashes": behind, "medium": "GPU"} and first not in behind
+
+
+def free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+
+
+def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
+    """Put together from the events alone, through evictions. Salted prefixes are left out. What was missed is sent again."""
+    zmq, msgpack = pytest.importorskip("zmq"), pytest.importorskip("msgpack")
+    rng, engine = np.random.default_rng(0), llm._engine
+    built, before = Built(engine, None, {}, llm.spec, llm._model), engine.events
+    cached = engine.scheduler.block_manager.cached
+    assert cached is not None
+    llm.reset_prefix_cache()
+    endpoint, replaying = free_endpoint(), free_endpoint()
+    publish_kv_events(built, ServerConfig(kv_events=endpoint, kv_events_replay=replaying, kv_events_topic="kv@a"))
+    known: dict[tuple[int, ...], int] = {}  # whole prefixes and their hashes
+    num_removed = 0
+
+    def follow(event: dict[str, Any]) -> None:
+        nonlocal num_removed
+        if event["type"] == "BlockStored":
+            parents = {block_hash: prefix for prefix, block_hash in known.items()}
+            prefix = parents[event["parent_block_hash"]] if event["parent_block_hash"] is not None else ()
+            for place, block_hash in enumerate(event["block_hashes"]):
+                prefix += tuple(event["token_ids"][16 * place : 16 * place + 16])
+                known[prefix] = block_hash
+            assert (event["block_size"], event["medium"], len(event["token_ids"])) == (16, "GPU", 16 * (place + 1))
+        else:
+            gone = set(event.get("block_hashes", known.values()))
+            assert gone <= set(known.values())
+            num_removed += len(gone)
+            for prefix in [prefix for prefix, block_hash in known.items() if block_hash in gone]:
+                del known[prefix]
+
+    def missed(asking: Any, first: int) -> list[bytes]:
+        asking.send_multipart([b"", first.to_bytes(8, "big")])
+        found = []
+        while (got := asking.recv_multipart()[1:])[0] != b"\xff" * 8:
+            assert int.from_bytes(got[0], "big") == first + len(found)
+            found.append(got[1])
+        return found
+
+    def generate(*prompts: list[int], **params: Any) -> list[int]:
+        outputs = llm.generate(list(prompts), SamplingParams(max_tokens=2, **params), use_tqdm=False)
+        return [output.metrics.num_cached_tokens for output in outputs if output.metrics]
+
+    with zmq.Context() as context, context.socket(zmq.SUB) as reading, context.socket(zmq.DEALER) as asking:
+        reading.connect(endpoint)
+        asking.connect(replaying)
+        for one in (reading, asking):
+            one.rcvtimeo = 20_000
+        reading.subscribe(b"kv@")
+        seen = []
+        while not seen:  # until the connection stands
+            generate(rng.integers(1, 257, 40).tolist())
+            seen = [reading.recv_multipart()] if reading.poll(100) else []
+        prefix = rng.integers(1, 257, 40).tolist()
+        prompts = [prefix[: 8 * rng.integers(6)] + rng.integers(1, 257, 60).tolist() for _ in range(50)]
+        secret = [256] * 70
+        generate(*prompts[:30])
+        generate(secret, cache_salt="mine")
+        generate(*prompts[30:])
+        num_seen, hits = 0, []
+        for probe in [*prompts[-12:], *prompts[:6], secret]:
+            batches = missed(asking, num_seen)
+            num_seen += len(batches)
+            for sent_at, events, rank in map(msgpack.unpackb, batches):
+                assert abs(sent_at - time.time()) < 600 and rank == 0
+                for event in events:
+                    follow(event)
+            wanted = 0
+            while wanted + 16 < len(probe) and tuple(probe[: wanted + 16]) in known:
+                wanted += 16
+            hits.append(wanted)
+            assert generate(probe) == [wanted]
+        assert num_removed and max(hits) >= 32 and hits[-1] == 0, "nothing was evicted, or found"
+        llm.reset_prefix_cache()
+        while True:
+            topic, place, batch = reading.recv_multipart()
+            assert topic == b"kv@a" and int.from_bytes(place, "big") > int.from_bytes(seen[-1][1], "big")
+            seen.append([topic, place, batch])
+            if msgpack.unpackb(batch)[1] == [{"type": "AllBlocksCleared"}]:
+                break
+        asking.send_multipart([b"", b"not a number"])  # it is passed over
+    engine.events.closed()
+    engine.events, cached.index.observer = before, CacheObserver()
+
+
+def test_the_application_runs_in_the_servers_of_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lifespan of ASGI, by which its engine ends."""
+    built = Built(llm._engine, None, {}, llm.spec, llm._model)
+    monkeypatch.setattr(asgi, "open_engine", lambda *_, **__: built)
+    app = asgi.asgi_app(server={"served_model_name": "m"})
+    monkeypatch.setattr(app._loop._calls, "shutdown", lambda: None)  # the engine is there for other tests
+    said: list[str] = []
+
+    async def run() -> None:
+        told: asyncio.Queue[Any] = asyncio.Queue()
+        lifespan = asyncio.create_task(app({"type": "lifespan"}, told.get, lambda event: heard(event["type"])))
+        await told.put({"type": "lifespan.startup"})
+        asked = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2}
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert (await client.post("/v1/completions", json=asked)).status_code == 200
+        await told.put({"type": "lifespan.shutdown"})
+        await lifespan
+
+    async def heard(event: str) -> None:
+        said.append(event)
+
+    asyncio.run(run())
+    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"] and not app._loop.healthy

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.engine.build import Built
 from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.serving.config import resolve_both
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
+from tests.support.running import Running, metrics, serving, wait_until
 
 SETTINGS: dict[str, Any] = {**BLOCKS_OF_16, "preemption_mode": "recompute"}
 PROMPTS = [[1, 2, 3, 4] * 12, [7, 8, 9]]
@@ -116,3 +126,139 @@ def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(llm: LLM, t
                 UnsupportedError, match=r"not supported for quantised weights \(int8 weights and inputs"
             ):
                 call()
+
+
+# The server
+
+
+@pytest.fixture
+def server(llm: LLM, tmp_path: Path) -> Iterator[tuple[Running, httpx.Client, Path]]:
+    """With the weights of seed 0, and a directory with those of seeds 0 and 1."""
+    llm.update_parameters(random_tensors(LLAMA))
+    for seed in (0, 1):
+        random_checkpoint(tmp_path / "w" / str(seed), LLAMA, seed=seed)
+    built = Built(llm._engine, None, {}, llm.spec, llm._model)
+    with serving(built, weights_directory=str(tmp_path / "w")) as server:
+        with httpx.Client(base_url=server.address, timeout=60) as client:
+            yield server, client, tmp_path / "w"
+        assert not server.errors
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    return {"model": "demo", "prompt": PROMPTS[0], **greedy, **fields}
+
+
+def token_ids(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+def test_the_server_takes_other_weights(server: Any, from_files: list[list[Any]]) -> None:
+    running, client, directory = server
+    old, new = from_files[0][0][0], from_files[1][0][0]
+    version = running.engine.weights_version
+    before, compiled = client.post("/v1/completions", json=asked()), metrics(client)["jaxpage_compile_total"]
+    assert token_ids(before) == old
+    (directory / "1" / "config.json").unlink()  # a trainer may write weights alone
+    answer = client.post("/v1/update_weights", json={"path": "1"})
+    assert (answer.status_code, answer.json()) == (200, {"weights_version": version + 1})
+    after = client.post("/v1/completions", json=asked())
+    assert token_ids(after) == new, "neither the old weights nor what was cached of them"
+    fingerprint = before.json()["system_fingerprint"].rpartition("-")[0]
+    assert after.json()["system_fingerprint"] == f"{fingerprint}-{version + 1}"
+    assert client.post("/v1/update_weights", json={"path": "0", "mode": "abort"}).status_code == 200
+    assert token_ids(client.post("/v1/completions", json=asked())) == old
+    assert metrics(client)["jaxpage_compile_total"] == compiled
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_requests_that_run_are_waited_for_or_ended(server: Any, from_files: list[list[Any]], mode: str) -> None:
+    """One that comes meanwhile waits, and has the new weights. The engine is held until all three have come, in order."""
+    running, _, _ = server
+    held = threading.Event()
+    running.loop.call(lambda engine: held.wait(60))
+    with ThreadPoolExecutor(3) as pool:
+
+        def post(path: str, place: int, body: dict[str, Any]) -> Any:
+            answer = pool.submit(lambda: httpx.post(running.address + path, json=body, timeout=60))
+            wait_until(lambda: running.loop._inbox.qsize() == place, "the engine has it")
+            return answer
+
+        first = post("/v1/completions", 1, asked())
+        update = post("/v1/update_weights", 2, {"path": "1", "mode": mode})
+        second = post("/v1/completions", 3, asked())
+        held.set()
+        assert update.result().status_code == 200 and token_ids(second.result()) == from_files[1][0][0]
+        if mode == "wait":
+            assert token_ids(first.result()) == from_files[0][0][0]
+        else:
+            assert first.result().status_code == 503 and first.result().json()["error"]["code"] == "weights_replaced"
+
+
+def test_who_leaves_while_waiting_takes_the_update_back(
+    server: Any, from_files: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And another is refused meanwhile."""
+    running, client, _ = server
+    version, run = running.engine.weights_version, running.engine.runner.run
+    monkeypatch.setattr(running.engine.runner, "run", lambda batch: (time.sleep(0.1), run(batch))[1])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: client.post("/v1/completions", json=asked()))
+        wait_until(lambda: running.engine.has_unfinished, "it runs")
+        update = pool.submit(
+            lambda: httpx.post(f"{running.address}/v1/update_weights", json={"path": "1"}, timeout=0.5)
+        )
+        wait_until(lambda: running.loop._replacement is not None, "it waits")
+        again = client.post("/v1/update_weights", json={"path": "1"})
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "conflict")
+        with pytest.raises(httpx.ReadTimeout):
+            update.result()
+        assert token_ids(first.result()) == from_files[0][0][0]
+    wait_until(lambda: running.loop._replacement is None, "nothing waits")
+    assert token_ids(client.post("/v1/completions", json=asked())) == from_files[0][0][0]
+    assert running.engine.weights_version == version
+
+
+def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(server: Any, from_files: list[list[Any]]) -> None:
+    running, client, directory = server
+    version, wrong = running.engine.weights_version, directory / "wrong"
+    shutil.copytree(directory / "1", wrong)
+    tensors = load_file(wrong / "model.safetensors")
+    names = [name for name in tensors if "layers" in name]
+    save_file(
+        {name: array[:1] if name in names else array for name, array in tensors.items()}, wrong / "model.safetensors"
+    )
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps({**config, "rope_theta": 77.0}))
+    answer = client.post("/v1/update_weights", json={"path": "wrong"})
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
+    assert all(f"'{name}' has shape" in message for name in names) and "config.json has rope = " in message
+    assert str(directory) not in message
+    refusals = set()
+    (directory / "link").symlink_to(directory.parent)
+    for path in ("../w/../..", "link", "gone", "/etc", "a\0b", "1/config.json"):
+        answer = client.post("/v1/update_weights", json={"path": path})
+        refusals.add((answer.status_code, answer.json()["error"]["message"]))
+    assert refusals == {(404, "There is no such directory below weights_directory")}
+    for body, param in (
+        ({}, "path"),
+        ({"path": 3}, "path"),
+        ({"path": "1", "mode": "now"}, "mode"),
+        ({"pth": "1"}, "body"),
+    ):
+        answer = client.post("/v1/update_weights", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    foreign = client.post("/v1/update_weights", json={"path": "1"}, headers={"Origin": "http://elsewhere"})
+    assert foreign.status_code == 403
+    assert token_ids(client.post("/v1/completions", json=asked())) == from_files[0][0][0]
+    assert running.engine.weights_version == version
+
+
+def test_a_server_with_a_log_takes_no_other_weights(llm: LLM) -> None:
+    with pytest.raises(UnsupportedError, match="weights_directory is not supported with event_log"):
+        resolve_both(None, {"event_log": "x"}, {"weights_directory": "."}, environment={})
+    with serving(Built(llm._engine, None, {}, llm.spec, llm._model)) as running:
+        assert httpx.post(f"{running.address}/v1/update_weights", json={"path": "1"}).status_code == 404

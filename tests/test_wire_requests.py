@@ -16,12 +16,15 @@ from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.scheduling import Scheduler
 from jaxpage.serving.wire.body import parse_object
+from jaxpage.serving.wire.embeddings import open_embeddings
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
-from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
+from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, open_score, tokenize
 from jaxpage.serving.wire.fields import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    ScoreRequest,
     TokenizeChatRequest,
     TokenizeRequest,
 )
@@ -435,6 +438,8 @@ ENDPOINTS = [
     (TokenizeRequest, tokenize, {"prompt": "x"}),
     (TokenizeChatRequest, tokenize, {"messages": [USER]}),
     (DetokenizeRequest, detokenize, {"tokens": [5]}),
+    (EmbeddingRequest, open_embeddings, {"model": "demo", "input": "x"}),
+    (ScoreRequest, open_score, {"model": "demo", "prompt": "x", "continuation": "y"}),
 ]
 
 
@@ -555,6 +560,34 @@ def test_a_million_wrong_items_are_not_a_million_errors(name: str, item: Any) ->
     with pytest.raises(ValidationError) as caught:
         kind.model_validate({**(chat() if kind is ChatCompletionRequest else completion()), name: [item] * 1000})
     assert caught.value.error_count() <= 2, "those of one item"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"continuation": ["a", "b", "c"], "prompt": ["x", "y"]}, "continuation", "2 prompts and 3"),
+        ({"continuation": ""}, "continuation", "at least one token"),
+        ({"continuation": []}, "continuation", "1 to 256"),
+        ({"prompt": ""}, "prompt", "at least one token"),
+        ({"prompt": [1], "continuation": "x"}, "continuation", "both be text"),
+        ({"prompt": [1], "continuation": [-1]}, "continuation", "must be"),
+        ({"prompt": "x " * 9999}, "prompt", "cannot fit"),
+        ({"temperature": 0.5}, "temperature", "Unknown"),
+    ],
+)
+def test_scores_that_are_refused(fields: dict[str, Any], param: str, text: str) -> None:
+    body = {"model": "demo", "prompt": "Once", "continuation": " upon", **fields}
+    error = refused(open_score, body, strict_requests=True)
+    assert (error.status, error.param) == (400, param) and text in error.message
+
+
+def test_a_prompt_and_its_continuation_are_encoded_together() -> None:
+    """As lm-eval does: the space between them belongs to the word behind it."""
+    spelled = tokenizer()("Once upon a time")["input_ids"]
+    for prompt, continuation in (("Once upon", " a time"), ("Once upon ", "a time")):
+        found = open_score({"model": "demo", "prompt": prompt, "continuation": [continuation] * 2}, context())
+        assert [one.prompt for one in found.prompts] == [tuple(spelled)] * 2
+        assert found._num_prompt_tokens == [len(tokenizer()("Once upon")["input_ids"])] * 2
 
 
 def test_errors_of_the_engine_in_the_clients_terms() -> None:

@@ -8,7 +8,14 @@ from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.fitting import LoadPlan, check_weights
 from jaxpage.checkpoints.in_memory import named_parameters, open_parameters, with_parameters
 from jaxpage.checkpoints.loading import load_sharded, load_weights
-from jaxpage.checkpoints.opening import ModelDescription, ModelFiles, describe_model, open_model, weights_bytes
+from jaxpage.checkpoints.opening import (
+    ModelDescription,
+    ModelFiles,
+    describe_model,
+    open_model,
+    weights_bytes,
+    with_weights_of,
+)
 from jaxpage.checkpoints.resolve import resolve_model, resolve_model_config
 
 __all__ = [
@@ -31,4 +38,5 @@ __all__ = [
     "stated_dtype",
     "weights_bytes",
     "with_parameters",
+    "with_weights_of",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxpage.checkpoints.config_file import check_config
 from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
-from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError
 from jaxpage.models.base import Family, ModelSpec, model_weights
 from jaxpage.models.quantization.registry import quantization_of, without_quantization
@@ -57,6 +58,32 @@ def open_model(directory: str | os.PathLike[str], quantization: str | None = Non
     Raises one CheckpointError listing all that does not fit: config, architecture, files and tensors.
     """
     return _open(Path(directory), quantization, compare=True)
+
+
+def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> ModelFiles:
+    """The same model with the weights of another directory, whose config.json may be missing, and must else say the same of the model.
+
+    Raises one CheckpointError listing all that does not fit.
+    """
+    problems = Problems(Path(directory))
+    if (problems.directory / "config.json").is_file():
+        described = _describe(problems.directory, None, problems)
+        for name, wanted, found in _differences(files, described) if described else ():
+            problems.add(f"config.json has {name} = {quoted(found)}, and the model needs {quoted(wanted)}")
+    weights = model_weights(files.family, files.spec, files.rule)
+    plan = fit(problems.directory, weights, files.family.ignored, problems)
+    problems.raise_if_any()
+    return replace(files, directory=problems.directory, plan=plan)
+
+
+def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tuple[str, Any, Any]]:
+    """What is decided by config.json: its name, in the model and in the other description."""
+    if described.family is not files.family or described.quantization is not None:
+        yield "architectures", files.config.get("architectures"), described.config.get("architectures")
+        return
+    for name, value in vars(files.spec).items():
+        if (other := getattr(described.spec, name)) != value:
+            yield name, value, other
 
 
 def describe_model(directory: str | os.PathLike[str], quantization: str | None = None) -> ModelDescription:

@@ -139,13 +139,30 @@ def bench_speculation(arguments: argparse.Namespace) -> None:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """`jaxpage replay LOG`: status 1 at a difference."""
+    """`jaxpage replay LOG`: status 1 at a difference. With --request, --diff or --state no engine is built."""
     if not Path(arguments.log).is_file():
         raise UsageError(f"there is no event log {arguments.log}")
+    from jaxpage.replay.looking import first_difference, header_differences, request_lines, state_lines
+
+    log, until = arguments.log, arguments.until
+    if arguments.request is not None or arguments.state:
+        lines = state_lines(log, until) if arguments.state else request_lines(log, arguments.request, until)
+        print("\n".join(lines))
+        return 0
+    if arguments.diff is not None:
+        if not Path(arguments.diff).is_file():
+            raise UsageError(f"there is no event log {arguments.diff}")
+        for line in header_differences(log, arguments.diff):
+            say(f"The headers differ: {line}")
+        difference = first_difference(log, arguments.diff, until)
+        print(difference or "The events are identical")
+        return 1 if difference else 0
     from jaxpage.replay.replay import replay as replay_log
 
-    report = replay_log(arguments.log, model=arguments.model, force=arguments.force)
+    report = replay_log(log, model=arguments.model, force=arguments.force, until=until)
     if report.ending:
         say(report.ending)
     print(report.difference or f"{report.num_steps} steps, {report.num_tokens} tokens, identical")
+    if until is not None and not report.difference:
+        print("\n".join(state_lines(log, until)))
     return 1 if report.difference else 0

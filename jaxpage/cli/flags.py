@@ -155,6 +155,12 @@ SERVER_FLAGS = (
         "LoRA adapters below it may be loaded by POST /v1/load_lora_adapter; default: none",
         "DIRECTORY",
     ),
+    Flag(
+        "weights_directory",
+        str,
+        "weights below it may replace the model's by POST /v1/update_weights; default: none",
+        "DIRECTORY",
+    ),
     Flag("api_key_file", str, "file with API keys, one per line; also $JAXPAGE_API_KEY, separated by commas", "FILE"),
     Flag(
         "max_queued_requests", int, "most requests that wait, in addition to running ones; more get 429; default: 256"
@@ -178,6 +184,17 @@ SERVER_FLAGS = (
     Flag("log_requests", None, "log every request with its text", alias="--enable-log-requests"),
     Flag("log_json", None, "one JSON object per line of the log"),
     Flag("log_level", str, "debug, info, warning or error; default: info"),
+    Flag("kv_events", str, "publish which prefixes are cached, as vLLM does: tcp://127.0.0.1:PORT", "ENDPOINT"),
+    Flag(
+        "kv_events_replay",
+        str,
+        "where subscribers ask for KV events that they missed: tcp://127.0.0.1:PORT",
+        "ENDPOINT",
+    ),
+    Flag("kv_events_topic", str, "topic of the KV events; default: none", "TOPIC"),
+    Flag("incident_steps", int, "keep the records of the last N steps for POST /debug/incident and failed steps", "N"),
+    Flag("incident_directory", str, "where incidents are written; default: the working directory", "DIRECTORY"),
+    Flag("incident_token_ids", None, "incidents hold prompts and outputs as token ids, and can be run again"),
     Flag(
         "profile_directory",
         str,

@@ -140,4 +140,11 @@ def _add_replay(commands: Commands[Parser]) -> None:
     parser.add_argument(
         "--force", action="store_true", help="continue with other weights, settings or shapes than logged"
     )
+    parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step, and print what was there")
+    looking = parser.add_mutually_exclusive_group()
+    looking.add_argument("--request", metavar="ID", help="run nothing; print the steps of this request")
+    looking.add_argument("--diff", metavar="LOG", help="run nothing; print the first step in which two logs differ")
+    looking.add_argument(
+        "--state", action="store_true", help="run nothing; print what is there at the end, or at --until"
+    )
     parser.set_defaults(run=lazily("commands", "replay"))

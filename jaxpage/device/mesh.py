@@ -38,3 +38,8 @@ def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...], device: jax.Device) -> list
 def make_mesh() -> DeviceMesh:
     """Of the first device that JAX has."""
     return DeviceMesh((jax.devices()[0],))
+
+
+def shapes_of(arrays: Any) -> Any:
+    """A tree of arrays as shapes, types and places, for compiling: it holds nothing on the device."""
+    return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), arrays)

@@ -30,6 +30,7 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, notices
 from jaxpage.engine.drafters import Target
 from jaxpage.engine.drafting import Drafting, open_drafting
+from jaxpage.engine.embedding import Embedder
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.engine.runner import Runner
@@ -65,6 +66,12 @@ class Built:
     @property
     def memory(self) -> MemoryPlan:
         return self.spec.memory
+
+    def new_embedder(self) -> Embedder:
+        """It has compiled nothing yet."""
+        runner = self.engine.runner
+        options, weights = runner.executables.options, runner.parameters["target"]
+        return Embedder(options, weights, self.model.spec.kv, self.memory.block_size, self.spec.page_dtype)
 
 
 def build_engine(

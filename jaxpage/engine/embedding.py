@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import compiled
-from jaxpage.device.mesh import make_mesh
+from jaxpage.device.mesh import make_mesh, shapes_of
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, pooled_step
 from jaxpage.models.base import KVSpec
@@ -27,9 +27,11 @@ LEAST_POSITIONS = 512  # of the pages; longer prompts have twice that, and so on
 
 
 class Embedder:
-    """Not for several threads at once."""
+    """`compile` may be called on another thread than `embed`; none of the two on several at once."""
 
-    def __init__(self, options: StepOptions, kv: KVSpec, block_size: int, page_dtype: Any):
+    def __init__(self, options: StepOptions, parameters: Any, kv: KVSpec, block_size: int, page_dtype: Any):
+        """parameters: of the model, for their shapes and places."""
+        self._parameters = shapes_of(parameters)
         self._options = options._replace(drafter=None, layer_groups=(0,) * kv.num_layers)
         self._kv, self._block_size, self._page_dtype = kv, block_size, page_dtype
         self._steps: dict[int, Any] = {}  # by the positions that their pages have
@@ -40,23 +42,31 @@ class Embedder:
 
         parameters: of the model, as they are on the device.
         """
-        positions = LEAST_POSITIONS
-        while positions < len(token_ids):
-            positions *= 2
-        width = -(-positions // self._block_size)
-        pages = make_mesh().zeros(kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype))
+        width = self.compile(len(token_ids))
+        pages = make_mesh().zeros(self._page_shapes(width))
         total = np.zeros(0, np.float64)
         for start in range(0, len(token_ids), CHUNK_TOKENS):
             part = token_ids[start : start + CHUNK_TOKENS]
             packed = packed_chunk(part, start, self._bucket, TableShape(1, width), self._block_size)
-            if width not in self._steps:
-                self._steps[width] = self._compiled(parameters, pages, width)
             pooled, pages = self._steps[width](parameters, pages, packed)
             last_D, sum_D = np.asarray(pooled)
             total = sum_D.astype(np.float64) + (total if total.size else 0.0)
         return last_D if pooling == "last" else (total / len(token_ids)).astype(np.float32)
 
-    def _compiled(self, parameters: Any, pages: kv_pages.KVPages, width: int) -> Any:
+    def compile(self, num_tokens: int) -> int:
+        """The step for prompts of this length is there. Returns the width of their block tables."""
+        positions = LEAST_POSITIONS
+        while positions < num_tokens:
+            positions *= 2
+        width = -(-positions // self._block_size)
+        if width not in self._steps:
+            self._steps[width] = self._compiled(width)
+        return width
+
+    def _page_shapes(self, width: int) -> kv_pages.KVPages:
+        return kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype)
+
+    def _compiled(self, width: int) -> Any:
         tables = TableShape(1, width)
         options = self._options._replace(tables=tables, context=width * self._block_size)
 
@@ -64,7 +74,13 @@ class Embedder:
             return pooled_step(parameters, pages, unpack(packed, self._bucket, tables), self._bucket, options)
 
         packed = jnp.zeros(packed_size(self._bucket, tables), jnp.int32)
-        return compiled(jax.jit(step, donate_argnums=1), parameters, pages, packed)
+        return compiled(jax.jit(step, donate_argnums=1), self._parameters, self._page_shapes(width), packed)
+
+
+def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Each of the vectors [..., D] with a length of 1."""
+    lengths: npt.NDArray[np.float32] = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / lengths
 
 
 def packed_chunk(

@@ -238,6 +238,7 @@ class Engine:
         self.reset_prefix_cache()
         self.runner.replace_parameters(target)
         self.weights_version += 1
+        self.events.weights_replaced()
         return self.weights_version
 
     def pin(self, request_id: str) -> int:

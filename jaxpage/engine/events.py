@@ -37,5 +37,59 @@ class Events:
     def prefix_cache_reset(self) -> None:
         """Nothing is found any more of what was computed before."""
 
+    def weights_replaced(self) -> None:
+        """The model has other weights from here on; no request is there."""
+
     def closed(self) -> None:
         """The engine is shut down; nothing follows."""
+
+
+class Both(Events):
+    """Tells two listeners, one after the other."""
+
+    def __init__(self, first: Events, second: Events) -> None:
+        self._first, self._second = first, second
+
+    def arrived(self, group: SequenceGroup) -> None:
+        self._first.arrived(group)
+        self._second.arrived(group)
+
+    def aborted(self, group: SequenceGroup) -> None:
+        self._first.aborted(group)
+        self._second.aborted(group)
+
+    def pinned(self, group: SequenceGroup, pin_id: int) -> None:
+        self._first.pinned(group, pin_id)
+        self._second.pinned(group, pin_id)
+
+    def unpinned(self, pin_id: int) -> None:
+        self._first.unpinned(pin_id)
+        self._second.unpinned(pin_id)
+
+    def planned(self, plan: StepPlan) -> None:
+        self._first.planned(plan)
+        self._second.planned(plan)
+
+    def stepped(self, report: StepReport) -> None:
+        self._first.stepped(report)
+        self._second.stepped(report)
+
+    def failed(self, plan: StepPlan, error: Exception) -> None:
+        self._first.failed(plan, error)
+        self._second.failed(plan, error)
+
+    def pages_rebuilt(self) -> None:
+        self._first.pages_rebuilt()
+        self._second.pages_rebuilt()
+
+    def prefix_cache_reset(self) -> None:
+        self._first.prefix_cache_reset()
+        self._second.prefix_cache_reset()
+
+    def weights_replaced(self) -> None:
+        self._first.weights_replaced()
+        self._second.weights_replaced()
+
+    def closed(self) -> None:
+        self._first.closed()
+        self._second.closed()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from jinja2 import TemplateError
 
 FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of those"
 _Params = TypeVar("_Params")
@@ -30,6 +32,25 @@ def normalise(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, list | tuple):
         return [_one(prompt) for prompt in prompts]
     raise TypeError(f"prompts must be {FORMS}; got {type(prompts).__name__}")
+
+
+def chat_prompt(
+    tokenizer: Any, messages: Any, tools: Sequence[Any] | None, variables: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The prompt of a conversation, by the chat template that the tokenizer has. See `LLM.chat_prompt`."""
+    if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise TypeError(f"a conversation must be a list of {{'role': ..., 'content': ...}}; got {messages!r:.80}")
+    template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
+    asked = [*(["tools"] if tools else []), *variables]
+    if unknown := [name for name in asked if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise ValueError(f"the model's chat template has no {', '.join(unknown)}")
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tools=tools or None, tokenize=False, add_generation_prompt=True, **variables
+        )
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+    return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
 
 
 def _one(prompt: Any) -> Prompt:

@@ -25,6 +25,19 @@ class Entry(NamedTuple):
     token_ids: tuple[int, ...]
 
 
+class CacheObserver:
+    """Is told what can be found of the cache. This one ignores it."""
+
+    def stored(self, block: int, entry: Entry) -> None:
+        """A block can be found now, behind the block before it."""
+
+    def removed(self, blocks: list[int]) -> None:
+        """Blocks cannot be found any more."""
+
+    def cleared(self) -> None:
+        """Nothing can be found any more."""
+
+
 class PrefixIndex:
     """A one-to-one map between digests and blocks, for full and computed blocks.
 
@@ -38,6 +51,7 @@ class PrefixIndex:
         self._hash = hash_function
         self._block_of: dict[Digest, int] = {}
         self._entries: dict[int, Entry] = {}
+        self.observer = CacheObserver()
         self._children: dict[int, set[int]] = {}  # the blocks right behind a block, where there are any
 
     def __contains__(self, block: int) -> bool:
@@ -92,6 +106,7 @@ class PrefixIndex:
         self._entries[block] = Entry(digest, parent, token_ids)
         if isinstance(parent, int):
             self._children.setdefault(parent, set()).add(block)
+        self.observer.stored(block, self._entries[block])
         return block
 
     def _holds(self, block: int, parent: Parent, token_ids: tuple[int, ...]) -> bool:
@@ -111,12 +126,14 @@ class PrefixIndex:
                 self._children[parent].discard(block)
                 if not self._children[parent]:
                     del self._children[parent]
+        self.observer.removed(taken)
         return taken[1:]
 
     def clear(self) -> None:
         self._entries.clear()
         self._block_of.clear()
         self._children.clear()
+        self.observer.cleared()
 
     def block_of(self, digest: Digest) -> int | None:
         """Where the tokens with this digest are. Only for digests that come from a sequence that was compared."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -62,6 +63,12 @@ class EventLog(Recorder):
 
 def encoded(record: Record) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def write_log(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
+    """A whole log at once. Raises OSError, also if there is such a file already."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.writelines(map(encoded, records))
 
 
 def check_new(path: str | os.PathLike[str]) -> None:

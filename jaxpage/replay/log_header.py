@@ -62,6 +62,14 @@ def read_header(log: LogReader) -> Record:
     return logged
 
 
+def check_replayable(log: LogReader, incident: Record) -> None:
+    """Raises EventLogError for what a server kept of its last steps, if that is not all, or is scrubbed."""
+    if incident.get("why_not_replayable"):
+        log.refuse(
+            f"this incident cannot be run again: {incident['why_not_replayable']}. Look into it with --request, --diff or --state"
+        )
+
+
 def logged_config(log: LogReader, logged: Record, model: str | None, *, keeps_tokenizer: bool) -> EngineConfig:
     """The settings of the log, with what they left to the machine as it was resolved there.
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
@@ -22,9 +21,10 @@ from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
+from jaxpage.replay.differences import Differs, Leave, differ, without_text
 from jaxpage.replay.event_log import LogReader, encoded
-from jaxpage.replay.log_header import compare_engines, header, logged_config, read_header
-from jaxpage.replay.recorder import Record, Recorder, usual_draws
+from jaxpage.replay.log_header import check_replayable, compare_engines, header, logged_config, read_header
+from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.speculation import NoSpeculation
@@ -32,22 +32,6 @@ from jaxpage.step.draft import PLACEHOLDER, Candidates, Draft, Drafts, chain
 from jaxpage.step.edits import Edit, Finish
 from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Draw, Strategy
-
-_LEGENDS = {  # what the entries of a list are: shown with a difference
-    "rows": "[sequence, first position, tokens]",
-    "drafts": "[sequence, token ids, parents where it is no chain, [ids, float32 bits] that each was drawn from]",
-    "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
-    "further_tables": "[cache group, sequence, blocks, [first place that changed, block, block, ...], ...]",
-    "swap_out": "[block, host block]",
-    "swap_in": "[host block, block]",
-    "copies": "[source block, destination block]",
-    "draws": "rows that are drawn from",
-    "logprobs": "[draw, rank, token ids, float32 bits]",
-    "scores": "[sequence, position, [rank, token ids, float32 bits], ...]",
-    "edits": "[what, sequence, ...]",
-    "paths": "of each row, which of its tokens are right drafts",
-}
-_NOTHING = "nothing"  # where one of the two has something
 
 
 @dataclass(frozen=True)
@@ -61,21 +45,29 @@ class Report:
 
 
 def replay(
-    path: str | os.PathLike[str], *, model: str | None = None, force: bool = False, progress: bool = True
+    path: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    force: bool = False,
+    progress: bool = True,
+    until: int | None = None,
 ) -> Report:
     """Builds the engine of a log and runs the log through it.
 
     Args:
         model: where the model is, if not where the log says.
         force: go on with other weights, settings or shapes than those of the log.
+        until: the last step to run; None: all.
 
     Raises:
-        EventLogError: the log is damaged, or the engine that can be had is not that of the log.
+        EventLogError: the log is damaged, or does not hold all that happened, or the engine that can be had is not that of the log.
         ModelNotFoundError, CheckpointError, CapacityError: as when any engine is built.
     """
     num_plans, is_constrained = _survey(path)
     with LogReader(path) as log:
         logged = read_header(log)
+        if incident := logged.get("incident"):
+            check_replayable(log, incident)
         config = logged_config(log, logged, model, keeps_tokenizer=is_constrained)
         follower = Replay(log)
         built = build_engine(config, progress=progress, parts=follower.parts)
@@ -84,7 +76,7 @@ def replay(
             compare_engines(logged, ours, force=force)
             log.take()
             with tqdm(total=num_plans, desc="Replaying", unit="step", disable=None if progress else True) as bar:
-                return follower.run(built.engine, bar)
+                return follower.run(built.engine, bar, until=until)
         finally:
             built.engine.runner.close()
             built.engine.grammars.close()
@@ -111,19 +103,22 @@ class Replay:
             "events": Recorder(self._compare),
         }
 
-    def run(self, engine: Engine, bar: tqdm[Any] | None = None) -> Report:
+    def run(self, engine: Engine, bar: tqdm[Any] | None = None, *, until: int | None = None) -> Report:
         """From behind the header to the end of the log or to the first difference. Raises EventLogError at a record that makes no sense."""
         self._engine, self._bar = engine, bar
         difference: str | None = None
         ending: str | None = "The log ends without a shutdown"
         try:
             while (record := self._log.next) is not None:
+                if until is not None and record["event"] == "plan" and record.get("step", 0) > until:
+                    ending = None
+                    break
                 self._follow(record)
                 if record is self._log.next:
                     self._differ(record, None)
                 if record["event"] == "end":
                     ending = None
-        except _Differs as found:
+        except Differs as found:
             difference, ending = str(found), None
         except _EndsInside as step:
             ending = f"The log ends in the middle of step {step}"
@@ -190,7 +185,7 @@ class Replay:
         logged, came = self._log.next, json.loads(encoded(record))
         if logged is None:
             raise _EndsInside(came["step"])
-        if _without_text(logged) != _without_text(came):
+        if without_text(logged) != without_text(came):
             self._differ(logged, came)
         self._log.take()
         if came["event"] == "plan":
@@ -217,24 +212,9 @@ class Replay:
 
     def _differ(self, logged: Record, came: Record | None) -> NoReturn:
         place = f"First difference: step {logged.get('step')} (line {self._log.line})"
-        if came is None or came["event"] != logged["event"]:
-            raise _Differs(_contrast(place, _summary(logged), _summary(came)))
-        logged, came = _without_text(logged), _without_text(came)
-        name = next(name for name in (*came, *logged) if came.get(name, _NOTHING) != logged.get(name, _NOTHING))
-        label, ours, theirs = name, came.get(name, _NOTHING), logged.get(name, _NOTHING)
-        if isinstance(ours, list) and isinstance(theirs, list):
-            pairs = enumerate(zip_longest(ours, theirs, fillvalue=_NOTHING))
-            index, (ours, theirs) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
-            label = f"{name}[{index}]"
-            if name == "tokens":
-                label += f" of sequence {self._sequence_of(index)}"
-        legend = f"\n  ({name}: {_LEGENDS[name]})" if name in _LEGENDS else ""
-        raise _Differs(_contrast(f"{place}, {label} of its {came['event']}", theirs, ours) + legend)
-
-    def _sequence_of(self, draw: int) -> Any:
-        rows = self._plan["rows"]
-        draws = self._plan.get("draws", usual_draws(self._plan))
-        return rows[draws[draw]][0] if draw < len(draws) else None
+        if came is not None and came["event"] == logged["event"]:
+            logged, came = without_text(logged), without_text(came)
+        differ(place, logged, came, self._plan)
 
 
 class LoggedDrafts(NoSpeculation):
@@ -251,20 +231,12 @@ class LoggedFailure(Exception):
     """A step failed in the log, so it fails here."""
 
 
-class _Leave(BaseException):
-    """Leaves a step of the engine in its middle; no handler of exceptions is meant."""
-
-
-class _Interrupted(_Leave):
+class _Interrupted(Leave):
     """The logged step was interrupted here."""
 
 
-class _EndsInside(_Leave):
+class _EndsInside(Leave):
     """The log ends with this step unfinished."""
-
-
-class _Differs(_Leave):
-    """Something else came out than was logged."""
 
 
 class _End(NamedTuple):
@@ -317,7 +289,7 @@ class _LoggedBeams(BeamStrategy):
 
 def _params(record: Record) -> SamplingParams | BeamSearchParams:
     """What an arrival asked for. Raises LookupError, TypeError or ValueError if it makes no sense."""
-    fields = _without_text(record)["beam" if "beam" in record else "params"]
+    fields = without_text(record)["beam" if "beam" in record else "params"]
     given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return BeamSearchParams(**given) if "beam" in record else SamplingParams(**given, seed=record["seed"])
 
@@ -358,25 +330,6 @@ def _num_tokens(result: Record) -> int:
     if "paths" in result:
         return sum(1 + len(path) for path in result["paths"])
     return len(result["tokens"])
-
-
-def _without_text(record: Record) -> Record:
-    """A record less what a replay does not have: stop strings and bad words as text, and how the errors of failed steps read."""
-    kept = {name: value for name, value in record.items() if name != "error"}
-    if isinstance(kept.get("params"), dict):
-        kept["params"] = {name: value for name, value in kept["params"].items() if name not in ("stop", "bad_words")}
-    return kept
-
-
-def _summary(record: Record | None) -> str:
-    if record is None:
-        return _NOTHING
-    fields = {name: value for name, value in record.items() if name not in ("event", "step")}
-    return f"{record['event']} {shown(fields) if fields else ''}".rstrip()
-
-
-def _contrast(place: str, logged: Any, came: Any) -> str:
-    return f"{place}\n  logged:    {logged}\n  came out:  {came}"
 
 
 def _survey(path: str | os.PathLike[str]) -> tuple[int, bool]:

@@ -15,10 +15,11 @@ from starlette.routing import Route
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.serving.config import MODEL_NAME, ServerConfig
+from jaxpage.serving.directories import directory_inside
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.limits import check_is_json
 from jaxpage.serving.preparing import Preparing
-from jaxpage.serving.wire.body import parse_object
+from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import shown
@@ -51,9 +52,9 @@ class RuntimeAdapters:
 
     def load(self, body: dict[str, Any]) -> str:
         """What is answered. Raises ApiError."""
-        name, path = _text(body, "lora_name"), _text(body, "lora_path")
+        name, path = text_field(body, "lora_name"), text_field(body, "lora_path")
         in_place = body.get("load_inplace", False)
-        _check_fields(body, {"lora_name", "lora_path", "load_inplace"})
+        check_fields(body, {"lora_name", "lora_path", "load_inplace"})
         if not isinstance(in_place, bool):
             raise ApiError(400, "load_inplace must be true or false", param="load_inplace")
         if not re.fullmatch(MODEL_NAME, name) or len(name) > 256:
@@ -63,7 +64,8 @@ class RuntimeAdapters:
             raise ApiError(400, f"The name {shown(name)} is taken", param="lora_name")
         if name not in served and len(served) >= MAX_ADAPTERS:
             raise ApiError(400, f"{MAX_ADAPTERS} adapters are loaded, which is the most; unload one", param="lora_name")
-        asked = LoRARequest(name, next(self._numbers), str(self._inside(path)))
+        inside = directory_inside(self._directory, path, setting="lora_directory", param="lora_path")
+        asked = LoRARequest(name, next(self._numbers), str(inside))
         try:
             self._engine.opened_adapter(asked)
         except (CheckpointError, ModelNotFoundError) as error:
@@ -74,8 +76,8 @@ class RuntimeAdapters:
 
     def unload(self, body: dict[str, Any]) -> str:
         """What is answered; requests that run go on. Raises ApiError."""
-        name = _text(body, "lora_name")
-        _check_fields(body, {"lora_name", "lora_int_id"})
+        name = text_field(body, "lora_name")
+        check_fields(body, {"lora_name", "lora_int_id"})
         asked = self._context.adapters.pop(name, None)
         if asked is None:
             raise ApiError(404, f"The LoRA adapter {shown(name)} does not exist", param="lora_name", code="not_found")
@@ -85,17 +87,6 @@ class RuntimeAdapters:
     def _forget(self, asked: LoRARequest | None) -> None:
         if asked is not None and self._engine.adapters is not None:
             self._engine.adapters.forget(asked.lora_int_id)
-
-    def _inside(self, path: str) -> Path:
-        """Raises ApiError, one for what is not there and for what lies elsewhere: nothing is told of the rest of the machine."""
-        try:
-            found = (self._directory / path).resolve(strict=True)
-            is_inside = found.is_relative_to(self._directory.resolve()) and found.is_dir()
-        except (OSError, ValueError, RuntimeError):  # ValueError: a NUL; RuntimeError: a loop of links in Python 3.11
-            is_inside = False
-        if not is_inside:
-            raise ApiError(404, "There is no such directory below lora_directory", param="lora_path", code="not_found")
-        return found
 
 
 def lora_routes(config: ServerConfig, engine: Engine, preparing: Preparing, context: ModelContext) -> list[Route]:
@@ -117,15 +108,3 @@ def lora_routes(config: ServerConfig, engine: Engine, preparing: Preparing, cont
         Route("/v1/load_lora_adapter", answering(adapters.load), methods=["POST"]),
         Route("/v1/unload_lora_adapter", answering(adapters.unload), methods=["POST"]),
     ]
-
-
-def _text(body: dict[str, Any], name: str) -> str:
-    value = body.get(name)
-    if not isinstance(value, str) or not 0 < len(value) <= 4096:
-        raise ApiError(400, f"{name} must be a string of 1 to 4096 characters, got {shown(value)}", param=name)
-    return value
-
-
-def _check_fields(body: dict[str, Any], known: set[str]) -> None:
-    if unknown := sorted(body.keys() - known):
-        raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}", param="body")

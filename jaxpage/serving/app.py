@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,24 +20,29 @@ from starlette.types import Receive, Scope, Send
 
 from jaxpage import __version__
 from jaxpage.errors import JaxpageError
+from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.adapters import lora_routes
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.embedding import Embedding
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
-from jaxpage.serving.http.limits import Limits, check_is_json
+from jaxpage.serving.http.limits import Limits
+from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
+from jaxpage.serving.incidents import incident_routes
 from jaxpage.serving.inspector import routes as inspector
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
+from jaxpage.serving.weights import weights_routes
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, tokenize
+from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, open_score, tokenize
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.tokenizing import Transformed
 
@@ -65,13 +70,16 @@ class Server:
         self.metrics = metrics
         self._capabilities = capabilities
         self._generating = Generating(loop, self.preparing, metrics)
+        self._embedding = Embedding(loop, self.preparing, context, loop.built.new_embedder())
         self._logs_requests = config.log_requests
         self._created = int(time.time())
         self.routes: list[BaseRoute] = [
-            _post("/v1/completions", partial(self._exchange, open_completion)),
-            _post("/v1/chat/completions", partial(self._exchange, open_chat)),
-            _post("/tokenize", partial(self._transform, tokenize)),
-            _post("/detokenize", partial(self._transform, detokenize)),
+            post_route("/v1/completions", partial(self._exchange, open_completion)),
+            post_route("/v1/chat/completions", partial(self._exchange, open_chat)),
+            post_route("/v1/embeddings", self._embed),
+            post_route("/v1/score", partial(self._exchange, open_score)),
+            post_route("/tokenize", partial(self._transform, tokenize)),
+            post_route("/detokenize", partial(self._transform, detokenize)),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/v1/capabilities", self._capable),
@@ -86,8 +94,14 @@ class Server:
     async def _exchange(self, opened: Open, scope: Scope, receive: Receive, send: Send) -> None:
         with self.visitors.inside():
             arrived = time.monotonic()
-            raw = await _json_body(scope, receive)
+            raw = await json_body(scope, receive)
             await self._generating.answer(lambda: self._opened(opened, raw), arrived, scope, receive, send)
+
+    async def _embed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.visitors.inside():
+            arrived = time.monotonic()
+            raw = await json_body(scope, receive)
+            await while_connected(receive, self._embedding.answer(raw, arrived, scope, receive, send))
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:
         body = parse_object(raw)
@@ -98,7 +112,7 @@ class Server:
 
     async def _transform(self, transform: Transform, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
-        raw = await _json_body(scope, receive)
+        raw = await json_body(scope, receive)
 
         def transformed() -> Response:
             result = transform(parse_object(raw), self._context)
@@ -179,6 +193,7 @@ def build_app(
     *,
     capabilities: Mapping[str, Any] | None = None,
     api_keys: Sequence[str] = (),
+    incidents: Incidents | None = None,
 ) -> Starlette:
     """The application with its middlewares. `app.state.server` is the `Server`, for who closes it.
 
@@ -197,31 +212,13 @@ def build_app(
     pages = inspector.routes(loop, show_prompts=config.ui_show_prompts) if config.ui else []
     lora = lora_routes(config, loop.engine, server.preparing, context)
     handlers = {HTTPException: _http_error}
-    routes = [*pages, *server.routes, *lora, *profiler_routes(config)]  # with the page, / leads to it
+    weights = weights_routes(config, loop, server.visitors)
+    debug = [*incident_routes(loop, incidents), *profiler_routes(config)]
+    routes = [*pages, *server.routes, *lora, *weights, *debug]  # with the page, / leads to it
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.router.redirect_slashes = False  # a path is right or not found
     return app
-
-
-class _Post:
-    """An ASGI application that is no function: Starlette hands it the request as it came."""
-
-    def __init__(self, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send)
-
-
-def _post(path: str, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> Route:
-    return Route(path, _Post(answer), methods=["POST"])
-
-
-async def _json_body(scope: Scope, receive: Receive) -> bytes:
-    request = Request(scope, receive)
-    check_is_json(request.headers)
-    return await request.body()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

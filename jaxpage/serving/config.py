@@ -23,6 +23,7 @@ _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 MODEL_NAME = r"[^\x00-\x20\x7f]+"
 _ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^{MODEL_NAME}$")]
 _LoRAModule = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x20\x7f=]{1,256}=[^\x00]+$")]
+_Endpoint = Annotated[str, Field(max_length=256, pattern=r"^tcp://[^\x00-\x20/]+:[0-9]{1,5}$")]
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -36,7 +37,9 @@ def _as_tuple(value: Any) -> Any:
 class ServerConfig(Settings):
     """The settings of the server."""
 
-    plain_text: ClassVar[frozenset[str]] = frozenset({"host", "api_key_file", "lora_directory", "profile_directory"})
+    plain_text: ClassVar[frozenset[str]] = frozenset(
+        {"host", "api_key_file", "lora_directory", "weights_directory", "incident_directory", "profile_directory"}
+    )
 
     host: _Text = "127.0.0.1"  # address that it listens on; by default only this machine can connect
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000  # 0: one that is free
@@ -46,6 +49,8 @@ class ServerConfig(Settings):
     lora_modules: Annotated[tuple[_LoRAModule, ...], Field(max_length=1024), BeforeValidator(_as_tuple)] | None = None
     # Adapters below this directory may be loaded and unloaded by requests, of anybody who may send requests; None: by nobody.
     lora_directory: _Text | None = None
+    # Weights below this directory may be taken by requests for all others, of anybody who may send requests; None: by nobody.
+    weights_directory: _Text | None = None
     api_key_file: _Text | None = None  # a key per line; see `read_api_keys`
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256  # beyond those that run; more are answered 429
     request_timeout_seconds: _Seconds | None = 600.0  # from arrival to the last token; None: as long as it takes
@@ -62,6 +67,13 @@ class ServerConfig(Settings):
     log_requests: bool = False  # with their texts
     log_json: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # Publishes which prefixes are cached, with their token ids, to whoever can connect: tcp://127.0.0.1:PORT; None: it does not.
+    kv_events: _Endpoint | None = None
+    kv_events_replay: _Endpoint | None = None  # where a subscriber asks for what it missed
+    kv_events_topic: Annotated[str, Field(max_length=256)] = ""
+    incident_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # kept for /debug/incident; None: none
+    incident_directory: _Text = "."  # where they are written, on request and after a failed step
+    incident_token_ids: bool = False  # with prompts and outputs, as token ids: only then they can be run again
     profile_directory: _Text | None = None  # where traces of the JAX profiler go; None: there are none
 
     def contradictions(self) -> Iterable[Problem]:
@@ -73,6 +85,12 @@ class ServerConfig(Settings):
             yield "ui_show_prompts", "cannot be true while ui is false: prompts are shown only on the page"
         if self.log_requests and self.log_level in ("warning", "error"):
             yield "log_requests", f"cannot be true while log_level is {self.log_level!r}: requests are logged at info"
+
+        for name in ("kv_events_replay", "kv_events_topic"):
+            if getattr(self, name) and self.kv_events is None:
+                yield name, "needs kv_events"
+        if self.incident_token_ids and self.incident_steps is None:
+            yield "incident_token_ids", "cannot be true without incident_steps"
 
     @property
     def is_local(self) -> bool:
@@ -109,16 +127,23 @@ def resolve_both(
         except (ConfigError, UnsupportedError) as error:
             errors.append(error)
     if not errors:
-        errors += _without_lora(resolved[0].config, resolved[1].config)
+        errors += _contradictions(resolved[0].config, resolved[1].config)
     if errors:  # all of them at once
         refusal = UnsupportedError if all(isinstance(error, UnsupportedError) for error in errors) else ConfigError
         raise refusal("\n".join(map(str, errors)))
     return resolved[0], resolved[1]
 
 
-def _without_lora(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
+def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
     given = [name for name in ("lora_modules", "lora_directory") if getattr(server, name) is not None]
-    return [ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora]
+    errors: list[JaxpageError] = [ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora]
+    if server.kv_events is not None and not engine.enable_prefix_caching:
+        errors.append(ConfigError("kv_events: needs enable_prefix_caching"))
+    if server.weights_directory is not None and engine.event_log is not None:
+        errors.append(
+            UnsupportedError("weights_directory is not supported with event_log: a log has one set of weights")
+        )
+    return errors
 
 
 def read_api_keys(config: ServerConfig, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:

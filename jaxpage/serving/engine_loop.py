@@ -19,6 +19,7 @@ from jaxpage.engine.calls import Calls, check_streamable
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import CapacityError, JaxpageError
+from jaxpage.serving.orders import Order, Replacement
 from jaxpage.serving.request_handle import (
     DeadlineExceeded,
     EngineFailed,
@@ -26,6 +27,7 @@ from jaxpage.serving.request_handle import (
     RequestHandle,
     ShuttingDown,
     Update,
+    WeightsReplaced,
     copy_error,
     send,
 )
@@ -53,12 +55,13 @@ class EngineLoop:
         """
         self.num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
         self.ended: Future[None] = Future()  # of the thread; with EngineFailed and its cause, if it died
+        self.built = built
         self.engine = built.engine  # after `start` only for `check` and `compiled`, which change nothing
         self._calls = Calls(built.engine)
         self._timeout = math.inf if request_timeout_seconds is None else request_timeout_seconds
         self._stalled_after = stalled_after_seconds
         self._thread = threading.Thread(target=self._run, name="jaxpage-engine", daemon=True)
-        self._inbox: queue.SimpleQueue[tuple[Callable[[Engine], Any], Future[Any] | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the next three
         self._refusal: JaxpageError | None = None  # why nothing is taken in any more
         self._is_over = False  # the inbox is not read any more
@@ -68,6 +71,8 @@ class EngineLoop:
         self._updates: list[Update] = []
         self._drained: list[Future[None]] = []
         self._is_stopping = False
+        self._replacement: Replacement | None = None
+        self._held: list[Order] = []  # requests that come in behind it
 
     # Asked by anybody
 
@@ -94,7 +99,7 @@ class EngineLoop:
     def call(self, function: Callable[[Engine], _Result]) -> Future[_Result]:
         """Runs a function of the engine between two steps. Raises EngineFailed or ShuttingDown when there is no thread to do it."""
         future: Future[_Result] = Future()
-        self._post(function, future)
+        self._post(Order(function, future))
         return future
 
     async def snapshot(self, function: Callable[[Engine], _Result]) -> _Result:
@@ -127,7 +132,9 @@ class EngineLoop:
         submitted = [RequestHandle(self, request, stream=stream, deadline=deadline) for request in requests]
         self._take_places(len(submitted))
         try:
-            await self.snapshot(lambda engine: self._add(submitted, name))
+            added: Future[None] = Future()
+            self._post(Order(lambda engine: self._add(submitted, name), added, adds_requests=True))
+            await asyncio.wrap_future(added)
         except BaseException:  # cancelled as well, whether the engine has them by now or not
             for one in submitted:
                 one.cancel()
@@ -148,12 +155,29 @@ class EngineLoop:
 
     def want(self, submitted: RequestHandle) -> None:
         """The last delta was taken."""
-        self._post(lambda engine: self._wanted(submitted))
+        self._post(Order(lambda engine: self._wanted(submitted)))
 
     def end(self, submitted: RequestHandle) -> None:
         """Its blocks are free before the next step."""
         with contextlib.suppress(JaxpageError):  # everything has ended
-            self._post(lambda engine: self._end(submitted))
+            self._post(Order(lambda engine: self._end(submitted)))
+
+    async def replace_weights(self, weights: Any, *, abort: bool) -> int:
+        """Takes other weights once nothing runs, and returns their version. Requests that come in meanwhile wait, and get the new ones.
+        Who stops waiting takes it back.
+
+        Args:
+            weights: as on the device.
+            abort: end what runs or waits with WeightsReplaced, instead of waiting for it.
+
+        Raises RuntimeError if others are on their way already, or a prefix is pinned, and what `call` raises.
+        """
+        replacement = Replacement(weights, Future())
+        try:
+            await self.snapshot(lambda engine: self._begin_replacing(replacement, abort=abort))
+            return await asyncio.wrap_future(replacement.version)
+        finally:
+            replacement.version.cancel()
 
     async def drain(self, timeout: float | None) -> bool:
         """Takes nothing in any more, and waits for what is there. What has not finished in time ends with ShuttingDown.
@@ -177,16 +201,16 @@ class EngineLoop:
     def stop(self, timeout: float | None = None) -> bool:
         """Ends everything and frees the device. False if a step took longer than `timeout` seconds: it is still being taken."""
         with contextlib.suppress(JaxpageError):  # it has stopped
-            self._post(self._stop)
+            self._post(Order(self._stop))
         if self._thread.ident is not None:  # it has been started
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _post(self, function: Callable[[Engine], Any], future: Future[Any] | None = None) -> None:
+    def _post(self, order: Order) -> None:
         with self._lock:
             if self._is_over and self._refusal is not None:
                 raise copy_error(self._refusal)
-            self._inbox.put((function, future))
+            self._inbox.put(order)
 
     def _take_places(self, number: int) -> None:
         with self._lock:
@@ -221,35 +245,50 @@ class EngineLoop:
         for one in self._live.values():
             self._updates.append((one, copy_error(error)))
         self._send_updates()
+        orders = self._held + ([self._replacement.order()] if self._replacement else [])
         while not self._inbox.empty():
-            _, future = self._inbox.get()
-            if future is not None and future.set_running_or_notify_cancel():
-                future.set_exception(copy_error(error))
+            orders.append(self._inbox.get())
+        for order in orders:
+            order.refuse(copy_error(error))
         if not self.ended.done():
             self.ended.set_result(None)
 
     def _turn(self) -> None:
         """What others ask, a step, and what came of it."""
+        self._replace_weights()
         if not self.engine.has_unfinished:
             self._turn_began = None
-            self._obey(*self._inbox.get())
+            self._obey(self._inbox.get())
         self._turn_began = time.monotonic()
         for _ in range(self._inbox.qsize()):
-            self._obey(*self._inbox.get())
+            self._obey(self._inbox.get())
         self._end_what_is_late()
         if self.engine.has_unfinished and not self._is_stopping:
             self._step()
         self._send_updates()
 
-    def _obey(self, function: Callable[[Engine], Any], future: Future[Any] | None) -> None:
-        """What our own orders raise is fatal; what others' functions raise is theirs."""
-        if future is None:
-            function(self.engine)
-        elif future.set_running_or_notify_cancel():
-            try:
-                future.set_result(function(self.engine))
-            except Exception as error:
-                future.set_exception(error)
+    def _obey(self, order: Order) -> None:
+        if order.adds_requests and self._replacement is not None:
+            self._held.append(order)
+        else:
+            order.obey(self.engine)
+
+    def _begin_replacing(self, replacement: Replacement, *, abort: bool) -> None:
+        if self._replacement is not None:
+            raise RuntimeError("Other weights are on their way already")
+        self._replacement = replacement
+        if abort:
+            self._end_all(WeightsReplaced("The request was ended: the model gets other weights"))
+
+    def _replace_weights(self) -> None:
+        """If others wait, and nothing runs. What was held comes in."""
+        if self._replacement is None or (self.engine.has_unfinished and not self._replacement.version.cancelled()):
+            return
+        self._replacement.order().obey(self.engine)
+        self._replacement = None
+        held, self._held = self._held, []
+        for order in held:
+            order.obey(self.engine)
 
     def _step(self) -> None:
         try:

@@ -29,8 +29,9 @@ class ServerMetrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, model_name: str):
-        self._model_name = model_name
+    def __init__(self, model_name: str, block_size: int = 0):
+        """block_size: of the KV cache, for routers; 0: nothing for them."""
+        self._model_name, self._block_size = model_name, block_size
         self._lock = threading.Lock()
         self._rejected = dict.fromkeys(REJECTIONS, 0)
         self._aborted = dict.fromkeys(ABORTIONS, 0)
@@ -56,7 +57,8 @@ class ServerMetrics:
         build = GaugeMetricFamily(PREFIX + "build_info", "What runs here", labels=("version",))
         build.add_metric((__version__,), 1)
         registry = CollectorRegistry()
-        registry.register(_Collected([*_families(facts, self._model_name), build]))
+        theirs = _under_vllm_names(stats, self._model_name, self._block_size)
+        registry.register(_Collected([*_families(facts, self._model_name), *theirs, build]))
         ProcessCollector(registry=registry)
         return generate_latest(registry)
 
@@ -84,3 +86,17 @@ def _families(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
         for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
             metric.add_metric((model_name, *([] if key is None else [str(key)])), number)
         yield metric
+
+
+def _under_vllm_names(stats: Mapping[str, Any], model_name: str, block_size: int) -> Iterator[Metric]:
+    """What the endpoint picker of the Gateway API and other routers read, under the names that they know."""
+    if not stats or not block_size:
+        return
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        metric = GaugeMetricFamily(f"vllm:{name}", HELP[name], labels=("model_name",))
+        metric.add_metric((model_name,), stats[name])
+        yield metric
+    labels = ("model_name", "block_size", "num_gpu_blocks")
+    cache = GaugeMetricFamily("vllm:cache_config_info", "The size of the KV cache", labels=labels)
+    cache.add_metric((model_name, str(block_size), str(stats["num_blocks_total"])), 1)
+    yield cache

@@ -26,6 +26,10 @@ class EngineFailed(JaxpageError):
     """The engine could not go on with this request, or not at all."""
 
 
+class WeightsReplaced(JaxpageError):
+    """The request was ended because the model gets other weights."""
+
+
 class DeadlineExceeded(JaxpageError, TimeoutError):
     """The request did not finish within `request_timeout_seconds`; it was ended."""
 

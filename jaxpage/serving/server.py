@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 
 from jaxpage.engine.build import Built
 from jaxpage.errors import JaxpageError
+from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
@@ -45,6 +46,7 @@ def run_server(
     capabilities: Mapping[str, Any],
     api_keys: Sequence[str],
     announce: Callable[[], None],
+    incidents: Incidents | None = None,
 ) -> int:
     """Serves until a signal comes or the engine dies. The first SIGINT or SIGTERM lets finish what runs, the second ends it at once.
 
@@ -59,7 +61,7 @@ def run_server(
         max_queued_requests=config.max_queued_requests,
         request_timeout_seconds=config.request_timeout_seconds,
     )
-    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys)
+    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys, incidents=incidents)
     # For the next one: what its connections leave behind.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -19,11 +19,15 @@ import jax
 
 from jaxpage import __version__
 from jaxpage.engine.build import PHASES, Built
+from jaxpage.engine.events import Both
+from jaxpage.errors import ConfigError
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.adapters import open_lora_modules
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
+from jaxpage.serving.incidents import open_incidents
+from jaxpage.serving.kv_events import KVEvents
 from jaxpage.serving.listening import address_of
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
@@ -118,6 +122,22 @@ def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page:
     return "\n".join(lines)
 
 
+def publish_kv_events(built: Built, server: ServerConfig) -> None:
+    """Of an engine that has not begun, if `kv_events` asks for it. Raises ConfigError if it cannot be."""
+    if server.kv_events is None:
+        return
+    try:
+        from jaxpage.serving.kv_publisher import KVPublisher
+    except ImportError as error:
+        raise ConfigError(f"kv_events: {error.name} is missing: pip install 'jaxpage[kv-events]'") from None
+    publisher = KVPublisher(server.kv_events, replay_endpoint=server.kv_events_replay, topic=server.kv_events_topic)
+    events = KVEvents(built.memory.block_size, publisher.send, publisher.close)
+    cached = built.engine.scheduler.block_manager.cached
+    assert cached is not None  # `resolve_both` has seen to it
+    cached.index.observer = events
+    built.engine.events = Both(built.engine.events, events)
+
+
 @contextlib.contextmanager
 def _handled_as(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
     before = signal.signal(number, handler)
@@ -148,6 +168,8 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
             built = open_engine(engine, progress=not server.log_json, phase=start_up.phase)
+        publish_kv_events(built, server)
+        incidents = open_incidents(built, engine, server)
         context, address = model_context(built, engine, server), address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
         return run_server(
@@ -155,8 +177,9 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             server,
             context,
             listener,
-            metrics=ServerMetrics(context.model_names[0]),
+            metrics=ServerMetrics(context.model_names[0], built.memory.block_size),
             capabilities=capabilities(built, engine, server, context.limits),
             api_keys=api_keys,
+            incidents=incidents,
             announce=lambda: start_up.ready(text, address),
         )

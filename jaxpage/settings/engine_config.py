@@ -6,7 +6,7 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
@@ -30,6 +30,17 @@ def _power_of_two(size: int) -> int:
     return size
 
 
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's and vLLM's names
+
+
+def dtype_name(value: Any) -> Any:
+    """The name of a dtype that is given as one: `jnp.bfloat16`, `np.float32`, "half"."""
+    if isinstance(value, str):
+        return _DTYPE_NAMES.get(value, value)
+    found = getattr(value, "dtype", value)  # a type of JAX has one
+    return getattr(found, "name", value.__name__ if isinstance(value, type) else value)
+
+
 class EngineConfig(Settings):
     """The settings of an engine. `LLM(...)`, a YAML file, flags and `JAXPAGE_*` variables use the same names.
 
@@ -47,9 +58,8 @@ class EngineConfig(Settings):
     load_format: Literal["auto", "safetensors", "orbax", "gguf"] = (
         "auto"  # format of the weights; "auto": what is there
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # "auto": the checkpoint's; on CPU float32, unless bfloat16 is faster
-    )
+    # "auto": the checkpoint's; on CPU float32, unless bfloat16 is faster. Also a type, such as jnp.bfloat16, or "half".
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = "auto"
     # Weights of few bits: "int8" or "int4" rounds them at load. None: as the checkpoint has them; its own method may be named.
     quantization: Literal["int8", "int4", "compressed-tensors", "fp8", "awq", "gptq"] | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of the KV cache; "auto": as dtype

@@ -88,6 +88,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/simulation/paper/main.py",
         "jaxpage.simulation.paper.plots",
     ): "the pictures need matplotlib, and without it the program says so",
+    ("jaxpage/serving/startup.py", "jaxpage.serving.kv_publisher"): "pyzmq and msgpack come with an extra",
     ("tools/compare_engines.py", "matplotlib.figure"): "the chart needs matplotlib, the rest does not",
 }
 # Files that import modules by name.

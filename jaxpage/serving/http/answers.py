@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.serving.request_handle import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+from jaxpage.serving.request_handle import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown, WeightsReplaced
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ def refusal_of(error: Exception) -> ApiError | None:
             return ApiError(429, str(error), code="rate_limit_exceeded", headers=RETRY_AFTER)
         case ShuttingDown():
             return ApiError(503, str(error), code="shutting_down", headers=RETRY_AFTER)
+        case WeightsReplaced():
+            return ApiError(503, str(error), code="weights_replaced", headers=RETRY_AFTER)
         case DeadlineExceeded():
             return ApiError(504, str(error))
         case EngineFailed():

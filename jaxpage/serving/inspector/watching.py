@@ -153,6 +153,9 @@ class Watcher(Events):
     def prefix_cache_reset(self) -> None:
         self._listener.prefix_cache_reset()
 
+    def weights_replaced(self) -> None:
+        self._listener.weights_replaced()
+
     def closed(self) -> None:
         self._listener.closed()
 

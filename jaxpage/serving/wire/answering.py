@@ -40,6 +40,7 @@ class Answer:
         self._num_choices = request.n or 1  # of each prompt
         self._created = int(time.time())
         self._usage = Usage()
+        self._weights_version = 0  # the prompts of a request have the same weights
         self._ended: set[int] = set()  # choices of a stream
 
     def refusal(self, error: Exception) -> ApiError:
@@ -47,10 +48,11 @@ class Answer:
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         self._usage.add(job_index, delta)
+        self._weights_version = delta.weights_version
         options = self._request.stream_options
         chunks = []
         for position, output in enumerate(delta.outputs):
-            self._check(output)
+            check_finished(output, self._request)
             index = job_index * self._num_choices + output.index
             if index in self._ended:
                 continue
@@ -75,20 +77,11 @@ class Answer:
         choices = []
         for job_index, output in enumerate(outputs):
             self._usage.add(job_index, output)
+            self._weights_version = output.weights_version
             for position, one in enumerate(output.outputs):
-                self._check(one)
+                check_finished(one, self._request)
                 choices.append(self._choice(job_index * self._num_choices + one.index, output, position))
         return {**self._envelope(self._object, choices), "usage": self._usage.body()}
-
-    def _check(self, output: CompletionOutput) -> None:
-        """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on."""
-        reason = str(output.stop_reason or "")
-        if output.finish_reason == "abort":
-            raise ApiError(503, "The request was aborted before it finished", headers=RETRY_AFTER)
-        if output.finish_reason == "error":
-            if reason == NO_TOKEN_LEFT or reason.startswith("structured_outputs: "):
-                raise ApiError(400, f"Generation failed: {reason}").quoting(self._request)
-            raise ApiError(500, INTERNAL)
 
     def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:
         """What is new of `delta.outputs[position]`; nothing where there is nothing to say."""
@@ -103,7 +96,7 @@ class Answer:
             "object": kind,
             "created": self._created,
             "model": self._request.model,
-            "system_fingerprint": self._context.system_fingerprint or None,
+            "system_fingerprint": self._context.fingerprint(self._weights_version),
             "choices": choices,
         }
 
@@ -133,6 +126,17 @@ class Usage:
             "total_tokens": num_prompt + self._num_generated,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
         }
+
+
+def check_finished(output: CompletionOutput, request: Any) -> None:
+    """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on."""
+    reason = str(output.stop_reason or "")
+    if output.finish_reason == "abort":
+        raise ApiError(503, "The request was aborted before it finished", headers=RETRY_AFTER)
+    if output.finish_reason == "error":
+        if reason == NO_TOKEN_LEFT or reason.startswith("structured_outputs: "):
+            raise ApiError(400, f"Generation failed: {reason}").quoting(request)
+        raise ApiError(500, INTERNAL)
 
 
 def prompt_logprobs_body(entries: Entries | None, wanted: int) -> list[Any] | None:

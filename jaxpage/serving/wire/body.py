@@ -88,3 +88,17 @@ def _check_unicode(name: str, value: Any) -> None:
     except UnicodeEncodeError:
         name = name.encode(errors="replace").decode()
         raise ApiError(400, f"{shown(name)} contains invalid Unicode: a lone surrogate", param=name) from None
+
+
+def text_field(body: dict[str, Any], name: str) -> str:
+    """Of a request for whoever runs the server. Raises ApiError."""
+    value = body.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= 4096:
+        raise ApiError(400, f"{name} must be a string of 1 to 4096 characters, got {shown(value)}", param=name)
+    return value
+
+
+def check_fields(body: dict[str, Any], known: set[str]) -> None:
+    """The same: unknown ones are refused."""
+    if unknown := sorted(body.keys() - known):
+        raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}", param="body")

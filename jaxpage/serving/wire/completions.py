@@ -11,7 +11,7 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.fields import CompletionRequest
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
-from jaxpage.serving.wire.prompt_request import PromptRequest
+from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -34,9 +34,7 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
 
 
 def _prompts(request: CompletionRequest, context: ModelContext) -> list[str | tuple[int, ...]]:
-    given: Any = request.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
+    given = prompts_of(request.prompt)
     num_sequences = len(given) * max(request.n or 1, request.best_of or 1)
     limits = context.limits
     if not 0 < len(given) <= limits.max_prompts:

@@ -47,6 +47,12 @@ class ModelContext:
             raise ApiError(404, f"The model {shown(name)} does not exist", param="model", code="model_not_found")
         return adapter
 
+    def fingerprint(self, weights_version: int) -> str | None:
+        """Of answers: what was computed by other weights than those of the start has their version behind it."""
+        if not self.system_fingerprint:
+            return None
+        return f"{self.system_fingerprint}-{weights_version}" if weights_version else self.system_fingerprint
+
     @functools.cached_property
     def max_prompt_characters(self) -> int:
         """No longer text fits in the model, however it is spelled: so much is refused before it is encoded, which takes time."""

@@ -21,7 +21,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_MAX_MESSAGE = 1000  # characters
+MAX_MESSAGE = 1000  # characters
 RETRY_AFTER = {"Retry-After": "1"}
 INTERNAL = "The server failed to answer this request"
 # Addresses, object reprs, files (never the server's own routes) and traces.
@@ -49,10 +49,12 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        limit: int = MAX_MESSAGE,
     ) -> None:
+        """limit: of the message, in characters."""
         self.status = status
-        self._unscrubbed = message[:_MAX_MESSAGE]
-        self.message = scrubbed(message)
+        self._unscrubbed = message[:limit]
+        self.message = scrubbed(self._unscrubbed)
         self.type = type or _TYPES.get(status, "invalid_request_error")
         self.param = param
         self.code = code
@@ -111,7 +113,7 @@ def quotes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Res
 
 
 def scrubbed(message: str, request: Any = None) -> str:
-    """Short, and without addresses, files and traces: fixed texts say what is missing. What the request has itself may stay.
+    """Without addresses, files and traces: fixed texts say what is missing. What the request has itself may stay.
 
     Args:
         request: bytes of JSON, or what was made of them.
@@ -123,7 +125,7 @@ def scrubbed(message: str, request: Any = None) -> str:
             own.append(_text_of(request))
         return found[0] if own and found[0].rstrip(".") in own[0] else "..."  # dots: a value that was shortened
 
-    return _OF_THE_MACHINE.sub(kept, message[:_MAX_MESSAGE])
+    return _OF_THE_MACHINE.sub(kept, message)
 
 
 def _text_of(request: Any) -> str:

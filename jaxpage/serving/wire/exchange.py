@@ -9,9 +9,10 @@ from jaxpage.serving.wire.chat import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.prompt_request import PromptRequest
+from jaxpage.serving.wire.score import open_score
 from jaxpage.serving.wire.tokenizing import detokenize, tokenize
 
-__all__ = ["Exchange", "PromptRequest", "detokenize", "open_chat", "open_completion", "tokenize"]
+__all__ = ["Exchange", "PromptRequest", "detokenize", "open_chat", "open_completion", "open_score", "tokenize"]
 
 
 class Exchange(Protocol):

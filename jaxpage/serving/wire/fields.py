@@ -140,13 +140,16 @@ class GenerationRequest(Fields):
     early_stopping: Annotated[bool | Literal["never"], one_of("true, false or 'never'")] | None = None
 
 
+Prompts = Annotated[
+    str | Items[str] | Items[TokenId] | Items[Items[TokenId]],
+    one_of("a string, a list of strings, a list of token ids, or a list of lists of token ids"),
+]
+
+
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Annotated[
-        str | Items[str] | Items[TokenId] | Items[Items[TokenId]],
-        one_of("a string, a list of strings, a list of token ids, or a list of lists of token ids"),
-    ]
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0: with echo, nothing but the prompt
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     echo: bool | None = None
@@ -255,6 +258,31 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
+
+
+class EmbeddingRequest(Fields):
+    """POST /v1/embeddings."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None  # those of the model
+    pooling: Literal["last", "mean"] | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
+
+
+class ScoreRequest(Fields):
+    """POST /v1/score. A single prompt goes with all continuations."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    prompt: Prompts
+    continuation: Prompts
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=INT32_MAX)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = None
+    user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 
 class TokenizeRequest(Fields):

@@ -13,12 +13,14 @@ from jaxpage.serving.wire.fields import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    ScoreRequest,
     TokenizeChatRequest,
     TokenizeRequest,
 )
 
 _REQUESTS: tuple[type[BaseModel], ...] = (
-    *(CompletionRequest, ChatCompletionRequest),
+    *(CompletionRequest, ChatCompletionRequest, EmbeddingRequest, ScoreRequest),
     *(TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
 )
 _PLACE = "#/components/schemas/"
@@ -42,6 +44,8 @@ def openapi(context: ModelContext) -> dict[str, Any]:
             "/v1/chat/completions": _post(
                 "Answers a conversation.", ["ChatCompletionRequest"], "ChatCompletion", streams=True
             ),
+            "/v1/embeddings": _post("Vectors of texts.", ["EmbeddingRequest"], "Embeddings"),
+            "/v1/score": _post("Log probabilities of continuations.", ["ScoreRequest"], "Scores"),
             "/tokenize": _post("The tokens of a text.", ["TokenizeRequest", "TokenizeChatRequest"], "Tokens"),
             "/detokenize": _post("The text of tokens.", ["DetokenizeRequest"], "Text"),
             "/v1/models": _get("The names of the model.", "Models"),
@@ -105,6 +109,7 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 
 _STRING, _INTEGER, _OPTIONAL = {"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}
 _USAGE = _object(prompt_tokens=_INTEGER, completion_tokens=_INTEGER, total_tokens=_INTEGER)
+_PROMPT_USAGE = _object(prompt_tokens=_INTEGER, total_tokens=_INTEGER)
 _MODEL = _object(id=_STRING, object={"const": "model"}, created=_INTEGER, owned_by=_STRING, max_model_len=_INTEGER)
 
 
@@ -118,6 +123,35 @@ _ANSWERS: dict[str, Any] = {
     "Error": _object(error=_object(message=_STRING, type=_STRING, param=_OPTIONAL, code=_OPTIONAL)),
     "Completion": _completion("text_completion", text=_STRING),
     "ChatCompletion": _completion("chat.completion", message=_object(role={"const": "assistant"}, content=_OPTIONAL)),
+    "Embeddings": _object(
+        object={"const": "list"},
+        model=_STRING,
+        data=_list(
+            _object(
+                object={"const": "embedding"},
+                index=_INTEGER,
+                embedding={"anyOf": [_list({"type": "number"}), _STRING]},
+            )
+        ),
+        usage=_PROMPT_USAGE,
+    ),
+    "Scores": _object(
+        id=_STRING,
+        object={"const": "list"},
+        created=_INTEGER,
+        model=_STRING,
+        data=_list(
+            _object(
+                object={"const": "score"},
+                index=_INTEGER,
+                score={"type": "number"},
+                token_ids=_list(_INTEGER),
+                token_logprobs=_list({"type": "number"}),
+                is_greedy={"type": "boolean"},
+            )
+        ),
+        usage=_PROMPT_USAGE,
+    ),
     "Tokens": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),
     "Text": _object(prompt=_STRING),
     "Models": _object(object={"const": "list"}, data=_list(_reference("Model"))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -15,3 +15,8 @@ class PromptRequest(NamedTuple):
     params: SamplingParams | BeamSearchParams
     add_special_tokens: bool
     lora: LoRARequest | None = None
+
+
+def prompts_of(given: Any) -> list[Any]:
+    """One or several prompts, each text or token ids, as a list."""
+    return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)

@@ -66,11 +66,17 @@ def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:
         if isinstance(given := body.get(name), list) and len(given) > context.vocab_size:
             message = f"{name} has {len(given)} entries; the model has {context.vocab_size} token ids"
             raise ApiError(400, message, param=name)
-    prompts = body.get("prompt")
-    for prompt in (prompts, *prompts[: context.limits.max_prompts]) if isinstance(prompts, list) else ():
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) and len(prompt) > context.max_model_len:
-            message = f"The prompt has {len(prompt)} tokens, and max_model_len is {context.max_model_len}"
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+    for name in ("prompt", "continuation", "input"):
+        prompts = body.get(name)
+        for prompt in (prompts, *prompts[: context.limits.max_prompts]) if isinstance(prompts, list) else ():
+            if (
+                isinstance(prompt, list)
+                and prompt
+                and isinstance(prompt[0], int)
+                and len(prompt) > context.max_model_len
+            ):
+                message = f"The {name} has {len(prompt)} tokens, and max_model_len is {context.max_model_len}"
+                raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 
 def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:

@@ -1,0 +1,23 @@
+"""Other weights for an engine that was built: from files that fit, onto the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.checkpoints import ModelFiles, load_weights
+from jaxpage.device.mesh import make_mesh
+from jaxpage.engine.engine_spec import EngineSpec
+from jaxpage.errors import UnsupportedError
+
+
+def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
+    """Raises UnsupportedError. name: of what replaces them."""
+    if model.quantization is not None:
+        raise UnsupportedError(f"{name} is not supported for quantised weights ({model.quantization.described})")
+    if event_log is not None:
+        raise UnsupportedError(f"{name} is not supported with event_log: a log has one set of weights")
+
+
+def weights_on_device(files: ModelFiles, spec: EngineSpec) -> Any:
+    """For `Engine.replace_weights`. The old weights are on the device, too."""
+    return load_weights(files.plan, spec.layout.dtype, make_mesh().put)

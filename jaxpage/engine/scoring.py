@@ -1,0 +1,31 @@
+"""Log probabilities of given continuations: a request that generates nothing of use, and what is read off its prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.outputs import Logprob, RequestOutput
+from jaxpage.settings.sampling_params import SamplingParams
+
+SCORING = SamplingParams(
+    temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0
+)  # of prompt and continuation together
+
+
+def continuation_logprobs(output: RequestOutput, num_prompt_tokens: int) -> list[Logprob]:
+    """Of each token behind the first `num_prompt_tokens`, at least one, of a request with `SCORING`."""
+    entries = (output.prompt_logprobs or [])[num_prompt_tokens:]
+    token_ids = output.prompt_token_ids[num_prompt_tokens:]
+    return [entry[token_id] for entry, token_id in zip(entries, token_ids, strict=True) if entry]
+
+
+def scored_pairs(prompts: Any, continuations: Any) -> tuple[bool, list[tuple[list[int], list[int]]]]:
+    """Whether one prompt was given and no list of them, and each prompt with its continuation. Raises ValueError."""
+    single = not len(prompts) or not hasattr(prompts[0], "__len__")
+    prompts, continuations = ([prompts], [continuations]) if single else (prompts, continuations)
+    if len(prompts) != len(continuations):
+        raise ValueError(f"there are {len(prompts)} prompts and {len(continuations)} continuations")
+    pairs = [(list(prompt), list(continuation)) for prompt, continuation in zip(prompts, continuations, strict=True)]
+    if any(not prompt or not continuation for prompt, continuation in pairs):
+        raise ValueError("a prompt and its continuation must have at least one token each")
+    return single, pairs

@@ -1,0 +1,86 @@
+"""How the first difference between two records reads: of a log and what came out, or of two logs."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+from jaxpage.replay.recorder import Record, usual_draws
+from jaxpage.settings.argument_checks import shown
+
+_LEGENDS = {  # what the entries of a list are: shown with a difference
+    "rows": "[sequence, first position, tokens]",
+    "drafts": "[sequence, token ids, parents where it is no chain, [ids, float32 bits] that each was drawn from]",
+    "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
+    "further_tables": "[cache group, sequence, blocks, [first place that changed, block, block, ...], ...]",
+    "swap_out": "[block, host block]",
+    "swap_in": "[host block, block]",
+    "copies": "[source block, destination block]",
+    "draws": "rows that are drawn from",
+    "logprobs": "[draw, rank, token ids, float32 bits]",
+    "scores": "[sequence, position, [rank, token ids, float32 bits], ...]",
+    "edits": "[what, sequence, ...]",
+    "paths": "of each row, which of its tokens are right drafts",
+}
+_NOTHING = "nothing"  # where one of the two has something
+
+
+class Leave(BaseException):
+    """Leaves a step of the engine in its middle; no handler of exceptions is meant."""
+
+
+class Differs(Leave):
+    """Something else came out than was logged."""
+
+
+def differ(
+    place: str,
+    logged: Record | None,
+    came: Record | None,
+    plan: Record,
+    names: tuple[str, str] = ("logged", "came out"),
+) -> NoReturn:
+    """Raises Differs with the first field that does.
+
+    Args:
+        place: where it is, in words.
+        plan: the last one of `logged`.
+        names: of both sides.
+    """
+    if logged is None or came is None or came["event"] != logged["event"]:
+        raise Differs(_contrast(place, _summary(logged), _summary(came), names))
+    name = next(name for name in (*came, *logged) if came.get(name, _NOTHING) != logged.get(name, _NOTHING))
+    label, ours, theirs = name, came.get(name, _NOTHING), logged.get(name, _NOTHING)
+    if isinstance(ours, list) and isinstance(theirs, list):
+        pairs = enumerate(zip_longest(ours, theirs, fillvalue=_NOTHING))
+        index, (ours, theirs) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+        label = f"{name}[{index}]"
+        if name == "tokens":
+            label += f" of sequence {_sequence_of(plan, index)}"
+    legend = f"\n  ({name}: {_LEGENDS[name]})" if name in _LEGENDS else ""
+    raise Differs(_contrast(f"{place}, {label} of its {came['event']}", theirs, ours, names) + legend)
+
+
+def _sequence_of(plan: Record, draw: int) -> Any:
+    rows, draws = plan["rows"], plan.get("draws", usual_draws(plan))
+    return rows[draws[draw]][0] if draw < len(draws) else None
+
+
+def without_text(record: Record) -> Record:
+    """A record less what a replay does not have: stop strings and bad words as text, and how the errors of failed steps read."""
+    kept = {name: value for name, value in record.items() if name != "error"}
+    if isinstance(kept.get("params"), dict):
+        kept["params"] = {name: value for name, value in kept["params"].items() if name not in ("stop", "bad_words")}
+    return kept
+
+
+def _summary(record: Record | None) -> str:
+    if record is None:
+        return _NOTHING
+    fields = {name: value for name, value in record.items() if name not in ("event", "step")}
+    return f"{record['event']} {shown(fields) if fields else ''}".rstrip()
+
+
+def _contrast(place: str, logged: Any, came: Any, names: tuple[str, str]) -> str:
+    width = max(map(len, names)) + 3
+    return f"{place}\n  {f'{names[0]}:':<{width}}{logged}\n  {f'{names[1]}:':<{width}}{came}"

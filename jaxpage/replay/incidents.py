@@ -1,0 +1,159 @@
+"""The last steps of an engine, kept in memory, and written as a log when somebody asks or a step has failed.
+
+A log can be run again from its beginning alone, because what a step computes depends on the KV cache before it. So what falls out of the
+ring is folded into a snapshot: the requests that are still there, what they drew, and their block tables. As long as nothing has fallen
+out, an incident is a log like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpage.replay.event_log import write_log
+from jaxpage.replay.recorder import Record, Recorder
+from jaxpage.replay.walk import Walk
+from jaxpage.step.plan import StepPlan
+
+logger = logging.getLogger(__name__)
+
+MAX_FILES = 100  # of one process
+# Parameters that hold text, token ids, or labels that a client chose.
+_OF_TEXT = frozenset(
+    [
+        "stop",
+        "stop_token_ids",
+        "bad_words",
+        "logit_bias",
+        "allowed_token_ids",
+        "structured_outputs",
+        "cache_salt",
+        "user",
+    ]
+)
+
+
+class Incident(NamedTuple):
+    """What was in the ring at one moment."""
+
+    reason: str
+    step: int
+    num_steps: int
+    why_not_replayable: str | None
+    records: list[Record]
+
+
+class IncidentRing(Recorder):
+    """Keeps the records of the last steps. On the engine's thread."""
+
+    def __init__(self, num_steps: int, *, keeps_token_ids: bool, unsaid: str = "") -> None:
+        """unsaid: what records do not say of this engine, and a replay would have to know."""
+        super().__init__(self._keep)
+        self._most, self._keeps_token_ids, self._unsaid = num_steps, keeps_token_ids, unsaid
+        self._records: deque[Record] = deque()
+        self._num_steps = 0
+        self._before = Walk()  # behind what has fallen out
+        self._is_whole = True  # nothing has fallen out, and the weights are those of the start
+        self.failure: Callable[[Incident], None] = lambda incident: None  # told of a failed step
+
+    def failed(self, plan: StepPlan, error: Exception) -> None:
+        super().failed(plan, error)
+        self.failure(self.taken("a step failed"))
+
+    def weights_replaced(self) -> None:
+        """What was computed with the old ones would come out otherwise now."""
+        self._records.clear()
+        self._num_steps, self._before, self._is_whole = 0, Walk(), False
+
+    def taken(self, reason: str) -> Incident:
+        why_not = None
+        if not self._is_whole:
+            why_not = "it does not begin with the engine's first step, and a step depends on the KV cache before it"
+        elif not self._keeps_token_ids:
+            why_not = "token ids were left out"
+        elif self._unsaid:
+            why_not = f"a log does not say {self._unsaid}"
+        before = [] if self._is_whole else [self._before.snapshot()]
+        return Incident(reason, self._step, self._num_steps, why_not, [*before, *self._records])
+
+    def _keep(self, record: Record) -> None:
+        try:
+            self._add(record if self._keeps_token_ids else scrubbed(record))
+        except Exception:  # it costs the incidents their beginning, and no request anything
+            logger.exception("the records of the last steps are lost, and kept anew from here on")
+            self.weights_replaced()
+
+    def _add(self, record: Record) -> None:
+        self._records.append(record)
+        self._num_steps += record["event"] == "plan"
+        while self._num_steps > self._most or (not self._is_whole and self._records[0]["event"] != "plan"):
+            oldest = self._records.popleft()
+            self._num_steps -= oldest["event"] == "plan"
+            self._is_whole = False
+            self._before.follow(oldest)
+            if not self._records:
+                break
+
+
+class Incidents:
+    """Writes what a ring holds into files of one directory, as logs that their owner alone can read."""
+
+    def __init__(self, ring: IncidentRing, directory: Path, header: Callable[[], Record]):
+        """header: of a log of this engine; it may take seconds."""
+        self.ring, self._directory, self._header = ring, directory, header
+        self._lock = threading.Lock()
+        self._num_files = 0
+        ring.failure = self._write_aside
+
+    def write(self, incident: Incident) -> Path:
+        """The file. Takes a while. Raises OSError; FileExistsError, if this process has written as many as it may."""
+        with self._lock:
+            if self._num_files >= MAX_FILES:
+                raise FileExistsError(f"{MAX_FILES} incidents were written, which is the most of one process")
+            self._num_files += 1
+            name = time.strftime("incident-%Y%m%dT%H%M%SZ", time.gmtime())
+            path = self._directory / f"{name}-step-{incident.step}-{self._num_files}.jsonl"
+            about = {name: value for name, value in incident._asdict().items() if name != "records"}
+            write_log(path, [{**self._header(), "incident": about}, *incident.records])
+        logger.warning("the last %d steps are in %s (%s)", incident.num_steps, path, incident.reason)
+        return path
+
+    def _write_aside(self, incident: Incident) -> None:
+        threading.Thread(target=self._try_to_write, args=(incident,), daemon=True, name="jaxpage-incident").start()
+
+    def _try_to_write(self, incident: Incident) -> None:
+        try:
+            self.write(incident)
+        except OSError as error:
+            logger.error("the incident cannot be written: %s", error)
+
+
+def scrubbed(record: Record) -> Record:
+    """Without token ids, texts and log probabilities, from which texts could be told. How many tokens there were stays."""
+    match record["event"]:
+        case "arrival":
+            left_out = {"prompt_token_ids", "bad_word_token_ids"}
+            kept = {name: value for name, value in record.items() if name not in left_out}
+            params = {name: value for name, value in kept.get("params", {}).items() if name not in _OF_TEXT}
+            beam = {name: value for name, value in kept.get("beam", {}).items() if name not in _OF_TEXT}
+            both = {"params": params, "beam": beam}
+            asked = {name: value for name, value in both.items() if name in kept}
+            return {**kept, **asked, "num_prompt_tokens": len(record["prompt_token_ids"])}
+        case "plan" if "drafts" in record:
+            return {**record, "drafts": [[one, [None] * len(token_ids)] for one, token_ids, *_ in record["drafts"]]}
+        case "result":
+            edits = [_scrubbed_edit(edit) for edit in record.get("edits", [])]
+            kept = {name: value for name, value in record.items() if name not in ("logprobs", "scores")}
+            tokens = [token if token < 0 else None for token in record["tokens"]]
+            return {**kept, "tokens": tokens, **({"edits": edits} if edits else {})}
+    return record
+
+
+def _scrubbed_edit(edit: list[Any]) -> list[Any]:
+    """Without what stopped a text."""
+    return [*edit[:3], None, *edit[4:]] if edit[0] == "finish" else edit

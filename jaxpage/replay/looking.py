@@ -1,0 +1,173 @@
+"""Looks into a log without an engine: the steps of one request, the state at a step, and where two logs part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from jaxpage.errors import EventLogError
+from jaxpage.replay.differences import Differs, differ
+from jaxpage.replay.event_log import LogReader
+from jaxpage.replay.log_header import read_header
+from jaxpage.replay.recorder import Record, usual_draws
+from jaxpage.replay.walk import SequenceWalk, Walk
+
+Path = str | os.PathLike[str]
+_MOST_SHOWN = 16  # entries of a list in a line
+
+
+def records_of(path: Path, until: int | None = None) -> Iterator[Record]:
+    """Behind the header; without the steps after `until`. Raises EventLogError."""
+    with LogReader(path) as log:
+        read_header(log)
+        log.take()
+        while (record := log.next) is not None:
+            if until is not None and record["event"] == "plan" and record.get("step", 0) > until:
+                return
+            yield record
+            log.take()
+
+
+def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
+    """The requests that are there behind a step, each sequence with its block table. Raises EventLogError."""
+    walk = Walk()
+    for record in records_of(path, until):
+        _follow(walk, record)
+    yield f"After step {walk.step}: {len(walk.arrivals)} requests"
+    for request_id, arrival in walk.arrivals.items():
+        yield f"{request_id}: {_num_prompt_tokens(arrival)} prompt tokens"
+        for sequence_id in walk.sequences_of(request_id):
+            sequence = walk.sequences[sequence_id]
+            state = f"blocks {_tables(sequence)}" if sequence.is_running else "waits"
+            yield f"  sequence {sequence_id}: {len(sequence.token_ids)} tokens drawn, {state}"
+
+
+def request_lines(path: Path, request_id: str, until: int | None = None) -> Iterator[str]:
+    """What happened to one request, a line for each of its sequences in each step. Raises EventLogError if the log does not have it."""
+    walk, seen = Walk(), False
+    plan: Record = {"rows": []}
+    for record in records_of(path, until):
+        before = {one for one in walk.sequences if walk.sequences[one].request_id == request_id}
+        _follow(walk, record)
+        place = f"step {walk.step}".ljust(10)
+        if record["event"] == "plan":
+            plan = record
+            if request_id in record.get("preempted", ()):
+                yield f"{place}preempted"
+        elif record["event"] in ("arrival", "snapshot") and request_id in walk.arrivals and not seen:
+            seen = True
+            yield f"{place}{_arrived(walk.arrivals[request_id], is_late=record['event'] == 'snapshot')}"
+        elif record["event"] == "result":
+            yield from (f"{place}{line}" for line in _row_lines(plan, record, walk, request_id))
+        elif record["event"] == "failure" and before:
+            yield f"{place}the step failed: {record.get('error')}"
+        for sequence_id in sorted(before & walk.ended.keys()):
+            yield f"{place}sequence {sequence_id} ended: {walk.ended[sequence_id].finish_reason}"
+    if not seen:
+        raise EventLogError(f"{os.fspath(path)} has no request {request_id!r}" + _names(path, until))
+
+
+def first_difference(path: Path, other: Path, until: int | None = None) -> str | None:
+    """Where two logs part; None: nowhere. Raises EventLogError."""
+    plan: Record = {"rows": []}
+    pairs = zip_longest(records_of(path, until), records_of(other, until))
+    for line, (ours, theirs) in enumerate(pairs, start=2):
+        if ours is not None and ours["event"] == "plan":
+            plan = ours
+        try:
+            if ours != theirs:
+                place = f"First difference: step {(ours or theirs or {}).get('step')} (line {line})"
+                differ(place, ours, theirs, plan, names=(os.fspath(path), os.fspath(other)))
+        except Differs as found:
+            return str(found)
+    return None
+
+
+def header_differences(path: Path, other: Path) -> Iterator[str]:
+    """What the headers of two logs have that differs, a line each."""
+    headers = []
+    for one in (path, other):
+        with LogReader(one) as log:
+            headers.append(read_header(log))
+    first, second = headers
+    for name in dict.fromkeys([*first, *second]):
+        ours, theirs = first.get(name), second.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            differing = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
+            yield from (f"{name}.{key}: {ours.get(key)!r}, and {theirs.get(key)!r}" for key in differing)
+        elif ours != theirs:
+            yield f"{name}: {ours!r}, and {theirs!r}"
+
+
+def _follow(walk: Walk, record: Record) -> None:
+    try:
+        walk.follow(record)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise EventLogError(f"this {record['event']} of step {record.get('step')} makes no sense: {error!r}") from error
+
+
+def _row_lines(plan: Record, result: Record, walk: Walk, request_id: str) -> Iterator[str]:
+    logprobs = _logprobs(plan, result)
+    for sequence_id, start, num_tokens in plan["rows"]:
+        sequence = walk.sequences.get(sequence_id) or walk.ended.get(sequence_id)
+        if sequence is None or sequence.request_id != request_id:
+            continue
+        computed = f"token {start}" if num_tokens == 1 else f"tokens {start} to {start + num_tokens - 1}"
+        line = f"sequence {sequence_id}: computed {computed}, blocks {_tables(sequence)}"
+        if (drawn := walk.drawn.get(sequence_id)) is not None:
+            line += f", drew {_listed(drawn)}" if None not in drawn else f", drew {len(drawn)} tokens"
+        if sequence_id in logprobs:
+            line += f" (log probability {logprobs[sequence_id]:.4f})"
+        yield line
+    for kind, *edit in result.get("edits", ()):
+        child = walk.sequences.get(edit[1]) or walk.ended.get(edit[1]) if kind == "fork" else None
+        if child is not None and child.request_id == request_id:
+            yield f"sequence {edit[1]}: forked from sequence {edit[0]}, drew {_listed(walk.drawn.get(edit[1], []))}"
+
+
+def _logprobs(plan: Record, result: Record) -> dict[int, float]:
+    """Of what sequences drew, those with several draws left out."""
+    draws, rows = plan.get("draws", usual_draws(plan)), plan["rows"]
+    found = {}
+    for draw, _, _, bits in result.get("logprobs", ()):
+        if draws.count(draws[draw]) == 1:
+            found[rows[draws[draw]][0]] = float(np.array(bits[:1], np.int32).view(np.float32)[0])
+    return found
+
+
+def _arrived(arrival: Record, *, is_late: bool) -> str:
+    asked: Record = arrival.get("beam") or arrival.get("params") or {}
+    given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    was_there = "was there when the log begins" if is_late else "arrived"
+    return f"{was_there}: {_num_prompt_tokens(arrival)} prompt tokens, seed {arrival.get('seed')}" + (
+        given and f", {given}"
+    )
+
+
+def _num_prompt_tokens(arrival: Record) -> int:
+    return arrival["num_prompt_tokens"] if "num_prompt_tokens" in arrival else len(arrival["prompt_token_ids"])
+
+
+def _tables(sequence: SequenceWalk) -> str:
+    return " and ".join(map(_listed, sequence.tables))
+
+
+def _listed(values: list[Any]) -> str:
+    if len(values) <= _MOST_SHOWN:
+        return str(values)
+    return f"[{', '.join(map(str, values[: _MOST_SHOWN - 1]))}, ... {values[-1]}] ({len(values)})"
+
+
+def _names(path: Path, until: int | None) -> str:
+    found: dict[str, None] = {}
+    for record in records_of(path, until):
+        arrivals = record["requests"] if record["event"] == "snapshot" else [record] * (record["event"] == "arrival")
+        found |= dict.fromkeys(str(arrival["request_id"]) for arrival in arrivals)
+    names = list(found)
+    return (
+        f"; it has {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else ""
+    )

@@ -1,0 +1,148 @@
+"""What the records of a log alone tell of an engine: which requests are there, what they drew, and their block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from jaxpage.replay.recorder import Record, usual_draws
+
+
+@dataclass
+class SequenceWalk:
+    """One sequence. Tokens are None where a log is scrubbed; of a beam search a log has none."""
+
+    request_id: str
+    sample_index: int = 0
+    token_ids: list[int | None] = field(default_factory=list)  # that it drew
+    tables: list[list[int]] = field(default_factory=lambda: [[]])  # of each cache group, as of its last row
+    is_running: bool = False  # it owns blocks
+    finish_reason: str | None = None
+
+
+class Walk:
+    """The state behind the last record that it followed. What has ended is there until the next one."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.arrivals: dict[str, Record] = {}  # by request id
+        self.sequences: dict[int, SequenceWalk] = {}
+        self.ended: dict[int, SequenceWalk] = {}  # by the last record
+        self.drawn: dict[int, list[int | None]] = {}  # by the last record
+        self._plan: Record = {}
+
+    def follow(self, record: Record) -> None:
+        self.step = record.get("step", self.step)
+        self.ended, self.drawn = {}, {}
+        match record["event"]:
+            case "snapshot":
+                for arrival in record["requests"]:
+                    self._arrive(arrival)
+            case "arrival":
+                self._arrive(record)
+            case "abort" | "pin":
+                self._end(self.sequences_of(record["request_id"]), record["event"])
+            case "plan":
+                self._planned(record)
+            case "result":
+                self._drew(record)
+            case "failure":
+                self._end([one for one, sequence in self.sequences.items() if sequence.is_running], "error")
+
+    def sequences_of(self, request_id: str) -> list[int]:
+        return [one for one, sequence in self.sequences.items() if sequence.request_id == request_id]
+
+    def _is_beam(self, sequence_id: int) -> bool:
+        sequence = self.sequences.get(sequence_id)
+        return sequence is not None and "beam" in self.arrivals[sequence.request_id]
+
+    def snapshot(self) -> Record:
+        """The whole state as a record, from which a walk may begin."""
+        return {"event": "snapshot", "step": self.step, "requests": list(map(self._described, self.arrivals))}
+
+    def _described(self, request_id: str) -> Record:
+        present = []
+        for one in self.sequences_of(request_id):
+            fields = asdict(self.sequences[one])  # copies: the walk goes on
+            del fields["request_id"]
+            present.append({"sequence": one, **fields})
+        return {**self.arrivals[request_id], "present": present}
+
+    def _arrive(self, record: Record) -> None:
+        request_id = record["request_id"]
+        self.arrivals[request_id] = {name: value for name, value in record.items() if name not in ("event", "present")}
+        for given in record.get("present", [{"sequence": record["sequences"][0]}]):
+            fields = {name: value for name, value in given.items() if name != "sequence"}
+            self.sequences[given["sequence"]] = SequenceWalk(request_id, **fields)
+
+    def _planned(self, plan: Record) -> None:
+        self._plan = plan
+        for request_id in plan.get("preempted", ()):
+            for one in self.sequences_of(request_id):
+                self.sequences[one].is_running = False
+        for sequence_id, *change in plan.get("tables", ()):
+            _change(self.sequences[sequence_id].tables, 0, change)
+        for group, sequence_id, *change in plan.get("further_tables", ()):
+            _change(self.sequences[sequence_id].tables, group, change)
+        for sequence_id, _, _ in plan["rows"]:
+            self.sequences[sequence_id].is_running = True
+
+    def _drew(self, result: Record) -> None:
+        edits: list[Any] = result.get("edits", [])
+        cuts = {edit[1]: edit[4] for edit in edits if edit[0] == "finish" and len(edit) > 4}
+        before = {one: len(sequence.token_ids) for one, sequence in self.sequences.items()}
+        drawn = tokens_drawn(self._plan, result, [edit for edit in edits if edit[0] == "fork"])
+        self.drawn = {one: tokens[: cuts.get(one)] for one, tokens in drawn if not self._is_beam(one)}
+        for one in self.drawn.keys() & before.keys():
+            self.sequences[one].token_ids += self.drawn[one]
+        for kind, sequence_id, *edit in edits:  # in this order: a beam search gives an id that it dropped to a fork
+            if kind == "fork":
+                parent, (child_id, sample_index) = self.sequences[sequence_id], edit
+                common = parent.token_ids[: before.get(sequence_id)]
+                token_ids = common + self.drawn.get(child_id, [])
+                self.sequences[child_id] = SequenceWalk(parent.request_id, sample_index, token_ids, is_running=True)
+            else:
+                self._end([sequence_id], edit[0] if kind == "finish" else "drop")
+
+    def _end(self, sequence_ids: Iterable[int], reason: str) -> None:
+        for one in sequence_ids:
+            if (sequence := self.sequences.pop(one, None)) is not None:
+                sequence.finish_reason = reason
+                self.ended[one] = sequence
+                if not self.sequences_of(sequence.request_id):
+                    self.arrivals.pop(sequence.request_id, None)
+
+
+def tokens_drawn(plan: Record, result: Record, forks: Iterable[Any]) -> Iterator[tuple[int, list[int | None]]]:
+    """Each sequence of a step with what it drew, right drafts included. Of several draws of one row without drafts the last is its own, and
+    those before it are its forks'."""
+    draws: dict[int, list[int | None]] = {}  # by row
+    for row, token in zip(plan.get("draws", usual_draws(plan)), result["tokens"], strict=False):
+        draws.setdefault(row, []).append(token)
+    drafted = {draft[0] for draft in plan.get("drafts", ())}
+    for row, tokens in draws.items():
+        sequence_id = plan["rows"][row][0]
+        if sequence_id in drafted:
+            path = result["paths"][row] if "paths" in result else range(1, len(tokens))
+            yield sequence_id, _valid([tokens[0], *(tokens[place] for place in path)])
+            continue
+        yield sequence_id, _valid(tokens[-1:])
+        children = [child_id for _, parent_id, child_id, _ in forks if parent_id == sequence_id]
+        for child_id, token in zip(children, tokens[:-1], strict=False):
+            yield child_id, _valid([token])
+
+
+def _valid(tokens: list[int | None]) -> list[int | None]:
+    """Without those that say that nothing could be drawn."""
+    return [token for token in tokens if token is None or token >= 0]
+
+
+def _change(tables: list[list[int]], group: int, change: list[Any]) -> None:
+    """[length, [first place that changed, block, ...], ...] done to a block table."""
+    length, *runs = change
+    while len(tables) <= group:
+        tables.append([])
+    table = tables[group] = [*tables[group][:length], *[0] * (length - len(tables[group]))]
+    for place, *blocks in runs:
+        table[place : place + len(blocks)] = blocks

@@ -1,0 +1,74 @@
+"""The server's application with its engine running, for programs that bring a server of their own, such as Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxpage.replay.opening import open_engine
+from jaxpage.serving import logs
+from jaxpage.serving.app import build_app
+from jaxpage.serving.capabilities import capabilities
+from jaxpage.serving.config import read_api_keys, resolve_both
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.incidents import open_incidents
+from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.startup import model_context, publish_kv_events
+
+
+class Application:
+    """The application, and an engine that ends with the server's lifespan."""
+
+    def __init__(self, app: ASGIApp, loop: EngineLoop) -> None:
+        self._app, self._loop = app, loop
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        while (await receive())["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        await asyncio.to_thread(self._loop.stop)
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def asgi_app(
+    config: str | os.PathLike[str] | None = None,
+    *,
+    engine: Mapping[str, Any] | None = None,
+    server: Mapping[str, Any] | None = None,
+) -> Application:
+    """Loads, compiles, starts the engine's thread, and returns the application. Settings of sockets and of the shutdown are the caller's.
+
+    Args:
+        config: a YAML file, as of `jaxpage serve --config`. engine, server: settings by name, which win over it.
+
+    Raises the errors of `LLM`.
+    """
+    for_engine, for_server = resolve_both(config, engine or {}, server or {})
+    ours, theirs = for_engine.config, for_server.config
+    logs.configure(theirs)
+    api_keys = read_api_keys(theirs)
+    built = open_engine(ours, progress=False)
+    publish_kv_events(built, theirs)
+    incidents, context = open_incidents(built, ours, theirs), model_context(built, ours, theirs)
+    loop = EngineLoop(
+        built,
+        max_queued_requests=theirs.max_queued_requests,
+        request_timeout_seconds=theirs.request_timeout_seconds,
+    )
+    loop.start()
+    app = build_app(
+        loop,
+        context,
+        theirs,
+        ServerMetrics(context.model_names[0], built.memory.block_size),
+        capabilities=capabilities(built, ours, theirs, context.limits),
+        api_keys=api_keys,
+        incidents=incidents,
+    )
+    return Application(app, loop)

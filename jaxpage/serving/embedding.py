@@ -1,0 +1,64 @@
+"""Answers POST /v1/embeddings: one input after another on the engine's thread, between two of its steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+from starlette.types import Receive, Scope, Send
+
+from jaxpage.engine.admission import PreparedRequest
+from jaxpage.engine.embedding import Embedder, Pooling
+from jaxpage.engine.engine import Engine
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
+from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.wire.body import parse_object
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
+
+
+class Embedding:
+    """The vectors of texts. What their lengths need is compiled aside, so that requests that generate go on meanwhile."""
+
+    def __init__(self, loop: EngineLoop, preparing: Preparing, context: ModelContext, embedder: Embedder):
+        self._loop = loop
+        self._preparing = preparing
+        self._context = context
+        self._embedder = embedder
+
+    async def answer(self, raw: bytes, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError, and what the engine's loop raises."""
+        async with self._loop.in_time(arrived):
+            asked = await self._preparing.run(lambda: open_embeddings(parse_object(raw), self._context))
+            requests = await self._requests(asked)
+            vectors = await self._vectors(requests, asked)
+        num_tokens = sum(len(request.token_ids) for request in requests)
+        headers = ignored_header(asked.ignored_fields)
+        answer = await asyncio.to_thread(lambda: json_answer(asked.whole(vectors, num_tokens), headers=headers))
+        await answer(scope, receive, send)
+
+    async def _requests(self, asked: EmbeddingAnswer) -> list[PreparedRequest]:
+        try:
+            return await self._preparing.requests(asked.prompts)
+        except Exception as error:
+            refusal = refusal_of(error) or asked.refusal(error)
+            raise (to_api_error(error) if refusal.status == 500 else refusal) from error  # a 500 is logged
+
+    async def _vectors(
+        self, requests: Sequence[PreparedRequest], asked: EmbeddingAnswer
+    ) -> list[npt.NDArray[np.float32]]:
+        longest = max(len(request.token_ids) for request in requests)
+        await self._preparing.aside(lambda: self._embedder.compile(longest))
+        vectors = []
+        for request in requests:
+            embed = partial(self._embedded, token_ids=request.token_ids, pooling=asked.pooling)
+            vectors.append(await self._loop.snapshot(embed))
+            asked.check_width(vectors[0].size)
+        return vectors
+
+    def _embedded(self, engine: Engine, token_ids: Sequence[int], pooling: Pooling) -> npt.NDArray[np.float32]:
+        return self._embedder.embed(engine.runner.parameters["target"], token_ids, pooling)

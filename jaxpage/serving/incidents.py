@@ -1,0 +1,58 @@
+"""The last steps of a server's engine as a file: POST /debug/incident, and after a failed step."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxpage.engine.build import Built
+from jaxpage.engine.events import Both
+from jaxpage.errors import ConfigError
+from jaxpage.replay.incidents import IncidentRing, Incidents
+from jaxpage.replay.log_header import header
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.http.answers import json_answer
+from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.settings.engine_config import EngineConfig
+
+
+def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> Incidents | None:
+    """Listens to an engine that has not begun. None without `incident_steps`. Raises ConfigError if no file can be written."""
+    if server.incident_steps is None:
+        return None
+    directory = Path(server.incident_directory)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"incident_directory: {directory} is not a directory that can be written to")
+    unsaid = "which LoRA adapter a request has" if engine.enable_lora else ""
+    if engine.prefix_cache_directory is not None:
+        unsaid = "which blocks came from prefix_cache_directory"
+    ring = IncidentRing(server.incident_steps, keeps_token_ids=server.incident_token_ids, unsaid=unsaid)
+    built.engine.events = Both(built.engine.events, ring)
+    return Incidents(ring, directory, lambda: header(engine, built.engine, built.spec))
+
+
+def incident_routes(loop: EngineLoop, incidents: Incidents | None) -> list[Route]:
+    """None where nothing is kept."""
+    if incidents is None:
+        return []
+
+    async def answer(request: Request) -> Response:
+        check_origin(request.headers)
+        incident = await loop.snapshot(lambda engine: incidents.ring.taken("asked for"))
+        try:
+            path = await asyncio.to_thread(incidents.write, incident)
+        except FileExistsError as error:
+            raise ApiError(409, str(error), code="conflict") from error
+        except OSError as error:
+            raise ApiError(500, f"The incident cannot be written: {error.strerror}") from error
+        facts = {"num_steps": incident.num_steps, "why_not_replayable": incident.why_not_replayable}
+        return json_answer({"file": path.name, **facts})
+
+    return [Route("/debug/incident", answer, methods=["POST"])]

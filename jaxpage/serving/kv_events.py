@@ -1,0 +1,86 @@
+"""KV events as vLLM has them: which prefixes this server's cache can find, for routers that send a request to where its prefix is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxpage.engine.events import Events
+from jaxpage.memory import CacheObserver, Entry
+from jaxpage.step.plan import StepPlan
+from jaxpage.step.report import StepReport
+
+Batch = list[Any]  # [time, events, rank]
+MEDIUM = "GPU"  # vLLM's word for the device
+RANK = 0  # of data parallelism
+
+
+class KVEvents(Events, CacheObserver):
+    """Gathers what happens to the prefix index in a step, and sends it as one batch.
+
+    Prefixes with a cache salt or an adapter are left out: others cannot find them, and are not to know their tokens.
+    """
+
+    def __init__(
+        self, block_size: int, send: Callable[[Batch], None], close: Callable[[], None] = lambda: None
+    ) -> None:
+        self._block_size, self._send, self._close = block_size, send, close
+        self._events: list[dict[str, Any]] = []
+        self._hashes: dict[int, int] = {}  # of the blocks that were told of
+        self._last_block: int | None = None  # that the last event told of
+
+    def stored(self, block: int, entry: Entry) -> None:
+        parent = entry.parent
+        if isinstance(parent, str) or (parent is not None and parent not in self._hashes):
+            return
+        self._hashes[block] = block_hash = int.from_bytes(entry.digest[:8], "big")
+        if parent is None or self._last_block != parent:
+            self._events.append(
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [],
+                    "parent_block_hash": None if parent is None else self._hashes[parent],
+                    "token_ids": [],
+                    "block_size": self._block_size,
+                    "lora_id": None,
+                    "medium": MEDIUM,
+                    "lora_name": None,
+                }
+            )
+        self._events[-1]["block_hashes"].append(block_hash)
+        self._events[-1]["token_ids"] += entry.token_ids
+        self._last_block = block
+
+    def removed(self, blocks: list[int]) -> None:
+        if hashes := [self._hashes.pop(block) for block in blocks if block in self._hashes]:
+            self._add({"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIUM})
+
+    def cleared(self) -> None:
+        self._hashes.clear()
+        self._add({"type": "AllBlocksCleared"})
+
+    def stepped(self, report: StepReport) -> None:
+        self._flush()
+
+    def failed(self, plan: StepPlan, error: Exception) -> None:
+        self._flush()
+
+    def pages_rebuilt(self) -> None:
+        self._flush()
+
+    def prefix_cache_reset(self) -> None:
+        self._flush()
+
+    def closed(self) -> None:
+        self._flush()
+        self._close()
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self._events.append(event)
+        self._last_block = None
+
+    def _flush(self) -> None:
+        if self._events:
+            self._send([time.time(), self._events, RANK])
+            self._events, self._last_block = [], None

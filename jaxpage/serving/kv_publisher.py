@@ -1,0 +1,79 @@
+"""Sends batches of KV events over ZeroMQ, numbered, and sends again what a subscriber missed. The wire format is vLLM's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+
+import msgpack
+import zmq
+
+from jaxpage.errors import ConfigError
+from jaxpage.serving.kv_events import Batch
+
+NUM_KEPT = 10_000  # batches that can be sent again
+REPLAY_SECONDS = 0.05  # that who asks for them may wait
+END = (-1).to_bytes(8, "big", signed=True)  # the number behind the last
+
+
+class KVPublisher:
+    """A message is [topic, number as 8 bytes, batch as msgpack]. A slow subscriber loses batches, which their numbers show."""
+
+    def __init__(self, endpoint: str, *, replay_endpoint: str | None = None, topic: str = "") -> None:
+        """Binds. Raises ConfigError if that cannot be."""
+        self._topic, self._number = topic.encode(), 0
+        self._waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=NUM_KEPT)
+        self._context = zmq.Context()
+        self._sending = self._bound("kv_events", zmq.PUB, endpoint)
+        self._replaying = self._bound("kv_events_replay", zmq.ROUTER, replay_endpoint) if replay_endpoint else None
+        self._thread = threading.Thread(target=self._run, name="jaxpage-kv-events", daemon=True)
+        self._thread.start()
+
+    def send(self, batch: Batch) -> None:
+        """Never waits."""
+        self._waiting.put(batch)
+
+    def close(self) -> None:
+        """What was sent before is sent."""
+        self._waiting.put(None)
+        self._thread.join(5)
+
+    def _bound(self, setting: str, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        found = self._context.socket(kind)
+        found.linger = 1000  # milliseconds
+        try:
+            found.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"{setting}: cannot listen on {endpoint}: {error.strerror}") from None
+        return found
+
+    def _run(self) -> None:
+        patience = None if self._replaying is None else REPLAY_SECONDS
+        while True:
+            try:
+                if (batch := self._waiting.get(timeout=patience)) is None:
+                    break
+                self._publish(batch)
+            except queue.Empty:
+                pass
+            while self._replaying is not None and self._replaying.poll(0):
+                self._replay(self._replaying)
+        self._context.destroy()
+
+    def _publish(self, batch: Batch) -> None:
+        packed = msgpack.packb(batch)
+        self._kept.append((self._number, packed))
+        self._sending.send_multipart([self._topic, self._number.to_bytes(8, "big"), packed])
+        self._number += 1
+
+    def _replay(self, socket: zmq.Socket[bytes]) -> None:
+        """[who, empty, the first number]: everything from there on, then END. What is no such request is passed over."""
+        match socket.recv_multipart():
+            case [who, b"", bytes(first)] if len(first) == 8:
+                for number, packed in self._kept:
+                    if number >= int.from_bytes(first, "big"):
+                        socket.send_multipart([who, b"", number.to_bytes(8, "big"), packed])
+                socket.send_multipart([who, b"", END, b""])

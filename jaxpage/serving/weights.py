@@ -1,0 +1,84 @@
+"""POST /v1/update_weights: other weights for the model that is served, from below one directory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from jaxpage.checkpoints import with_weights_of
+from jaxpage.engine.replacing import check_replaceable, weights_on_device
+from jaxpage.errors import CheckpointError
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.directories import directory_inside
+from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.generating import while_connected
+from jaxpage.serving.http.answers import json_answer
+from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.http.posting import json_body, post_route
+from jaxpage.serving.in_flight import InFlightRequests
+from jaxpage.serving.preparing import Workers
+from jaxpage.serving.request_handle import QueueFull
+from jaxpage.serving.wire.body import check_fields, parse_object, text_field
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.settings.argument_checks import shown
+
+MODES = ("wait", "abort")  # what happens to requests that run
+MAX_PROBLEMS_CHARACTERS = 100_000
+
+
+class Updating:
+    """One update at a time. Until it has come to its end the old weights are in use."""
+
+    def __init__(self, loop: EngineLoop, directory: Path):
+        self._loop, self._directory = loop, directory
+        self._loading = Workers("weights", 1, 0)
+
+    async def update(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What is answered. Raises ApiError."""
+        check_fields(body, {"path", "mode"})
+        if (mode := body.get("mode", "wait")) not in MODES:
+            raise ApiError(400, f"mode must be one of {', '.join(MODES)}, got {shown(mode)}", param="mode")
+        path = directory_inside(self._directory, text_field(body, "path"), setting="weights_directory", param="path")
+        try:
+            weights = await self._loading.run(lambda: self._loaded(path))
+            version = await self._loop.replace_weights(weights, abort=mode == "abort")
+        except CheckpointError as error:
+            message = str(error).replace(str(path), body["path"])
+            raise ApiError(400, message, param="path", limit=MAX_PROBLEMS_CHARACTERS).quoting(body) from error
+        except QueueFull as error:
+            raise ApiError(409, "Other weights are on their way already", code="conflict") from error
+        except RuntimeError as error:
+            raise ApiError(409, str(error), code="conflict") from error
+        return {"weights_version": version}
+
+    def _loaded(self, path: Path) -> Any:
+        built = self._loop.built
+        return weights_on_device(with_weights_of(built.model, path), built.spec)
+
+
+def weights_routes(config: ServerConfig, loop: EngineLoop, visitors: InFlightRequests) -> list[Route]:
+    """None without `weights_directory`. Raises UnsupportedError where this model's cannot be replaced."""
+    if config.weights_directory is None:
+        return []
+    check_replaceable(loop.built.model, None, "weights_directory")
+    updating = Updating(loop, Path(config.weights_directory))
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        with visitors.inside():
+            arrived = time.monotonic()
+            check_origin(Headers(scope=scope))
+            raw = await json_body(scope, receive)
+
+            async def answered() -> None:
+                async with loop.in_time(arrived):
+                    found = await updating.update(parse_object(raw))
+                await json_answer(found)(scope, receive, send)
+
+            await while_connected(receive, answered())
+
+    return [post_route("/v1/update_weights", answer)]

@@ -1,0 +1,71 @@
+"""POST /v1/embeddings: OpenAI's, with the pooling and the normalisation of `LLM.embed`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.engine.embedding import Pooling, normalized
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
+from jaxpage.serving.wire.fields import EmbeddingRequest
+from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
+from jaxpage.serving.wire.reading import read
+from jaxpage.settings.sampling_params import SamplingParams
+
+MAX_INPUTS = 2048  # as OpenAI
+
+
+class EmbeddingAnswer:
+    """What is asked, and what is said of the vectors."""
+
+    def __init__(self, request: EmbeddingRequest, prompts: list[PromptRequest], ignored_fields: tuple[str, ...]):
+        self.prompts = prompts
+        self.ignored_fields = ignored_fields
+        self.pooling: Pooling = request.pooling or "last"
+        self._request = request
+
+    def refusal(self, error: Exception) -> ApiError:
+        """The client's error for an input that the engine refuses."""
+        names = {"prompt": "input", "prompt_token_ids": "input"}
+        return as_api_error(error, names=names).quoting(self._request)
+
+    def check_width(self, width: int) -> None:
+        """Raises ApiError if other dimensions are asked than the vectors have."""
+        if (asked := self._request.dimensions) not in (None, width):
+            message = f"dimensions={asked} is not supported: the vectors of this model have {width}"
+            raise ApiError(400, message, param="dimensions")
+
+    def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
+        """The response. num_tokens: of all inputs."""
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._written(vector)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "data": data, "model": self._request.model, "usage": usage}
+
+    def _written(self, vector: npt.NDArray[np.float32]) -> str | list[float]:
+        numbers = vector if self._request.normalize is False else normalized(vector)
+        if self._request.encoding_format == "base64":
+            return base64.b64encode(numbers.astype("<f4").tobytes()).decode()
+        written: list[float] = numbers.tolist()
+        return written
+
+
+@quotes
+def open_embeddings(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
+    """Raises ApiError."""
+    request, ignored = read(body, EmbeddingRequest, context)
+    if context.adapter(request.model) is not None:
+        raise ApiError(400, "Embeddings of a LoRA adapter are not supported; name the model itself", param="model")
+    inputs = prompts_of(request.input)
+    if not 0 < len(inputs) <= MAX_INPUTS:
+        raise ApiError(400, f"input must be 1 to {MAX_INPUTS} inputs, not {len(inputs)}", param="input")
+    params, add_special_tokens = SamplingParams(max_tokens=1), request.add_special_tokens is not False
+    checked = [context.checked_prompt(one, "input") for one in inputs]
+    return EmbeddingAnswer(request, [PromptRequest(one, params, add_special_tokens) for one in checked], ignored)

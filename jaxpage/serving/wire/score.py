@@ -1,0 +1,132 @@
+"""POST /v1/score: log probabilities of given continuations."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxpage.engine.scoring import SCORING, continuation_logprobs
+from jaxpage.outputs import RequestOutput
+from jaxpage.serving.wire.answering import check_finished
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
+from jaxpage.serving.wire.fields import ScoreRequest
+from jaxpage.serving.wire.logprobs import bounded
+from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
+from jaxpage.serving.wire.reading import read
+
+
+@quotes
+def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
+    """An `Exchange`. Encodes texts, so it may take a while. Raises ApiError."""
+    request, ignored = read(body, ScoreRequest, context)
+    pairs = [_encoded(prompt, continuation, request, context) for prompt, continuation in _pairs(request, context)]
+    params = replace(SCORING, priority=request.priority or 0, cache_salt=request.cache_salt, user=request.user)
+    lora = context.adapter(request.model)
+    prompts = [PromptRequest(token_ids, params, False, lora) for token_ids, _ in pairs]
+    return ScoreAnswer(request, context, prompts, [num_prompt_tokens for _, num_prompt_tokens in pairs], ignored)
+
+
+class ScoreAnswer:
+    """Prompts, each with its continuation."""
+
+    stream = False
+
+    def __init__(
+        self,
+        request: ScoreRequest,
+        context: ModelContext,
+        prompts: list[PromptRequest],
+        num_prompt_tokens: Sequence[int],
+        ignored_fields: tuple[str, ...],
+    ) -> None:
+        """num_prompt_tokens: of each pair, how many of its tokens are not the continuation's."""
+        self.id = f"score-{uuid.uuid4().hex}"
+        self.prompts = prompts
+        self.ignored_fields = ignored_fields
+        self._request = request
+        self._context = context
+        self._num_prompt_tokens = num_prompt_tokens
+        self._created = int(time.time())
+
+    def refusal(self, error: Exception) -> ApiError:
+        return as_api_error(error, names={"prompt_token_ids": "prompt"}).quoting(self._request)
+
+    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        raise NotImplementedError("scores are not streamed")
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        raise NotImplementedError("scores are not streamed")
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        data = []
+        for index, (output, num_prompt_tokens) in enumerate(zip(outputs, self._num_prompt_tokens, strict=True)):
+            check_finished(output.outputs[0], self._request)
+            entries = continuation_logprobs(output, num_prompt_tokens)
+            logprobs = [bounded(entry.logprob) for entry in entries]
+            data.append(
+                {
+                    "object": "score",
+                    "index": index,
+                    "score": sum(logprobs),
+                    "token_ids": output.prompt_token_ids[num_prompt_tokens:],
+                    "token_logprobs": logprobs,
+                    "is_greedy": all(entry.rank == 1 for entry in entries),
+                }
+            )
+        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {
+            "id": self.id,
+            "object": "list",
+            "created": self._created,
+            "model": self._request.model,
+            "system_fingerprint": self._context.fingerprint(outputs[0].weights_version),
+            "data": data,
+            "usage": usage,
+        }
+
+
+def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]]:
+    """Each prompt with its continuation; a single prompt goes with all of them. Raises ApiError."""
+    prompts, continuations = prompts_of(request.prompt), prompts_of(request.continuation)
+    most = context.limits.max_prompts
+    for name, given in (("prompt", prompts), ("continuation", continuations)):
+        if not 0 < len(given) <= most:
+            raise ApiError(400, f"{name} must be 1 to {most} of them, not {len(given)}", param=name)
+    if len(prompts) == 1:
+        prompts *= len(continuations)
+    if len(prompts) != len(continuations):
+        message = f"continuation must be one for each prompt: there are {len(prompts)} prompts and {len(continuations)}"
+        raise ApiError(400, message, param="continuation")
+    return list(zip(prompts, continuations, strict=True))
+
+
+def _encoded(
+    prompt: Any, continuation: Any, request: ScoreRequest, context: ModelContext
+) -> tuple[tuple[int, ...], int]:
+    """The tokens of both, and how many of them are the prompt's.
+
+    Texts are encoded together, since a word's token has the space before it: what the prompt alone would have is cut off. Spaces at its
+    end go with the continuation for the same reason. lm-eval does both.
+    """
+    if isinstance(prompt, str) != isinstance(continuation, str):
+        raise ApiError(400, "prompt and continuation must both be text, or both be token ids", param="continuation")
+    for name, given in (("prompt", prompt), ("continuation", continuation)):
+        context.checked_prompt(given, name)
+    if isinstance(prompt, str):
+        special, tokenizer = request.add_special_tokens is not False, context.tokenizer
+        assert tokenizer is not None
+        context.check_length(prompt + continuation, "prompt")
+        token_ids = tuple(tokenizer(prompt + continuation, add_special_tokens=special)["input_ids"])
+        num_prompt_tokens = len(tokenizer(prompt.rstrip(), add_special_tokens=special)["input_ids"])
+    else:
+        token_ids, num_prompt_tokens = (*prompt, *continuation), len(prompt)
+    if not num_prompt_tokens:
+        raise ApiError(400, "prompt must have at least one token", param="prompt")
+    if num_prompt_tokens >= len(token_ids):
+        raise ApiError(400, "continuation must have at least one token", param="continuation")
+    return token_ids, num_prompt_tokens
