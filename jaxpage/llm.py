@@ -12,10 +12,10 @@ import numpy.typing as npt
 from jinja2 import TemplateError
 from tqdm import tqdm
 
-from jaxpage.checkpoints import load_weights, named_parameters, open_parameters, with_parameters
+from jaxpage.checkpoints import named_parameters, open_parameters, with_parameters
 from jaxpage.device.mesh import make_mesh
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
-from jaxpage.engine.build import Built
+from jaxpage.engine.build import Built, load_model, whole_weights
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.embedding import Embedder, Pooling
 from jaxpage.engine.interrupts import held_interrupts
@@ -128,7 +128,8 @@ class LLM:
         """
         self._calls.check_open()
         self._check_plain("parameters")
-        return named_parameters(self._model.plan, self._engine.runner.parameters["target"])
+        weights = whole_weights(self._model, self.spec, self._engine.runner.parameters["target"])
+        return named_parameters(self._model.plan, weights)
 
     def update_parameters(self, parameters: Mapping[str, Any], *, check_finite: bool = False) -> int:
         """Takes other weights, without compiling anything. Requests of other threads are finished first, with the old ones.
@@ -150,7 +151,7 @@ class LLM:
         if self.config.event_log is not None:
             raise UnsupportedError("update_parameters is not supported with event_log: a log has one set of weights")
         files = with_parameters(self._model, parameters, check_finite=check_finite)
-        weights = load_weights(files.plan, self.spec.layout.dtype, make_mesh().put)
+        weights = load_model(files, self.spec, make_mesh(self.config.tensor_parallel_size))
         with self._calls.alone():
             self._calls.drain()
             return self._engine.replace_weights(weights)
@@ -278,7 +279,8 @@ class LLM:
         with self._calls.alone():
             if self._embedder is None:
                 options = self._engine.runner.executables.options
-                self._embedder = Embedder(options, self._model.spec.kv, self.config.block_size, self.spec.page_dtype)
+                kv, mesh = self._model.spec.kv, make_mesh(self.config.tensor_parallel_size)
+                self._embedder = Embedder(options, kv, self.config.block_size, self.spec.page_dtype, mesh)
             weights = self._engine.runner.parameters["target"]
             bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
             vectors = np.stack([self._embedder.embed(weights, request.token_ids, pooling) for request in bar])

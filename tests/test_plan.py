@@ -287,7 +287,7 @@ def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
     assert run(model, "--memory", "12GiB") == 1
     out, err = capsys.readouterr()
     assert "of 10.80 GiB available on a device of 12.00 GiB (gpu_memory_utilization 0.9), weights take 14.96 GiB" in err
-    assert "bfloat16  auto           2*  7.48 GiB     64.00 KiB     36\n" in out and "Users at" not in out
+    assert "bfloat16  auto           2   7.48 GiB     64.00 KiB     36\n" in out and "Users at" not in out
     assert run(model, "--memory", "12GiB", "--json") == 1
     assert capsys.readouterr().out == ""
     assert run(model, "--memory", "17.5GiB", "--gpu-memory-utilization", "0.95", "--max-model-len", "8192") == 1

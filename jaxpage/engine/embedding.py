@@ -6,17 +6,17 @@ A prompt runs by itself, in chunks of one shape, over pages of its own: nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import compiled
-from jaxpage.device.mesh import make_mesh
+from jaxpage.device.mesh import DeviceMesh
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, pooled_step
 from jaxpage.models.base import KVSpec
@@ -29,9 +29,11 @@ LEAST_POSITIONS = 512  # of the pages; longer prompts have twice that, and so on
 class Embedder:
     """Not for several threads at once."""
 
-    def __init__(self, options: StepOptions, kv: KVSpec, block_size: int, page_dtype: Any):
-        self._options = options._replace(drafter=None, layer_groups=(0,) * kv.num_layers)
-        self._kv, self._block_size, self._page_dtype = kv, block_size, page_dtype
+    def __init__(self, options: StepOptions, kv: KVSpec, block_size: int, page_dtype: Any, mesh: DeviceMesh):
+        sharding = options.sharding
+        self._options = options._replace(drafter=None, layer_groups=(0,) * kv.num_layers * sharding.num_local)
+        self._kv = replace(kv, num_kv_heads=sharding.kv_heads_of_shard) if sharding.is_divided else kv
+        self._block_size, self._page_dtype, self._mesh = block_size, page_dtype, mesh
         self._steps: dict[int, Any] = {}  # by the positions that their pages have
         self._bucket = Bucket(CHUNK_TOKENS, 2, CHUNK_TOKENS)
 
@@ -44,7 +46,7 @@ class Embedder:
         while positions < len(token_ids):
             positions *= 2
         width = -(-positions // self._block_size)
-        pages = make_mesh().zeros(kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype))
+        pages = self._mesh.zeros(self._page_shapes(width + 1))
         total = np.zeros(0, np.float64)
         for start in range(0, len(token_ids), CHUNK_TOKENS):
             part = token_ids[start : start + CHUNK_TOKENS]
@@ -56,6 +58,11 @@ class Embedder:
             total = sum_D.astype(np.float64) + (total if total.size else 0.0)
         return last_D if pooling == "last" else (total / len(token_ids)).astype(np.float32)
 
+    def _page_shapes(self, num_blocks: int) -> kv_pages.KVPages:
+        layers = kv_pages.page_shapes(self._kv, num_blocks, self._block_size, self._page_dtype)
+        each = tuple(layer for layer in layers for _ in range(self._options.sharding.num_local))
+        return tuple(self._mesh.divided(each, kv_pages.KV_HEAD_AXIS))
+
     def _compiled(self, parameters: Any, pages: kv_pages.KVPages, width: int) -> Any:
         tables = TableShape(1, width)
         options = self._options._replace(tables=tables, context=width * self._block_size)
@@ -63,8 +70,9 @@ class Embedder:
         def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
             return pooled_step(parameters, pages, unpack(packed, self._bucket, tables), self._bucket, options)
 
-        packed = jnp.zeros(packed_size(self._bucket, tables), jnp.int32)
-        return compiled(jax.jit(step, donate_argnums=1), parameters, pages, packed)
+        packed = self._mesh.whole(np.zeros(packed_size(self._bucket, tables), np.int32))
+        whole_step = self._mesh.on_each(step, (parameters, pages, None), (None, pages))
+        return compiled(jax.jit(whole_step, donate_argnums=1), parameters, pages, packed)
 
 
 def packed_chunk(
