@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import DEVICE_AXIS
@@ -77,8 +77,9 @@ class DeviceMesh:
         """Arrays of these shapes, types and places, in a tree as theirs: in one call, since one for each takes up to ten times as long."""
         leaves, tree = jax.tree.flatten(shapes)
         alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
-        places = tuple(self.first if self.size == 1 else shape.sharding for shape in leaves)
-        return jax.tree.unflatten(tree, _zeros(alike, places))
+        one = SingleDeviceSharding(self.first)
+        places = tuple(one if self.size == 1 else shape.sharding for shape in leaves)
+        return jax.tree.unflatten(tree, _zeros(alike, places)())
 
     def on_each(self, function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
         """The function of whole arrays that runs `function` on the part that each device has of them.
@@ -93,9 +94,10 @@ class DeviceMesh:
         return jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]) -> list[jax.Array]:
-    return [jnp.zeros(shape.shape, shape.dtype, device=place) for shape, place in zip(shapes, places, strict=True)]
+@functools.cache
+def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]) -> Callable[[], list[jax.Array]]:
+    """Compiled once for the same shapes: a pool that is lost is made again in service."""
+    return jax.jit(lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes], out_shardings=list(places))
 
 
 def _spec(axis: int) -> PartitionSpec:
