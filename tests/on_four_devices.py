@@ -159,7 +159,7 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
     report = replay(log, progress=False)
     assert report.difference is None and report.num_tokens == NUM_TOKENS * len(prompts)
     header = json.loads(log.read_text().splitlines()[0])
-    assert header["config"]["tensor_parallel_size"] == 4 and header["engine"]["sharding"] == [4, 4, True]
+    assert header["config"]["tensor_parallel_size"] == 4 and header["engine"]["sharding"] == [2, 4, 4, True]
 
 
 # The column of the support matrix: two devices give what one gives, to the last bit.

@@ -6,7 +6,7 @@ It is described from settings and headers, and frozen. `jaxpage plan` prints it,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ class EngineSpec:
         memory = self.memory
         return {
             "dtype": self.layout.dtype,
-            "sharding": [self.sharding.num_devices, self.sharding.num_shards, self.sharding.invariant],
+            **({"sharding": list(astuple(self.sharding))} if self.sharding.is_divided else {}),
             "max_model_len": memory.max_model_len,
             "num_blocks": memory.num_blocks,
             "swap_space_blocks": memory.num_host_blocks,

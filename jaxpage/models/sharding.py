@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpage.errors import ConfigError
+from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.attention import Attention
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.experts import Experts
@@ -62,7 +62,7 @@ def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
     """The rule that puts divided layers in the place of others. rule: the model's own, of which there is none beside this one."""
     if not sharding.is_divided:
         return rule
-    assert rule is None, "refused by name: see `engine.capacity`"
+    assert rule is None, "refused by name: see `engine.build`"
 
     def divided(path: Path, module: nnx.Module) -> nnx.Module | None:
         match module:
@@ -128,18 +128,27 @@ class ShardedWeight:
 
 
 def sharded_weights(weights: Iterable[Weight], shapes: Mapping[Any, Any], sharding: Sharding) -> list[ShardedWeight]:
-    """shapes: of the divided model's parameters on one device: see `models.base.abstract_model`."""
+    """shapes: of the divided model's parameters on one device: see `models.base.abstract_model`.
+
+    Raises UnsupportedError for a layer that has heads and is none of those that `with_sharding` divides.
+    """
     places: dict[Path, list[Place]] = {}
     for keys, struct in jax.tree_util.tree_leaves_with_path(shapes):
         path = tuple(key.key for key in keys)
         at = path.index("shards") if "shards" in path else None
         whole = path if at is None else (*path[:at], *path[at + 2 :])
         places.setdefault(whole, []).append(Place(path, 0 if at is None else path[at + 1], struct.shape))
-    return [
-        ShardedWeight(weight, tuple(of), _axis(weight, of[0]), sharding)
-        for weight in weights
-        for of in [places[weight.path]]
-    ]
+    found = []
+    for weight in weights:
+        own = tuple(places[weight.path])
+        axis = _axis(weight, own[0])
+        names = {name for index in range(len(weight.shape)) for name, _ in _parts(weight, index)}
+        if axis is None and len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
+            raise UnsupportedError(
+                f"tensor_parallel_size: {weight.sources[0].pieces[0].name} is of a layer that this version does not divide"
+            )
+        found.append(ShardedWeight(weight, own, axis, sharding))
+    return found
 
 
 def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> dict[Any, Any]:

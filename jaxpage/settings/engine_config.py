@@ -16,6 +16,7 @@ from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
+_DRAFTS_WITHOUT_WEIGHTS = ("ngram", "suffix", "lookahead", "token_recycling")
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Name = Annotated[
     str,
@@ -187,12 +188,7 @@ def _not_divided(config: EngineConfig) -> Iterable[Problem]:
         yield name, f"{text} quantization {config.quantization!r}: weights of few bits are not divided"
     if config.enable_lora:
         yield name, f"{text} enable_lora: adapters are not divided"
-    if (asked := config.speculative_config) is not None and asked.method in (
-        "draft_model",
-        "eagle",
-        "eagle3",
-        "medusa",
-    ):
+    if (asked := config.speculative_config) is not None and asked.method not in _DRAFTS_WITHOUT_WEIGHTS:
         yield (
             name,
             f"{text} method {asked.method!r} of speculative_config: what drafts has weights that are not divided",
