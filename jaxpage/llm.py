@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jaxpage.checkpoints import named_parameters, open_parameters, with_parameters
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
-from jaxpage.engine.build import Built
+from jaxpage.engine.build import Built, whole_weights
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
@@ -128,7 +128,8 @@ class LLM:
         """
         self._calls.check_open()
         check_replaceable(self._model, None, "parameters")
-        return named_parameters(self._model.plan, self._engine.runner.parameters["target"])
+        weights = whole_weights(self._model, self.spec, self._engine.runner.parameters["target"])
+        return named_parameters(self._model.plan, weights)
 
     def update_parameters(self, parameters: Mapping[str, Any], *, check_finite: bool = False) -> int:
         """Takes other weights, without compiling anything. Requests of other threads are finished first, with the old ones.

@@ -258,7 +258,10 @@ def test_wrong_use_is_status_2(
     ("words", "message"),
     [
         (("generate", "x", "--n", "2"), "n=2 is not supported on the command line"),
-        (("generate", "x", "--tensor-parallel-size", "2"), "tensor_parallel_size: 2 is not supported"),
+        (
+            ("generate", "x", "--tensor-parallel-size", "2", "--quantization", "int8"),
+            "tensor_parallel_size: 2 is not supported with quantization 'int8'",
+        ),
     ],
 )
 def test_what_is_not_supported_is_one_line_and_status_2(

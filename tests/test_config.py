@@ -64,6 +64,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "max_loras": 4,
         "max_lora_rank": 16,
         "tensor_parallel_size": 1,
+        "tensor_parallel_reduction": "auto",
         "load_format": "auto",
         "tokenizer": None,
         "revision": None,
@@ -123,13 +124,13 @@ def test_contradictions_are_told_beside_other_mistakes() -> None:
             zebra=1,
             swap_space_blocks=3,
             preemption_mode="recompute",
-            tensor_parallel_size=2,
+            attention_backend="cuda",
             max_num_seqs="many",  # type: ignore[arg-type]
             max_num_batched_tokens=40,
         )
     lines = str(error.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        *("block_size", "max_num_seqs", "zebra", "swap_space_blocks", "tensor_parallel_size"),
+        *("block_size", "max_num_seqs", "zebra", "swap_space_blocks", "attention_backend"),
     ], "and nothing that comes of a default in the place of a mistake: 40 are fewer than 64 max_num_seqs"
     assert lines[0] == "block_size: must be a power of two from 1 to 128, got 13"
 
@@ -204,7 +205,6 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
     [
         ("attention_backend", "cuda"),
         ("speculative_config", {"method": "lookahead", "acceptance": "typical"}),
-        ("tensor_parallel_size", 2),
     ],
 )
 def test_what_this_version_does_not_honour_is_refused_not_ignored(name: str, value: object) -> None:
@@ -442,8 +442,8 @@ def test_a_refusal_names_the_source(tmp_path: Path) -> None:
         resolve(path)
     with pytest.raises(ConfigError, match="JAXPAGE_MAX_NUM_SEQS: max_num_seqs: must be a valid integer, got 'abc'"):
         resolve(environment={"JAXPAGE_MAX_NUM_SEQS": "abc"})
-    with pytest.raises(UnsupportedError, match=r"engine\.yaml:1: tensor_parallel_size: 2 is not supported"):
-        resolve(write(tmp_path, "tensor_parallel_size: 2"))
+    with pytest.raises(UnsupportedError, match=r"engine\.yaml:1: attention_backend: 'cuda' is not supported"):
+        resolve(write(tmp_path, "attention_backend: cuda"))
     with pytest.raises(ConfigError, match="argument: max_num_batched_tokens: must be at least"):
         resolve(max_num_batched_tokens=1)
 

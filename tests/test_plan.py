@@ -287,7 +287,7 @@ def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
     assert run(model, "--memory", "12GiB") == 1
     out, err = capsys.readouterr()
     assert "of 10.80 GiB available on a device of 12.00 GiB (gpu_memory_utilization 0.9), weights take 14.96 GiB" in err
-    assert "bfloat16  auto           2*  7.48 GiB     64.00 KiB     36\n" in out and "Users at" not in out
+    assert "bfloat16  auto           2   7.48 GiB     64.00 KiB     36\n" in out and "Users at" not in out
     assert run(model, "--memory", "12GiB", "--json") == 1
     assert capsys.readouterr().out == ""
     assert run(model, "--memory", "17.5GiB", "--gpu-memory-utilization", "0.95", "--max-model-len", "8192") == 1
@@ -514,3 +514,22 @@ def test_costs_are_measured_where_none_are_given(tmp_path: Path, capsys: pytest.
 def test_wrong_use_of_an_slo(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("demo", *words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_devices_are_divided_into_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of a replica times its devices are the model's; 16 GB of weights do not fit on a device of 12 GiB."""
+    model = write(tmp_path, LLAMA_3_8B)
+    flags = ("--memory", "12GiB", "--tensor-parallel-size", "2")
+    found = {
+        each["tensor_parallel_size"]: each for each in planned(capsys, model, *flags, "--devices", "8")["divisions"]
+    }
+    assert [(size, each["replicas"]) for size, each in found.items()] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert "leave no room" in found[1]["error"] and found[1]["users_of_all"] == 0
+    for size in (2, 4, 8):
+        assert found[size]["weights_bytes"] * size == 16_060_522_496
+        assert found[size]["users_of_all"] == 8 // size * (found[size]["num_slots"] // 1024)
+    assert run(model, *flags, "--devices", "8") == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "8", "does", "not", "fit"] in table
+    assert ["4", "2", "3.74", "GiB", f"{found[4]['num_slots']:,}", f"{found[4]['users_of_all']:,}"] in table
+    assert run(model, *flags, "--devices", "0") == 2

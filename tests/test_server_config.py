@@ -193,7 +193,7 @@ def test_config_validate_tells_everything_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the file, of variables and of flags; of the engine and of the server."""
-    lines = ["dtype: int3", "block_size: 13", "tensor_parallel_size: 2", "port: 80", "server:", "  prot: 80"]
+    lines = ["dtype: int3", "block_size: 13", "attention_backend: cuda", "port: 80", "server:", "  prot: 80"]
     lines += ["  ui_show_prompts: true", "  model: demo"]
     path = write(tmp_path, "\n".join(lines) + "\n")
     monkeypatch.setenv("JAXPAGE_LOG_LEVL", "info")
@@ -201,8 +201,8 @@ def test_config_validate_tells_everything_at_once(
     assert cli.main(["config", "validate", str(path), "--max-num-seqs", "0"]) == 2
     told = capsys.readouterr().err.removeprefix("jaxpage: error: ").splitlines()
     assert sorted(line.partition(": ")[2].split(":")[0] for line in told) == [
-        *("block_size", "cannot be read as a value", "dtype", "max_num_seqs", "model", "port"),
-        *("prot", "tensor_parallel_size", "ui_show_prompts", "unknown setting; did you mean 'log_level'?"),
+        *("attention_backend", "block_size", "cannot be read as a value", "dtype", "max_num_seqs", "model", "port"),
+        *("prot", "ui_show_prompts", "unknown setting; did you mean 'log_level'?"),
     ]
     assert {line.split(": ")[0] for line in told if line.startswith(str(path))} == {
         f"{path}:{number}" for number in (1, 2, 3, 4, 6, 7, 8)

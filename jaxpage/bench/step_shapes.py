@@ -14,6 +14,7 @@ from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import step_call
 from jaxpage.device.kv_pages import page_dtype, page_shapes
+from jaxpage.device.mesh import make_mesh
 from jaxpage.device.step_inputs import TableShape
 from jaxpage.device.steps import StepOptions
 from jaxpage.models.base import abstract_model
@@ -92,8 +93,9 @@ def step_shapes(
         sample_by_row=False,
     )
     pages = page_shapes(spec.kv, num_blocks, block_size, page_dtype(kv_cache_dtype, dtype))
-    step, rest = step_call(bucket, options)
-    return StepShapes(step, ({"target": parameters, "drafter": None}, pages, *rest), spec.kv.num_layers)
+    both = {"target": parameters, "drafter": None}
+    step, rest = step_call(both, pages, bucket, options, make_mesh())
+    return StepShapes(step, (both, pages, *rest), spec.kv.num_layers)
 
 
 def _bytes(leaf: Any) -> int:

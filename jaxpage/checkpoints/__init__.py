@@ -7,7 +7,7 @@ from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_gen
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.fitting import LoadPlan, check_weights
 from jaxpage.checkpoints.in_memory import named_parameters, open_parameters, with_parameters
-from jaxpage.checkpoints.loading import load_sharded, load_weights
+from jaxpage.checkpoints.loading import load_sharded, load_shards, load_weights
 from jaxpage.checkpoints.opening import (
     ModelDescription,
     ModelFiles,
@@ -27,6 +27,7 @@ __all__ = [
     "describe_model",
     "eos_token_ids",
     "load_sharded",
+    "load_shards",
     "load_weights",
     "named_parameters",
     "open_model",

@@ -5,6 +5,7 @@ Weights that are NaN or infinite are loaded as they are: whether they are meant 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from jaxpage.checkpoints.gguf_tensors import read_gguf_array
 from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.models.replacing import Path
+from jaxpage.models.sharding import Place, ShardedWeight
 from jaxpage.models.weights import Piece, Weight
 
 
@@ -32,10 +35,9 @@ def load_weights(
     A progress bar counts bytes on standard error. Raises CheckpointError when the data is damaged.
     """
 
-    def load(filled: Filled, arrays: list[Any]) -> tuple[Any, int]:
-        whole = tuple(slice(0, size) for size in filled.weight.shape)
-        array = _assembled(filled, arrays, filled.dtype(dtype), whole)
-        return put(array), array.nbytes
+    def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
+        array = _assembled(filled, arrays, filled.dtype(dtype), _whole(filled))
+        return {filled.weight.path: put(array)}, array.nbytes
 
     return _loaded(plan, dtype, load, stored_arrays(plan), progress)
 
@@ -58,7 +60,7 @@ def load_sharded(
                 sharding = sharding_of(filled.weight)
                 targets[info.name] = jax.ShapeDtypeStruct(info.shape, filled.dtype(dtype), sharding=sharding)
 
-    def load(filled: Filled, arrays: list[Any]) -> tuple[Any, int]:
+    def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         wanted, (first, *_) = filled.dtype(dtype), arrays
         array = first
         if not isinstance(first, jax.Array):
@@ -68,9 +70,55 @@ def load_sharded(
                 lambda index: _assembled(filled, arrays, wanted, index or ()),
                 dtype=wanted,
             )
-        return array, array.nbytes
+        return {filled.weight.path: array}, array.nbytes
 
     return _loaded(plan, dtype, load, stored_arrays(plan, targets), progress)
+
+
+def load_shards(
+    plan: LoadPlan,
+    dtype: str | None,
+    weights: Sequence[ShardedWeight],
+    put: Callable[[np.ndarray], Any],
+    put_shards: Callable[[tuple[int, ...], Any, Callable[[int], np.ndarray]], Any],
+    *,
+    progress: bool = False,
+) -> dict[Any, Any]:
+    """As `load_weights`, for a model that is divided among devices, each of which gets its part and no more.
+
+    weights: those of the plan, in its order. put: an array that is the same on every device. put_shards: see `DeviceMesh`.
+    """
+    divided = {sharded.weight.path: sharded for sharded in weights}
+
+    def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
+        sharded, wanted = divided[filled.weight.path], filled.dtype(dtype)
+        made = {}
+        for place in sharded.places:
+            if sharded.axis is None:
+                made[place.path] = put(_assembled(filled, arrays, wanted, _whole(filled)))
+            else:
+                part = functools.partial(_shard, sharded, place, filled, arrays, wanted)
+                made[place.path] = put_shards(place.shape, wanted, part)
+        return made, filled.weight.size * wanted.itemsize
+
+    return _loaded(plan, dtype, load, stored_arrays(plan), progress)
+
+
+def _shard(
+    sharded: ShardedWeight, place: Place, filled: Filled, arrays: list[Any], dtype: np.dtype[Any], device: int
+) -> np.ndarray:
+    """What a device has of a weight for one of its parameters, with zeros behind it where that is less than the parameter."""
+    assert sharded.axis is not None
+    parts = [_assembled(filled, arrays, dtype, box) for box in sharded.boxes(place, device)]
+    lacking = place.shape[sharded.axis] - sum(part.shape[sharded.axis] for part in parts)
+    if lacking:
+        shape = [lacking if index == sharded.axis else size for index, size in enumerate(place.shape)]
+        parts.append(np.zeros(shape, dtype))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=sharded.axis)
+
+
+def _whole(filled: Filled) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in filled.weight.shape)
 
 
 def stored_arrays(plan: LoadPlan, targets: Mapping[str, Any] | None = None) -> Callable[[TensorInfo], Any]:
@@ -112,7 +160,7 @@ def insert(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
 def _loaded(
     plan: LoadPlan,
     dtype: str | None,
-    load: Callable[[Filled, list[Any]], tuple[Any, int]],
+    load: Callable[[Filled, list[Any]], tuple[dict[Path, Any], int]],
     read: Callable[[TensorInfo], Any],
     progress: bool,
 ) -> dict[Any, Any]:
@@ -120,8 +168,9 @@ def _loaded(
     total, shown = plan.num_bytes(dtype), None if progress else True
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar:
         for filled in plan.parameters:
-            value, num_bytes = load(filled, [read(info) for _, info in filled.pieces])
-            insert(tree, filled.weight.path, value)
+            made, num_bytes = load(filled, [read(info) for _, info in filled.pieces])
+            for path, value in made.items():
+                insert(tree, path, value)
             bar.update(num_bytes)
     return tree
 
@@ -138,6 +187,8 @@ def _assembled(
             first, last = max(start, offset), min(stop, offset + size)
             into.append(slice(first - start, max(last, first) - start))
             out_of.append(slice(first - offset, max(last, first) - offset))
+        if any(part.start == part.stop for part in into):
+            continue  # nothing of it: nothing is decoded
         result[tuple(into)] = _oriented(piece, array)[tuple(out_of)]
     return result
 

@@ -38,6 +38,8 @@ def plan(arguments: argparse.Namespace) -> int | None:
     for name in ("rate", "costs", "dataset", "max_input", "max_output"):
         if arguments.slo is None and getattr(arguments, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} goes with --slo ttft=MS,tpot=MS")
+    if arguments.devices is not None and (arguments.devices < 1 or arguments.slo is not None):
+        raise UsageError("--devices must be a number from 1 on, and does not go with --slo")
     planned = {name: vars(arguments).pop(name) for name in PLANNED_SETTINGS if name in vars(arguments)}
     config = resolved(arguments).config
     if arguments.slo is not None:

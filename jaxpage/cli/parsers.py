@@ -99,6 +99,7 @@ def _add_plan(commands: Commands[Parser]) -> None:
         metavar="SIZE",
         help="memory of each device, such as 24GiB or 40GB; default: of this machine",
     )
+    add("--devices", type=int, metavar="N", help="also show how so many devices can be divided into replicas")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--slo", metavar="ttft=MS,tpot=MS", help="find the highest request rate that keeps this, by simulation")
     add("--rate", type=float, metavar="X", help="with --slo: say whether so many requests per second are sustained")

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
+from jaxpage.cli import plan_devices
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.engine.adapters import lora_spec
@@ -20,7 +21,6 @@ from jaxpage.engine.capacity import (
     ModelLayout,
     choose_dtype,
     device_spec_of,
-    kv_heads_per_device,
     notices,
     refused_settings,
 )
@@ -72,7 +72,7 @@ class Subject:
         except (CapacityError, ConfigError) as error:
             return Option(layout, refused, None, 0, error)
         num_devices = layout.tensor_parallel_size
-        num_copies = num_devices * kv_heads_per_device(self.spec, num_devices) // self.spec.kv.num_kv_heads
+        num_copies = num_devices * spec.sharding.kv_heads_of_device // self.spec.kv.num_kv_heads
         return Option(layout, refused, spec.memory, num_copies, None)
 
 
@@ -110,10 +110,14 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
         logger.warning(notice)
     options = [subject.option(layout) for layout in _layouts(chosen.layout)]
     length = min(REFERENCE_LENGTH, config.max_model_len or model_spec.max_position_embeddings)
+    count = arguments.devices or 0
+    divided = plan_devices.divisions(subject.option, chosen.layout, count)
     if not arguments.json:
-        print("\n".join([*_chosen_lines(subject, chosen), *_option_lines(options, chosen, length)]))
+        lines = [*_chosen_lines(subject, chosen), *_option_lines(options, chosen, length)]
+        print("\n".join([*lines, *(plan_devices.lines(divided, count, length) if count else [])]))
     elif chosen.plan:
-        print(json.dumps(_as_dict(subject, chosen, options, length), allow_nan=False))
+        more = {"divisions": plan_devices.as_dicts(divided, count, length)} if count else {}
+        print(json.dumps({**_as_dict(subject, chosen, options, length), **more}, allow_nan=False))
     if chosen.error:
         raise chosen.error
 
@@ -184,7 +188,7 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
         ("model", f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters"),
         ("keys and values", f"{kv.num_layers} layers, {kv.num_kv_heads} heads of {kv.head_width}"),
         ("dtype", f"{layout.dtype}; of keys and values: {layout.kv_cache_dtype}"),
-        ("devices", f"{layout.tensor_parallel_size}{', each as follows' if layout.tensor_parallel_size > 1 else ''}"),
+        ("devices", str(layout.tensor_parallel_size)),
         *plan.rows(),
         ("KV bytes per token", _bytes_per_token_text(plan)),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -95,22 +96,23 @@ class Executables:
         self._num_found_before = self._compilations.num_found
         started = time.monotonic()
         jobs: dict[Bucket | str, functools.partial[Any]] = {
-            bucket: functools.partial(_compile_step, parameters, pages, bucket, options) for bucket in menu.buckets
+            bucket: functools.partial(_compile_step, parameters, pages, bucket, options, mesh)
+            for bucket in menu.buckets
         }
         alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}  # keys of the table
         for bucket, key in self._target_only.items():
             target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
-            jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None))
+            jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None), mesh)
         self._neutral = {
             num_draws: _neutral(num_draws, options, mesh) for num_draws in {b.num_processed for b in menu.buckets}
         }
         for group in range(options.tables.num_groups):
             own, backend = self._of_group(pages, group), options.attention_backend
-            jobs[f"copy {group}"] = functools.partial(_compile_copy, own, menu.num_copies, backend)
+            jobs[f"copy {group}"] = functools.partial(_compile_copy, own, menu.num_copies, backend, mesh)
             if menu.num_swapped:
-                jobs[f"gather {group}"] = functools.partial(_compile_gather, own, menu.num_swapped, backend)
-                jobs[f"scatter {group}"] = functools.partial(_compile_scatter, own, menu.num_swapped, backend)
+                jobs[f"gather {group}"] = functools.partial(_compile_gather, own, menu.num_swapped, backend, mesh)
+                jobs[f"scatter {group}"] = functools.partial(_compile_scatter, own, menu.num_swapped, backend, mesh)
         self._stored = stored
         if stored is None:
             self._table = _run_all(jobs, progress)
@@ -210,15 +212,19 @@ def _watch_compilations() -> _Compilations:
     return _Compilations()
 
 
-def step_call(bucket: Bucket, options: StepOptions) -> tuple[Any, tuple[Any, ...]]:
+def step_call(
+    parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh
+) -> tuple[Any, tuple[Any, ...]]:
     """The jitted step of a bucket, and the shapes of what it takes behind the parameters and the pages, which are donated."""
     packed = jax.ShapeDtypeStruct((packed_size(bucket, options.tables),), jnp.int32)
-    step = functools.partial(model_step, bucket=bucket, options=options)
-    return jax.jit(step, donate_argnums=1), (packed, _processor_shapes(bucket.num_processed, options))
+    rest = mesh.whole((packed, _processor_shapes(bucket.num_processed, options)))
+    of_device = functools.partial(model_step, bucket=bucket, options=options)
+    step = mesh.on_each(of_device, (parameters, pages, None, None), (None, pages))
+    return jax.jit(step, donate_argnums=1), rest
 
 
-def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions) -> Any:
-    step, rest = step_call(bucket, options)
+def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh) -> Any:
+    step, rest = step_call(parameters, pages, bucket, options, mesh)
     return compiled(step, parameters, pages, *rest)
 
 
@@ -244,29 +250,37 @@ def _neutral(num_draws: int, options: StepOptions, mesh: DeviceMesh) -> Processo
     )
 
 
-def _compile_copy(pages: KVPages, num_copies: int, backend: Backend) -> Any:
-    pairs = jax.ShapeDtypeStruct((num_copies, 2), jnp.int32)
-    return compiled(jax.jit(functools.partial(copy_step, backend=backend), donate_argnums=0), pages, pairs)
+def _compile_copy(pages: KVPages, num_copies: int, backend: Backend, mesh: DeviceMesh) -> Any:
+    pairs = mesh.whole(jax.ShapeDtypeStruct((num_copies, 2), jnp.int32))
+    copy = mesh.on_each(functools.partial(copy_step, backend=backend), (pages, None), pages)
+    return compiled(jax.jit(copy, donate_argnums=0), pages, pairs)
 
 
-def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
-    blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
-    return compiled(jax.jit(functools.partial(gather_blocks, backend=backend)), pages, blocks)
+def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend, mesh: DeviceMesh) -> Any:
+    blocks, contents = _swapped_shapes(pages, num_blocks, mesh)
+    gather = mesh.on_each(functools.partial(gather_blocks, backend=backend), (pages, None), contents)
+    return compiled(jax.jit(gather), pages, blocks)
 
 
-def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend) -> Any:
-    blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
-    contents = jax.eval_shape(functools.partial(gather_blocks, backend=backend), pages, blocks)
-    scatter = jax.jit(functools.partial(scatter_blocks, backend=backend), donate_argnums=0)
-    return compiled(scatter, pages, blocks, contents)
+def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend, mesh: DeviceMesh) -> Any:
+    blocks, contents = _swapped_shapes(pages, num_blocks, mesh)
+    scatter = mesh.on_each(functools.partial(scatter_blocks, backend=backend), (pages, None, contents), pages)
+    return compiled(jax.jit(scatter, donate_argnums=0), pages, blocks, contents)
+
+
+def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[Any, Any]:
+    """Of the blocks' numbers, and of their bytes: on each device those of its own heads."""
+    block_bytes = sum(math.prod(page.shape[1:]) * page.dtype.itemsize for page in jax.tree.leaves(pages)) // mesh.size
+    contents = jax.ShapeDtypeStruct((num_blocks, block_bytes), jnp.uint8)
+    return mesh.whole(jax.ShapeDtypeStruct((num_blocks,), jnp.int32)), mesh.divided(contents, 1)
 
 
 def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
     """What the executable of a job takes and gives: trees as theirs, of any leaves."""
     if job.func is _compile_step:
-        parameters, pages, bucket, options = job.args
+        parameters, pages, bucket, options, mesh = job.args
         output = StepOutput(0, 0, 0, None if options.drafter is None else 0)  # type: ignore[arg-type]
-        return (parameters, pages, *step_call(bucket, options)[1]), (output, pages)
+        return (parameters, pages, *step_call(parameters, pages, bucket, options, mesh)[1]), (output, pages)
     pages = job.args[0]
     return {
         _compile_copy: ((pages, 0), pages),

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxpage.models.base import KVSpec
 from pallas_kernels import is_quantized
 
+KV_HEAD_AXIS = 2  # of pages, and of their scales
 QUANTIZED = {"int8": "int8", "fp8": "uint8"}  # types of pages by kv_cache_dtype; float8_e4m3fn is kept as its bits
 
 

@@ -1,13 +1,23 @@
-"""The devices of an engine, and the only place that puts arrays on them. One device is a mesh of one."""
+"""The devices of an engine, and the only place that puts arrays on them. One device is a mesh of one.
+
+On several devices a step is one program that each of them runs on its own part of the weights and of the pages (`shard_map`), so that
+layers and kernels see arrays of the size that a device holds. What is not divided is the same on all.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxpage.errors import ConfigError
+from jaxpage.layers.sharding import DEVICE_AXIS
 
 
 @dataclass(frozen=True)
@@ -19,25 +29,99 @@ class DeviceMesh:
         """What the devices are: they are all alike."""
         return self.devices[0]
 
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    @functools.cached_property
+    def _mesh(self) -> jax.sharding.Mesh:
+        return jax.sharding.Mesh(np.array(self.devices), (DEVICE_AXIS,))
+
+    def _along(self, axis: int | None) -> Any:
+        """Where an array is that is divided along an axis; None: the whole of it on every device."""
+        if self.size == 1:
+            return self.first
+        return NamedSharding(self._mesh, PartitionSpec() if axis is None else _spec(axis))
+
     def put(self, array: Any) -> jax.Array:
         """An array of the host, on every device."""
-        return jax.device_put(array, self.first)
+        return jax.device_put(array, self._along(None))
+
+    def put_shards(self, shape: tuple[int, ...], dtype: Any, make: Callable[[int], np.ndarray]) -> jax.Array:
+        """An array of which each device has a part of this shape, `make(place of the device)`, one below the other."""
+        if self.size == 1:
+            return self.put(make(0))
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index, "it has the axis that is divided"
+            return make((index[0].start or 0) // shape[0])
+
+        return jax.make_array_from_callback((self.size * shape[0], *shape[1:]), self._along(0), part, dtype=dtype)
+
+    def whole(self, shapes: Any) -> Any:
+        """Shapes and types, in a tree, of arrays that are the same on every device."""
+        return self.divided(shapes, None)
+
+    def divided(self, shapes: Any, axis: int | None) -> Any:
+        """Of arrays of which each device has a part of these shapes, one behind the other along an axis."""
+        if self.size == 1:
+            return shapes
+
+        def of_all(shape: Any) -> jax.ShapeDtypeStruct:
+            sizes = [size * (self.size if index == axis else 1) for index, size in enumerate(shape.shape)]
+            return jax.ShapeDtypeStruct(tuple(sizes), shape.dtype, sharding=self._along(axis))
+
+        return jax.tree.map(of_all, shapes)
 
     def zeros(self, shapes: Any) -> Any:
-        """Arrays of these shapes and types, in a tree as theirs: in one call, since one for each takes up to ten times as long."""
+        """Arrays of these shapes, types and places, in a tree as theirs: in one call, since one for each takes up to ten times as long."""
         leaves, tree = jax.tree.flatten(shapes)
         alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
-        return jax.tree.unflatten(tree, _zeros(alike, self.first))
+        one = SingleDeviceSharding(self.first)
+        places = tuple(one if self.size == 1 else shape.sharding for shape in leaves)
+        return jax.tree.unflatten(tree, _zeros(alike, places)())
+
+    def on_each(self, function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
+        """The function of whole arrays that runs `function` on the part that each device has of them.
+
+        arguments, results: trees of arrays or shapes, or trees that begin as these do; None: the same on every device.
+        """
+        if self.size == 1:
+            return function
+        in_specs, out_specs = (
+            jax.tree.map(_spec_of, tree, is_leaf=lambda leaf: leaf is None) for tree in (arguments, results)
+        )
+        return jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...], device: jax.Device) -> list[jax.Array]:
-    return [jnp.zeros(shape.shape, shape.dtype, device=device) for shape in shapes]
+@functools.cache
+def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]) -> Callable[[], list[jax.Array]]:
+    """Compiled once for the same shapes: a pool that is lost is made again in service."""
+    return jax.jit(lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes], out_shardings=list(places))
 
 
-def make_mesh() -> DeviceMesh:
-    """Of the first device that JAX has."""
-    return DeviceMesh((jax.devices()[0],))
+def _spec(axis: int) -> PartitionSpec:
+    return PartitionSpec(*(None,) * axis, DEVICE_AXIS)
+
+
+def _spec_of(array: Any) -> PartitionSpec:
+    sharding = getattr(array, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def make_mesh(size: int = 1) -> DeviceMesh:
+    """Of the first devices that JAX has. Raises ConfigError where it has too few."""
+    devices = jax.devices()
+    if len(devices) < size:
+        hint = (
+            f"; XLA_FLAGS=--xla_force_host_platform_device_count={size} makes as many of a CPU"
+            if devices[0].platform == "cpu"
+            else ""
+        )
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but JAX has {len(devices)} {devices[0].platform} device(s){hint}"
+        )
+    return DeviceMesh(tuple(devices[:size]))
 
 
 def shapes_of(arrays: Any) -> Any:

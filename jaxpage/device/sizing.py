@@ -53,6 +53,7 @@ class MemoryPlan:
     windows: tuple[WindowBlocks, ...] = ()  # the other cache groups
     # Numbers of blocks that the attention kernels do not take: the first, and the next that they take.
     unaddressable: tuple[int, int] = (0, 0)
+    num_devices: int = 1  # that are all as this one says; the host has the blocks of all
     num_host_blocks: int = 0  # for swapping, beside the null block of the host; 0: nothing is swapped
 
     @property
@@ -86,7 +87,7 @@ class MemoryPlan:
 
     @property
     def host_pool_bytes(self) -> int:
-        return self.bytes_of(self.num_host_blocks + 1) if self.num_host_blocks else 0
+        return self.num_devices * self.bytes_of(self.num_host_blocks + 1) if self.num_host_blocks else 0
 
     @property
     def num_slots(self) -> int:
@@ -110,7 +111,10 @@ class MemoryPlan:
         host = f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}"
         counts = self.blocks_of_groups(self.num_blocks)[1:]
         return [
-            ("device", self.device),
+            (
+                "device",
+                self.device if self.num_devices == 1 else f"{self.num_devices} x {self.device}, each as follows",
+            ),
             ("available memory", gib(self.available_bytes)),
             ("weights", gib(self.weights_bytes)),
             ("workspace", gib(self.workspace_bytes)),
@@ -224,16 +228,17 @@ def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: i
     Raises CapacityError with the numbers if the caller's number does not fit.
     """
     taken = plan.weights_bytes + plan.workspace_bytes + plan.pool_bytes if plan.device.startswith("cpu") else 0
-    free = max(0, available - taken)
+    free = max(0, available - plan.num_devices * taken)
     if wanted is None:
-        fitting = max(0, plan.most_blocks(int(free * HOST_SHARE)) - 1)
+        fitting = max(0, plan.most_blocks(int(free * HOST_SHARE) // plan.num_devices) - 1)
         return replace(plan, num_host_blocks=_halved(plan.num_blocks - 1, fitting))
     plan = replace(plan, num_host_blocks=wanted)
     if plan.host_pool_bytes > free:
         raise CapacityError(
             f"{wanted} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
-            f"{gib(free)} are free; a block of {plan.block_size} slots takes {gib(plan.block_bytes)}. Lower swap_space_blocks to "
-            f"{max(0, plan.most_blocks(free) - 1)} or less, leave it out to take what fits, or free memory."
+            f"{gib(free)} are free; a block of {plan.block_size} slots takes {gib(plan.num_devices * plan.block_bytes)}. "
+            f"Lower swap_space_blocks to {max(0, plan.most_blocks(free // plan.num_devices) - 1)} or less, leave it out to take what "
+            "fits, or free memory."
         )
     return plan
 

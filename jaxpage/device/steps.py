@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jaxpage.device.verify import last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.lora import adapters_of, token_adapters
 from jaxpage.layers.product import grouped_products
+from jaxpage.layers.sharding import UNDIVIDED, Sharding
 from jaxpage.settings.draft_settings import AcceptanceRule
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
@@ -36,12 +38,14 @@ class StepOptions(NamedTuple):
     vocab_size: int  # V
     context: int  # C: positions of the longest sequence
     tables: TableShape
-    layer_groups: tuple[int, ...]  # the cache group of each layer, a drafter's behind the model's
+    # The cache group of each layer, a drafter's behind the model's; of a divided model, of the layer's pages in each of its shards.
+    layer_groups: tuple[int, ...]
     attention_backend: Backend
     sample_by_row: bool
     drafter: DeviceDrafter | None = None  # beside the model, its target
     acceptance: AcceptanceRule = AcceptanceRule()
     max_loras: int = 0  # slots of adapters
+    sharding: Sharding = UNDIVIDED
 
 
 class StepOutput(NamedTuple):
@@ -218,12 +222,23 @@ def _hidden(
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
     """The model, its hidden states, its pages, and what of the hidden states a drafter takes."""
     model = nnx.merge(options.graph, parameters)
-    attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket, layer_groups=options.layer_groups)
+    groups = options.layer_groups[:: options.sharding.num_local]
+    attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket, layer_groups=groups)
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers)
     with token_adapters(adapters_of(inputs.lora_slot_T, options.max_loras)):
-        hidden_TD, pages, states = model(inputs.token_ids_T, pages, context)
-    return model, hidden_TD, pages, states or (hidden_TD,)
+        hidden_TD, by_layer, states = model(inputs.token_ids_T, _by_layer(pages, options.sharding), context)
+    return model, hidden_TD, _in_a_row(by_layer, options.sharding), states or (hidden_TD,)
+
+
+def _by_layer(pages: KVPages, sharding: Sharding) -> tuple[Any, ...]:
+    """What the layers take: their pages, or those of each of their shards."""
+    count = sharding.num_local
+    return tuple(pages[at : at + count] for at in range(0, len(pages), count)) if sharding.is_divided else pages
+
+
+def _in_a_row(by_layer: tuple[Any, ...], sharding: Sharding) -> KVPages:
+    return tuple(itertools.chain(*by_layer)) if sharding.is_divided else by_layer
 
 
 def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:

@@ -15,7 +15,7 @@ import importlib.metadata
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,10 +42,10 @@ class Found(NamedTuple):
 
 
 class StoredExecutables:
-    """For executables on a CPU. num_found: how many were in the directory."""
+    """For executables on these CPU devices. num_found: how many were in the directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, devices: Sequence[jax.Device]) -> None:
+        self._directory, self._devices = directory, devices
         self._lock = threading.Lock()
         self.num_found = 0
         self._texts: dict[int, tuple[Any, str]] = {}  # with what they are of, so that no other object gets its id
@@ -63,7 +63,8 @@ class StoredExecutables:
             with self._lock:
                 self.num_found += 1
             workspace_bytes = int.from_bytes(contents[:_SIZE_BYTES], "little")
-            return Found(lambda: _loaded(contents[_SIZE_BYTES:], trees, path, compile_one), workspace_bytes)
+            load = functools.partial(_loaded, contents[_SIZE_BYTES:], trees, self._devices, path, compile_one)
+            return Found(load, workspace_bytes)
         compiled = compile_one()
         try:
             _write(path, compiled, trees)
@@ -154,9 +155,16 @@ def _read(path: Path) -> memoryview | None:
     return contents[_DIGEST_BYTES:]
 
 
-def _loaded(payload: memoryview, trees: tuple[Any, Any], path: Path, compile_one: functools.partial[Any]) -> Any:
+def _loaded(
+    payload: memoryview,
+    trees: tuple[Any, Any],
+    devices: Sequence[jax.Device],
+    path: Path,
+    compile_one: functools.partial[Any],
+) -> Any:
+    arguments, result = trees
     try:
-        return serialize_executable.deserialize_and_load(bytes(payload), *trees)
+        return serialize_executable.deserialize_and_load(bytes(payload), arguments, result, execution_devices=devices)
     except Exception as error:
         logger.warning("%s is compiled again: %s: %s", path, type(error).__name__, error)
         path.unlink(missing_ok=True)

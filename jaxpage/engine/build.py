@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 
-from jaxpage.checkpoints import eos_token_ids, load_weights, open_model, resolve_model
+from jaxpage.checkpoints import eos_token_ids, load_shards, load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import attention_set, choose_backend
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.host_pages import HostPages
-from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.kv_pages import KV_HEAD_AXIS, KVPages
 from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
@@ -41,6 +41,7 @@ from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
 from jaxpage.models.lora import LoRASpec
+from jaxpage.models.sharding import ShardedWeight, joined, sharded_weights, with_sharding
 from jaxpage.models.weights import add_missing
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
@@ -71,7 +72,8 @@ class Built:
         """It has compiled nothing yet."""
         runner = self.engine.runner
         options, weights = runner.executables.options, runner.parameters["target"]
-        return Embedder(options, weights, self.model.spec.kv, self.memory.block_size, self.spec.page_dtype)
+        kv, mesh = self.model.spec.kv, make_mesh(self.spec.layout.tensor_parallel_size)
+        return Embedder(options, weights, kv, self.memory.block_size, self.spec.page_dtype, mesh)
 
 
 def build_engine(
@@ -97,7 +99,7 @@ def build_engine(
     tokenizer = _tokenizer(config, files) if tokenizer is None else tokenizer
     sampling_defaults = read_sampling_defaults(files.directory)
     phase(PHASES[1])
-    mesh = make_mesh()
+    mesh = make_mesh(config.tensor_parallel_size)
     drafting = open_drafting(config.speculative_config, files)
     lora = lora_spec(config, files.family, files.spec)
     spec = _describe(config, files, mesh, drafting, lora)
@@ -105,10 +107,10 @@ def build_engine(
         _print(aligned([*spec.rows()], num_words=2))
     phase(PHASES[2])
     dtype = spec.layout.dtype
-    weights = _weights(files, dtype, lora, mesh, progress=progress)
+    weights = load_model(files, spec, mesh, lora, progress=progress)
     parameters = {"target": weights, "drafter": drafting.load(dtype, mesh.put, progress=progress)}
     phase(PHASES[3])
-    pages = _pages(spec, files, drafting)
+    pages = _pages(spec, files, drafting, mesh)
     options = _step_options(spec, config, files, drafting, lora, by_row=mesh.first.platform == "cpu")
     executables = _compiled(
         config,
@@ -139,7 +141,7 @@ def build_engine(
     )
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
         measure_costs(engine.builder, engine.runner, controller)
-    scratch_bytes = kv_pages.num_bytes(pages) - spec.memory.pool_bytes
+    scratch_bytes = kv_pages.num_bytes(pages) // mesh.size - spec.memory.pool_bytes
     memory = replace(spec.memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
         _print([_of_cache(memory, executables)])
@@ -153,15 +155,18 @@ def _describe(
     kernels = choose_backend(config.attention_backend, mesh.first, config.kv_cache_dtype)
     if kernels.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
-    device = device_spec_of(mesh.first, config.gpu_memory_utilization)
+    device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.stored_dtype()
-    layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype)
+    layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype, config.tensor_parallel_size)
     weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
     weights_bytes += lora.num_bytes(layout.dtype) if lora else 0
     spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
-    own = [spec.num_blocks[group] for group in spec.layer_groups[: files.spec.kv.num_layers]]
-    pages = kv_pages.page_shapes(files.spec.kv, own, config.block_size, spec.page_dtype)
-    attention = attention_set(kernels, mesh.first, pages, files.spec.num_query_heads, layout.dtype)
+    if spec.sharding.is_divided and files.quantization is not None:
+        raise UnsupportedError(
+            f"tensor_parallel_size: quantised weights ({files.quantization.described}) are not supported in a model that is divided"
+        )
+    num_heads = files.spec.num_query_heads // spec.sharding.num_shards
+    attention = attention_set(kernels, mesh.first, _pages_of_shard(spec, files), num_heads, layout.dtype)
     described = files.quantization.described if files.quantization else ""
     spec = replace(spec, attention=attention, quantization=described, dtype_reason=dtype_reason(config, device, stored))
     for notice in notices(config, device, files.spec, spec.memory):
@@ -169,10 +174,14 @@ def _describe(
     return spec
 
 
-def _weights(
-    files: ModelFiles, dtype: str, lora: LoRASpec | None, mesh: DeviceMesh, *, progress: bool
+def load_model(
+    files: ModelFiles, spec: EngineSpec, mesh: DeviceMesh, lora: LoRASpec | None = None, *, progress: bool = False
 ) -> dict[Any, Any]:
-    """Those of the checkpoint, and adapters that are zero."""
+    """The weights of the checkpoint, each on the device that computes with it, and adapters that are zero."""
+    dtype = spec.layout.dtype
+    if spec.sharding.is_divided:
+        divided = shards_of_weights(files, spec)
+        return load_shards(files.plan, dtype, divided, mesh.put, mesh.put_shards, progress=progress)
     weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
     if lora is not None:
         _, shapes = abstract_model(files.family, files.spec, dtype, lora.rule(files.rule))
@@ -180,12 +189,31 @@ def _weights(
     return weights
 
 
-def _pages(spec: EngineSpec, files: ModelFiles, drafting: Drafting) -> KVPages:
-    """Shapes of all layers."""
-    num_blocks, own = [spec.num_blocks[group] for group in spec.layer_groups], files.spec.kv.num_layers
-    block_size, dtype = spec.memory.block_size, spec.page_dtype
-    of_model = kv_pages.page_shapes(files.spec.kv, num_blocks[:own], block_size, dtype)
-    return of_model + drafting.pages(spec.menu, num_blocks[own:], block_size, dtype)
+def whole_weights(files: ModelFiles, spec: EngineSpec, parameters: dict[Any, Any]) -> dict[Any, Any]:
+    """The weights as the checkpoint has them."""
+    return joined(shards_of_weights(files, spec), parameters) if spec.sharding.is_divided else parameters
+
+
+def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
+    rule = with_sharding(spec.sharding, files.rule)
+    _, shapes = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
+    return sharded_weights([filled.weight for filled in files.plan.parameters], shapes, spec.sharding)
+
+
+def _pages_of_shard(spec: EngineSpec, files: ModelFiles) -> KVPages:
+    """Shapes of all layers of the model, in one of its shards."""
+    num_blocks = [spec.num_blocks[group] for group in spec.layer_groups[: files.spec.kv.num_layers]]
+    kv = replace(files.spec.kv, num_kv_heads=spec.sharding.kv_heads_of_shard)
+    return kv_pages.page_shapes(kv, num_blocks, spec.memory.block_size, spec.page_dtype)
+
+
+def _pages(spec: EngineSpec, files: ModelFiles, drafting: Drafting, mesh: DeviceMesh) -> KVPages:
+    """Shapes of all layers; of a divided model each layer's in each of a device's shards."""
+    own, count = files.spec.kv.num_layers, spec.sharding.num_local
+    of_model = tuple(layer for layer in _pages_of_shard(spec, files) for _ in range(count))
+    behind = [spec.num_blocks[group] for group in spec.layer_groups[own:]]
+    drafters = drafting.pages(spec.menu, behind, spec.memory.block_size, spec.page_dtype)
+    return tuple(mesh.divided(of_model, KV_HEAD_AXIS)) + drafters
 
 
 def _step_options(
@@ -198,14 +226,14 @@ def _step_options(
     by_row: bool,
 ) -> StepOptions:
     assert spec.kernels is not None, "the device is at hand"
-    rule = lora.rule(files.rule) if lora else files.rule
+    rule = lora.rule(files.rule) if lora else with_sharding(spec.sharding, files.rule)
     graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
     return StepOptions(
         graph,
         spec.vocab_size,
         spec.tables.width * spec.memory.block_size,
         spec.tables,
-        spec.layer_groups,
+        tuple(group for group in spec.layer_groups for _ in range(spec.sharding.num_local)),
         spec.kernels,
         sample_by_row=by_row,
         drafter=drafting.make(
@@ -220,6 +248,7 @@ def _step_options(
         ),
         acceptance=config.acceptance,
         max_loras=lora.num_slots if lora else 0,
+        sharding=spec.sharding,
     )
 
 
@@ -237,7 +266,8 @@ def _builder(spec: EngineSpec, max_loras: int) -> BatchBuilder:
 
 def _host_pages(spec: EngineSpec) -> list[HostPages]:
     return [
-        HostPages(len(blocks), group.block_bytes) for group, blocks in zip(spec.groups, spec.host_blocks, strict=True)
+        HostPages(len(blocks), spec.sharding.num_devices * group.block_bytes)
+        for group, blocks in zip(spec.groups, spec.host_blocks, strict=True)
     ]
 
 
@@ -253,7 +283,9 @@ def _stored(mesh: DeviceMesh) -> StoredExecutables | None:
     directory = compile_cache_directory()
     is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
     is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ
-    return StoredExecutables(directory / "executables") if is_ours and mesh.first.platform == "cpu" else None
+    return (
+        StoredExecutables(directory / "executables", mesh.devices) if is_ours and mesh.first.platform == "cpu" else None
+    )
 
 
 def _use_compile_cache() -> None:

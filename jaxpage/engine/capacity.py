@@ -26,8 +26,10 @@ from jaxpage.device.step_inputs import processor_shapes
 from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.layers.sharding import Sharding
 from jaxpage.memory.block_tables import window_blocks
 from jaxpage.models.base import ModelSpec
+from jaxpage.models.sharding import LOGICAL_SHARDS, make_sharding
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
@@ -58,9 +60,20 @@ class ModelLayout:
     tensor_parallel_size: int = 1
 
 
-def device_spec_of(device: jax.Device, utilization: float) -> DeviceSpec:
+def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1) -> DeviceSpec:
+    """num_devices: all alike. Those that are made of one CPU share its memory."""
     notice = gpu_memory.notice(utilization) if device.platform == "gpu" else ""
-    return DeviceSpec(f"{device.platform} ({device.device_kind})", available_bytes(device, utilization), notice)
+    available = available_bytes(device, utilization) // (num_devices if device.platform == "cpu" else 1)
+    return DeviceSpec(f"{device.platform} ({device.device_kind})", available, notice)
+
+
+def choose_sharding(config: EngineConfig, spec: ModelSpec, device: DeviceSpec, num_devices: int) -> Sharding:
+    """Raises ConfigError where the devices cannot share the model."""
+    asked = config.tensor_parallel_reduction
+    invariant = asked == "invariant" or (
+        asked == "auto" and device.is_cpu and num_devices > 1 and LOGICAL_SHARDS % num_devices == 0
+    )
+    return make_sharding(spec, num_devices, invariant=invariant)
 
 
 def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
@@ -161,6 +174,7 @@ def plan_memory(
         block_bytes=sum(group.block_bytes for group in groups),
         block_size=config.block_size,
         num_blocks=0,
+        num_devices=layout.tensor_parallel_size,
         max_model_len=longest,
         most_sequence_blocks=None if first.sliding_window is None else at_a_time(first.sliding_window),
         windows=tuple(
@@ -239,16 +253,6 @@ def plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
             "is in it. Free memory, or use preemption_mode 'recompute'."
         )
     return plan
-
-
-def kv_heads_per_device(spec: ModelSpec, num_devices: int) -> int:
-    """Key/value heads of each device: its share, or one of which several devices keep a copy. Raises ConfigError if neither goes."""
-    num_query_heads, num_kv_heads = spec.num_query_heads, spec.kv.num_kv_heads
-    if num_query_heads % num_devices:
-        raise ConfigError(f"{num_devices} devices cannot share {num_query_heads} query heads evenly")
-    if num_kv_heads % num_devices and num_devices % num_kv_heads:
-        raise ConfigError(f"{num_devices} devices cannot share {num_kv_heads} key/value heads evenly")
-    return max(1, num_kv_heads // num_devices)
 
 
 def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:

@@ -6,17 +6,17 @@ A prompt runs by itself, in chunks of one shape, over pages of its own: nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.executables import compiled
-from jaxpage.device.mesh import make_mesh, shapes_of
+from jaxpage.device.mesh import DeviceMesh, shapes_of
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, pooled_step
 from jaxpage.models.base import KVSpec
@@ -29,11 +29,15 @@ LEAST_POSITIONS = 512  # of the pages; longer prompts have twice that, and so on
 class Embedder:
     """`compile` may be called on another thread than `embed`; none of the two on several at once."""
 
-    def __init__(self, options: StepOptions, parameters: Any, kv: KVSpec, block_size: int, page_dtype: Any):
+    def __init__(
+        self, options: StepOptions, parameters: Any, kv: KVSpec, block_size: int, page_dtype: Any, mesh: DeviceMesh
+    ):
         """parameters: of the model, for their shapes and places."""
         self._parameters = shapes_of(parameters)
-        self._options = options._replace(drafter=None, layer_groups=(0,) * kv.num_layers)
-        self._kv, self._block_size, self._page_dtype = kv, block_size, page_dtype
+        sharding = options.sharding
+        self._options = options._replace(drafter=None, layer_groups=(0,) * kv.num_layers * sharding.num_local)
+        self._kv = replace(kv, num_kv_heads=sharding.kv_heads_of_shard) if sharding.is_divided else kv
+        self._block_size, self._page_dtype, self._mesh = block_size, page_dtype, mesh
         self._steps: dict[int, Any] = {}  # by the positions that their pages have
         self._bucket = Bucket(CHUNK_TOKENS, 2, CHUNK_TOKENS)
 
@@ -43,7 +47,7 @@ class Embedder:
         parameters: of the model, as they are on the device.
         """
         width = self.compile(len(token_ids))
-        pages = make_mesh().zeros(self._page_shapes(width))
+        pages = self._mesh.zeros(self._page_shapes(width))
         total = np.zeros(0, np.float64)
         for start in range(0, len(token_ids), CHUNK_TOKENS):
             part = token_ids[start : start + CHUNK_TOKENS]
@@ -64,7 +68,9 @@ class Embedder:
         return width
 
     def _page_shapes(self, width: int) -> kv_pages.KVPages:
-        return kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype)
+        layers = kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype)
+        each = tuple(layer for layer in layers for _ in range(self._options.sharding.num_local))
+        return tuple(self._mesh.divided(each, kv_pages.KV_HEAD_AXIS))
 
     def _compiled(self, width: int) -> Any:
         tables = TableShape(1, width)
@@ -73,8 +79,10 @@ class Embedder:
         def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
             return pooled_step(parameters, pages, unpack(packed, self._bucket, tables), self._bucket, options)
 
-        packed = jnp.zeros(packed_size(self._bucket, tables), jnp.int32)
-        return compiled(jax.jit(step, donate_argnums=1), self._parameters, self._page_shapes(width), packed)
+        pages = self._page_shapes(width)
+        packed = self._mesh.whole(np.zeros(packed_size(self._bucket, tables), np.int32))
+        whole_step = self._mesh.on_each(step, (self._parameters, pages, None), (None, pages))
+        return compiled(jax.jit(whole_step, donate_argnums=1), self._parameters, pages, packed)
 
 
 def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -6,7 +6,7 @@ It is described from settings and headers, and frozen. `jaxpage plan` prints it,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxpage.device.step_inputs import TableShape
 from jaxpage.engine.capacity import (
     DeviceSpec,
     ModelLayout,
-    kv_heads_per_device,
+    choose_sharding,
     mixes,
     plan_memory,
     plan_swapping,
@@ -28,6 +28,7 @@ from jaxpage.engine.capacity import (
 )
 from jaxpage.engine.drafting import Drafting, check_windows
 from jaxpage.errors import ConfigError
+from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
 from jaxpage.models.base import ModelSpec
 from jaxpage.settings.engine_config import EngineConfig
@@ -40,6 +41,7 @@ class EngineSpec:
 
     layout: ModelLayout
     kernels: Backend | None
+    sharding: Sharding
     groups: tuple[CacheGroup, ...]
     menu: BucketMenu
     limits: StepLimits
@@ -87,13 +89,21 @@ class EngineSpec:
         yield "KV dtype", dtype if cache == "auto" else f"{cache}, a float32 scale per token and head"
         if self.attention:
             yield "attention", self.attention + " (interpreted)" * bool(self.kernels and self.kernels.interpret)
+        if self.sharding.is_divided:
+            yield "reduction", self._reduction
         yield "executables", f"{len(self.menu.buckets)} step shapes"
+
+    @property
+    def _reduction(self) -> str:
+        shards = self.sharding
+        return f"invariant, of {shards.num_shards} logical shards" if shards.invariant else "fast"
 
     def record(self) -> dict[str, Any]:
         """For the event log: all that decides plans."""
         memory = self.memory
         return {
             "dtype": self.layout.dtype,
+            **({"sharding": list(astuple(self.sharding))} if self.sharding.is_divided else {}),
             "max_model_len": memory.max_model_len,
             "num_blocks": memory.num_blocks,
             "swap_space_blocks": memory.num_host_blocks,
@@ -133,7 +143,8 @@ def describe_engine(
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
-    kv = replace(model.kv, num_kv_heads=kv_heads_per_device(model, layout.tensor_parallel_size))
+    sharding = choose_sharding(config, model, device, layout.tensor_parallel_size)
+    kv = replace(model.kv, num_kv_heads=sharding.kv_heads_of_device)
     kvs = (kv, *(drafting.kvs if drafting else ()))
     check_windows(config.speculative_config, config.model, kvs)
     menu = step_menu(config, device)
@@ -149,7 +160,7 @@ def describe_engine(
         memory = plan_swapping(config, memory)
     if memory.num_host_blocks or config.prefix_cache_directory:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
-    return EngineSpec(layout, kernels, groups, menu, limits, memory, model.vocab_size)
+    return EngineSpec(layout, kernels, sharding, groups, menu, limits, memory, model.vocab_size)
 
 
 def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:

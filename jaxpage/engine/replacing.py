@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.checkpoints import ModelFiles, load_weights
+from jaxpage.checkpoints import ModelFiles
 from jaxpage.device.mesh import make_mesh
+from jaxpage.engine.build import load_model
 from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import UnsupportedError
 
@@ -20,4 +21,4 @@ def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> No
 
 def weights_on_device(files: ModelFiles, spec: EngineSpec) -> Any:
     """For `Engine.replace_weights`. The old weights are on the device, too."""
-    return load_weights(files.plan, spec.layout.dtype, make_mesh().put)
+    return load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))

@@ -50,10 +50,21 @@ class Attention(nnx.Module):
     def __call__(
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
-        q, k, v = jnp.split(self.query_key_value(x_TI), ends[:-1], axis=-1)
+        q, k, v = self.projected(x_TI)
         if self.norm_together:
             q, k = self._normed(q, k)
+        return self.attended(q, k, v, layer_pages, context)
+
+    def projected(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values [T, heads x H]."""
+        ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
+        q, k, v = jnp.split(self.query_key_value(x_TI), ends[:-1], axis=-1)
+        return q, k, v
+
+    def attended(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """The output, of what `projected` made; behind norms that are over all heads."""
         q_TNH, k_TKH, v_TKH = (part.reshape(part.shape[0], -1, self.head_width) for part in (q, k, v))
         if not self.norm_together:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
@@ -74,7 +85,7 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             **({} if self.logit_softcap is None else {"logit_softcap": self.logit_softcap}),
         )
-        return self.output(out_TNH.reshape(x_TI.shape[0], -1)), layer_pages
+        return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages
 
     def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         return (q, k) if self.query_norm is None or self.key_norm is None else (self.query_norm(q), self.key_norm(k))

@@ -56,6 +56,14 @@ class Experts(nnx.Module):
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"], weight_TX: Float[Array, "T X"], activation: str
     ) -> Float[Array, "T D"]:
         """What the chosen experts make of each token, added up with these weights."""
+        out_TXD = self.made(x_TD, expert_TX, activation)
+        total_TD = out_TXD[:, 0] * weight_TX[:, :1]
+        for place in range(1, expert_TX.shape[1]):  # in one order, whatever XLA makes of a sum
+            total_TD = total_TD + out_TXD[:, place] * weight_TX[:, place : place + 1]
+        return total_TD.astype(x_TD.dtype)
+
+    def made(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"], activation: str) -> Float[Array, "T X D"]:
+        """What each of the chosen experts makes of each token; zeros of a number that is no expert's."""
         num_tokens, per_token = expert_TX.shape
         num_pairs, num_experts = num_tokens * per_token, self.gate_up.shape[0]
         rows = TILE_ROWS
@@ -77,11 +85,7 @@ class Experts(nnx.Module):
             return out_PD.at[pair].set(made, mode="drop")
 
         empty = jnp.zeros((num_pairs, x_TD.shape[1]), x_TD.dtype)
-        out_TXD = jax.lax.fori_loop(0, end_E[-1], tile, empty).reshape(num_tokens, per_token, -1)
-        total_TD = out_TXD[:, 0] * weight_TX[:, :1]
-        for place in range(1, per_token):  # in one order, whatever XLA makes of a sum
-            total_TD = total_TD + out_TXD[:, place] * weight_TX[:, place : place + 1]
-        return total_TD.astype(x_TD.dtype)
+        return jax.lax.fori_loop(0, end_E[-1], tile, empty).reshape(num_tokens, per_token, -1)
 
 
 class MixtureOfExperts(nnx.Module):

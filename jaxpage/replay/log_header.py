@@ -129,7 +129,8 @@ def weights_hash(parameters: Any) -> str:
 
 
 def _leaf_digest(path: Any, leaf: Any) -> bytes:
-    handle = leaf.addressable_data(0)  # one of its own: a handle keeps the host's copy for as long as it lives
+    # A handle of its own, which keeps the host's copy for as long as it lives.
+    handle = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
     array = np.asarray(handle)
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     digest = hashlib.blake2b(f"{name} {array.dtype} {array.shape}\0".encode(), digest_size=16)

@@ -39,7 +39,7 @@ def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixT
     about = header(config, built.engine, built.spec)
     names = ("versions", "device", "weights_hash")
     spec = built.spec
-    layout = spec.layout, spec.groups, spec.attention
+    layout = spec.layout, spec.groups, spec.attention, spec.sharding
     key = repr([[about[name] for name in names], [about["config"][name] for name in _OF_BLOCKS], layout])
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     return PrefixTier(built.engine, PrefixFiles(directory, digest, config.prefix_cache_bytes))

@@ -16,6 +16,7 @@ from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
+_DRAFTS_WITHOUT_WEIGHTS = ("ngram", "suffix", "lookahead", "token_recycling")
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Name = Annotated[
     str,
@@ -94,7 +95,10 @@ class EngineConfig(Settings):
     enable_lora: bool = False  # requests may name a LoRA adapter in PEFT's layout
     max_loras: Annotated[int, Field(ge=1, le=256)] = 4  # most adapters at once on the device
     max_lora_rank: Annotated[int, Field(ge=1, le=512)] = 16  # largest rank; the others are padded to it
-    tensor_parallel_size: _Count = 1  # devices for the model; this version supports 1
+    tensor_parallel_size: _Count = 1  # devices that share the model; see docs/scale.md
+    # How what the devices compute is added up. "invariant": the same bits on 1, 2 and 4 devices; "fast": whatever is fastest there;
+    # "auto": on one device as it always was, on 2 or 4 CPU devices "invariant", else "fast".
+    tensor_parallel_reduction: Literal["auto", "invariant", "fast"] = "auto"
     event_log: _Name | None = None  # file for all events that a replay needs, prompts included; must not exist
 
     @property
@@ -179,5 +183,23 @@ def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
         hint = f" (did you mean {nearest!r}?)" if nearest else ""
         text = f"{shown(backend)} is not supported: this version has no such kernel set{hint}"
         yield "attention_backend", f"{text}; use {' or '.join(backends)}"
-    if (size := config.tensor_parallel_size) != 1:
-        yield "tensor_parallel_size", f"{size} is not supported: this version runs on one device; use 1"
+    yield from _not_divided(config)
+
+
+def _not_divided(config: EngineConfig) -> Iterable[Problem]:
+    """What is not done for a model that is divided into shards, be it on one device."""
+    if config.tensor_parallel_size > 1:
+        name, text = "tensor_parallel_size", f"{config.tensor_parallel_size} is not supported with"
+    elif config.tensor_parallel_reduction == "invariant":
+        name, text = "tensor_parallel_reduction", "'invariant' is not supported with"
+    else:
+        return
+    if config.quantization is not None:
+        yield name, f"{text} quantization {config.quantization!r}: weights of few bits are not divided"
+    if config.enable_lora:
+        yield name, f"{text} enable_lora: adapters are not divided"
+    if (asked := config.speculative_config) is not None and asked.method not in _DRAFTS_WITHOUT_WEIGHTS:
+        yield (
+            name,
+            f"{text} method {asked.method!r} of speculative_config: what drafts has weights that are not divided",
+        )

@@ -41,9 +41,10 @@ Outputs = list[CompletionOutput]
 
 
 class Engines:
-    """Runs a request in every way that must not matter."""
+    """Runs a request in every way that must not matter. settings: of all engines, besides `SETTINGS`."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
+        self._settings = {**SETTINGS, **settings}
         self._llms: dict[str, LLM] = {}
         self._known: dict[str, RequestOutput] = {}
 
@@ -58,9 +59,10 @@ class Engines:
             "recompute": {"preemption_mode": "recompute"},
             "chunked": {"max_num_batched_tokens": 16},
             "speculating": {"speculative_config": DRAFTING},
+            "on two devices": {"tensor_parallel_size": 2},
         }
         if kind not in self._llms:
-            self._llms[kind] = LLM("demo", use_tqdm=False, **{**SETTINGS, **changes[kind]})
+            self._llms[kind] = LLM("demo", use_tqdm=False, **{**self._settings, **changes[kind]})
         return self._llms[kind]
 
     def plain(self, params: Params) -> RequestOutput:
@@ -110,6 +112,9 @@ class Engines:
         if longest >= 12 and isinstance(params, SamplingParams):
             assert 0 < output.metrics.num_accepted_tokens < output.metrics.num_draft_tokens
         return output
+
+    def tensor_parallel(self, params: Params) -> RequestOutput:
+        return self.llm("on two devices").generate(PROMPT, params, use_tqdm=False)[0]
 
     def _gives_way(self, llm: LLM, params: Params) -> RequestOutput:
         engine = llm._engine
@@ -317,7 +322,9 @@ WAYS: dict[str, Callable[[Engines, Params], RequestOutput]] = {  # features that
     "preemption": Engines.preemption,
     "chunked": Engines.chunked,
     "speculation": Engines.speculation,
+    "tensor parallel": Engines.tensor_parallel,
 }
+ON_DEVICES = "tensor parallel"  # needs several: see tests/on_four_devices.py
 FEATURES = ("greedy", "sampling", "n > 1", "beam search", "structured", *WAYS)
 
 
@@ -373,5 +380,6 @@ this file and `jaxpage/support_matrix.json`. Without the flag the same test fail
 
 *priority* needs `scheduling_policy: priority` and is refused otherwise. *user* is used only by `scheduling_policy: fair`. *stop*,
 *bad_words* and *structured_outputs* need a model with a tokenizer. *preemption* covers swapping and recomputation.
+*tensor parallel* compares two devices with one that adds up as they do (docs/scale.md).
 *speculation* covers accepted and rejected drafts. Beam searches run in the same batch, without drafts.
 """

@@ -1,0 +1,64 @@
+"""`jaxpage plan --devices N`: the ways to divide N devices into replicas, each on one or more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from jaxpage.device.sizing import MemoryPlan, gib
+from jaxpage.engine.capacity import ModelLayout
+from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.tables import aligned
+
+
+class Planned(Protocol):
+    """What `cli.plan.Option` says."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def plan(self) -> MemoryPlan | None: ...
+    @property
+    def error(self) -> CapacityError | ConfigError | None: ...
+    def num_users(self, length: int) -> int: ...
+
+
+def divisions(option_of: Callable[[ModelLayout], Planned], layout: ModelLayout, num_devices: int) -> list[Planned]:
+    """Of one replica each: on one device, on two, and so on, as far as all devices are used."""
+    sizes = (size for size in range(1, num_devices + 1) if num_devices % size == 0)
+    return [option_of(replace(layout, tensor_parallel_size=size)) for size in sizes]
+
+
+def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("tensor parallel", "replicas", "weights of a device", "KV tokens of a replica", "users of all", "")
+    ]
+    for option in options:
+        size, plan = option.layout.tensor_parallel_size, option.plan
+        numbers = ("", "", "", "does not fit" if isinstance(option.error, CapacityError) else str(option.error))
+        if plan is not None:
+            users = num_devices // size * option.num_users(length)
+            numbers = (gib(plan.weights_bytes), f"{plan.num_slots:,}", f"{users:,}", "")
+        rows.append((str(size), str(num_devices // size), *numbers))
+    title = f"{num_devices} devices as replicas, each on one or more of them, with users of {length:,} tokens:"
+    return ["", title, *aligned(rows)]
+
+
+def as_dicts(options: list[Planned], num_devices: int, length: int) -> list[dict[str, Any]]:
+    found = []
+    for option in options:
+        size, plan = option.layout.tensor_parallel_size, option.plan
+        numbers = {"weights_bytes": plan.weights_bytes, "num_slots": plan.num_slots} if plan else {}
+        users = num_devices // size * option.num_users(length)
+        error = None if option.error is None else str(option.error)
+        found.append(
+            {
+                "tensor_parallel_size": size,
+                "replicas": num_devices // size,
+                **numbers,
+                "users_of_all": users,
+                "error": error,
+            }
+        )
+    return found

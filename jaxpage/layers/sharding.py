@@ -1,0 +1,261 @@
+"""How the weights of a model are divided, and the layers of a model that is divided.
+
+There are C logical shards: of the heads, of the feed-forward layers and of the vocabulary. Each of n devices has C / n of them and computes
+one after the other, every one in the same shapes: those that a device of C devices would have. What they add to the hidden state is
+gathered and added up in a fixed tree. So the bits of a result depend on C and not on the number of devices. Where that is not asked for
+C is the number of devices, and the sum is whatever is fastest.
+
+No family knows of this: `models.sharding` puts these layers in the place of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpage.errors import ConfigError
+from jaxpage.layers.attention import Attention
+from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.experts import Experts
+from jaxpage.layers.linear import Linear, LinearSpec, Part
+from jaxpage.layers.mlp import MLP, GatedMLP
+from jaxpage.layers.parameter import parameter
+from jaxpage.layers.product import product
+
+DEVICE_AXIS = "devices"  # the axis of the mesh
+SHARED = {"heads": "query heads", "ffn": "feed-forward columns", "expert": "experts"}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """num_devices: n. num_shards: C, a multiple of n; 1: nothing is divided. num_kv_heads: of the whole model.
+
+    invariant: sums in float32 and in a fixed tree.
+    """
+
+    num_kv_heads: int
+    num_devices: int = 1
+    num_shards: int = 1
+    invariant: bool = False
+
+    @property
+    def is_divided(self) -> bool:
+        return self.num_shards > 1
+
+    @property
+    def num_local(self) -> int:
+        """Logical shards of a device."""
+        return self.num_shards // self.num_devices
+
+    @property
+    def kv_heads_of_shard(self) -> int:
+        """Where there are fewer than shards, some have a copy of the same."""
+        return self.num_kv_heads // min(self.num_shards, self.num_kv_heads)
+
+    @property
+    def kv_heads_of_device(self) -> int:
+        return self.num_local * self.kv_heads_of_shard
+
+    def count(self, axis: str | None) -> int:
+        """Into how many parts an axis of that name is divided. Experts go to devices whole: a result's bits do not depend on where."""
+        if axis == "expert":
+            return self.num_devices
+        return self.num_shards if axis in ("heads", "kv_heads", "ffn", "vocab") else 1
+
+    def size_of_part(self, axis: str | None, size: int) -> int:
+        """Raises ConfigError where the axis cannot be divided evenly. A vocabulary can: the last part is padded."""
+        count = self.count(axis)
+        if axis == "kv_heads":
+            return size // min(count, self.num_kv_heads)
+        if axis == "vocab":
+            return -(-size // count)
+        if size % count:
+            what = SHARED.get(str(axis), axis)
+            raise ConfigError(f"tensor_parallel_size: {size} {what} cannot be divided into {count} equal parts")
+        return size // count
+
+    def part(self, axis: str | None, size: int, place: int) -> slice:
+        """What the part at this place has of the whole axis."""
+        own, count = self.size_of_part(axis, size), self.count(axis)
+        if axis == "kv_heads":
+            place = place * min(count, self.num_kv_heads) // count
+        return slice(min(place * own, size), min((place + 1) * own, size))
+
+
+UNDIVIDED = Sharding(1)
+
+
+def gathered(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
+    """The parts of all devices, one behind the other."""
+    return x if sharding.num_devices == 1 else jax.lax.all_gather(x, DEVICE_AXIS, axis=axis, tiled=True)
+
+
+def summed(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Over all devices, in whatever order."""
+    return x if sharding.num_devices == 1 else jax.lax.psum(x, DEVICE_AXIS)
+
+
+def _device(sharding: Sharding) -> jax.Array | int:
+    """The place of the device that computes this."""
+    return 0 if sharding.num_devices == 1 else jax.lax.axis_index(DEVICE_AXIS)
+
+
+def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
+    """The sum over all logical shards, of which `parts` are this device's."""
+    if not sharding.invariant:
+        (own,) = parts
+        return summed(own, sharding)
+    # The barrier keeps XLA from computing products and sums in another way where both are on one device.
+    stacked = jax.lax.optimization_barrier(gathered(jnp.stack(parts), 0, sharding))
+    sums = list(stacked)
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+class PartialLinear(Linear):
+    """The product of a shard with its columns of a weight, to be added to those of the others. Its bias is added once, behind the sum."""
+
+    def __init__(self, spec: LinearSpec, sharding: Sharding):
+        super().__init__(replace(spec, bias=False))
+        self.invariant = sharding.invariant
+
+    def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        return product(x_TI, self.weight, result=jnp.float32 if self.invariant else None)
+
+
+class Summed(nnx.Module):
+    """What is behind the sum: the bias, where there is one."""
+
+    def __init__(self, output: Linear, sharding: Sharding):
+        self.bias = output.spec.declare("bias") if output.bias is not None else None
+        self.sharding = sharding
+
+    def __call__(self, parts: Sequence[jax.Array], x_TD: jax.Array) -> jax.Array:
+        y_TD = total(parts, self.sharding).astype(x_TD.dtype)
+        return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
+
+
+class ShardedAttention(nnx.Module):
+    """Each shard has its query heads and their key/value heads, and pages of its own. Norms over all heads are of all shards."""
+
+    def __init__(self, whole: Attention, sharding: Sharding):
+        def shard() -> Attention:
+            return Attention(
+                whole.layer_index,
+                Linear(_spec_of_shard(whole.query_key_value.spec, sharding)),
+                PartialLinear(_spec_of_shard(whole.output.spec, sharding), sharding),
+                head_width=whole.head_width,
+                scale=whole.scale,
+                sliding_window=whole.sliding_window,
+                rope=whole.rope,
+                query_norm=None if whole.norm_together else whole.query_norm,
+                key_norm=None if whole.norm_together else whole.key_norm,
+                logit_softcap=whole.logit_softcap,
+                query_growth=whole.query_growth,
+            )
+
+        self.shards = nnx.List(shard() for _ in range(sharding.num_local))
+        self.output = Summed(whole.output, sharding)
+        self.sharding = sharding
+        self.query_norm, self.key_norm = (whole.query_norm, whole.key_norm) if whole.norm_together else (None, None)
+
+    def __call__(
+        self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        projected = [shard.projected(x_TI) for shard in self.shards]
+        queries, keys, values = (list(of) for of in zip(*projected, strict=True))
+        if self.query_norm is not None and self.key_norm is not None:
+            queries = self._normed(self.query_norm, queries, self.sharding.num_shards)
+            keys = self._normed(self.key_norm, keys, min(self.sharding.num_shards, self.sharding.num_kv_heads))
+        each = zip(self.shards, queries, keys, values, layer_pages, strict=True)
+        parts, pages = zip(*(shard.attended(q, k, v, own, context) for shard, q, k, v, own in each), strict=True)
+        return self.output(parts, x_TI), pages
+
+    def _normed(
+        self, norm: Callable[[jax.Array], jax.Array], parts: Sequence[jax.Array], count: int
+    ) -> list[jax.Array]:
+        """count: how many different parts all shards have."""
+        copies = self.sharding.num_shards // count
+        every = gathered(jnp.stack(parts, axis=1), 1, self.sharding)[:, ::copies]
+        normed = norm(every.reshape(every.shape[0], -1)).reshape(every.shape)
+        first = _device(self.sharding) * self.sharding.num_local
+        places = [(first + index) // copies for index in range(len(parts))]
+        return [jax.lax.dynamic_index_in_dim(normed, place, axis=1, keepdims=False) for place in places]
+
+
+class ShardedMLP(nnx.Module):
+    """Each shard has its columns of the inner layer."""
+
+    def __init__(self, whole: MLP | GatedMLP, sharding: Sharding):
+        def shard() -> MLP | GatedMLP:
+            down = PartialLinear(_spec_of_shard(whole.down.spec, sharding), sharding)
+            if isinstance(whole, GatedMLP):
+                gate_up = Linear(_spec_of_shard(whole.gate_up.spec, sharding))
+                return GatedMLP(gate_up, down, activation=whole.activation)
+            return MLP(Linear(_spec_of_shard(whole.up.spec, sharding)), down, activation=whole.activation)
+
+        self.shards = nnx.List(shard() for _ in range(sharding.num_local))
+        self.down = Summed(whole.down, sharding)
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down([shard(x_TD) for shard in self.shards], x_TD)
+
+
+class ShardedEmbedding(nnx.Module):
+    """Each shard has its rows of the table; behind the last row of the last are zeros."""
+
+    def __init__(self, whole: Embedding, sharding: Sharding):
+        table = whole.table.get_value()
+        self.num_rows, width = table.shape
+        self.rows_of_shard = sharding.size_of_part("vocab", self.num_rows)
+        self.sharding = sharding
+        self.shards = nnx.List(
+            Embedding(self.rows_of_shard, width, name=None, dtype=table.dtype) for _ in range(sharding.num_local)
+        )
+
+    def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
+        """One shard has the row, and the others add zeros to it."""
+        first = _device(self.sharding) * self.sharding.num_local
+        found = []
+        for index, shard in enumerate(self.shards):
+            row_T = ids_T - (first + index) * self.rows_of_shard
+            is_own_T1 = ((row_T >= 0) & (row_T < self.rows_of_shard))[:, None]
+            row_TD = shard(jnp.clip(row_T, 0, self.rows_of_shard - 1))
+            found.append(jnp.where(is_own_T1, row_TD, jnp.zeros_like(row_TD)))
+        return summed(functools.reduce(operator.add, found), self.sharding)
+
+    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        own = jnp.concatenate([shard.logits(hidden_BD) for shard in self.shards], axis=1)
+        return gathered(own, 1, self.sharding)[:, : self.num_rows]
+
+
+class ShardedExperts(Experts):
+    """Each device has some of the experts, and computes the tokens that go there. What the others make of theirs is added to zeros."""
+
+    def __init__(self, whole: Experts, sharding: Sharding):
+        self.sharding = sharding
+        for name in ("gate_up", "down"):
+            struct, axes = getattr(whole, name).get_value(), getattr(whole, name).get_metadata()["axes"]
+            count = sharding.size_of_part("expert", struct.shape[0])
+            setattr(self, name, parameter((count, *struct.shape[1:]), axes=axes, dtype=struct.dtype))
+
+    def made(self, x_TD: jax.Array, expert_TX: jax.Array, activation: str) -> jax.Array:
+        count = self.gate_up.shape[0]
+        own_TX = expert_TX - _device(self.sharding) * count
+        own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)  # those of other devices are none of these
+        return summed(super().made(x_TD, own_TX, activation), self.sharding)
+
+
+def _spec_of_shard(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
+    """Without names: a shard's weights are no tensors of a checkpoint."""
+    parts = tuple(Part(sharding.size_of_part(part.axis, part.rows), part.axis, None) for part in spec.parts)
+    return replace(spec, parts=parts, num_in=sharding.size_of_part(spec.input_axis, spec.num_in), fused=None)

@@ -1,0 +1,179 @@
+"""Which layers of a model are divided among devices, and what of each weight a device has: by the axes that the weight declares."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.layers.attention import Attention
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.experts import Experts
+from jaxpage.layers.mlp import MLP, GatedMLP
+from jaxpage.layers.sharding import (
+    ShardedAttention,
+    ShardedEmbedding,
+    ShardedExperts,
+    ShardedMLP,
+    Sharding,
+)
+from jaxpage.models.base import ModelSpec
+from jaxpage.models.replacing import Path, Rule
+from jaxpage.models.weights import Weight
+
+# C where sums do not depend on the number of devices: then 1, 2 and 4 are possible (docs/scale.md).
+LOGICAL_SHARDS = 4
+
+
+def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Sharding:
+    """Raises ConfigError where the devices cannot share the heads."""
+    num_query_heads, num_kv_heads = spec.num_query_heads, spec.kv.num_kv_heads
+    if num_query_heads % num_devices:
+        raise ConfigError(f"{num_devices} devices cannot share {num_query_heads} query heads evenly")
+    if not _goes_into(num_kv_heads, num_devices):
+        raise ConfigError(f"{num_devices} devices cannot share {num_kv_heads} key/value heads evenly")
+    if not invariant:
+        return Sharding(num_kv_heads, num_devices, num_devices)
+    fitting = (
+        count
+        for count in range(LOGICAL_SHARDS, 0, -1)
+        if LOGICAL_SHARDS % count == 0 and num_query_heads % count == 0 and _goes_into(num_kv_heads, count)
+    )
+    num_shards = next(fitting)
+    if num_shards % num_devices:
+        raise ConfigError(
+            f"tensor_parallel_reduction 'invariant' adds up {num_shards} parts of this model, which {num_devices} devices cannot "
+            "share evenly; use 'fast'"
+        )
+    return Sharding(num_kv_heads, num_devices, num_shards, invariant=True)
+
+
+def _goes_into(num_kv_heads: int, count: int) -> bool:
+    return num_kv_heads % count == 0 or count % num_kv_heads == 0
+
+
+def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
+    """The rule that puts divided layers in the place of others. rule: the model's own, of which there is none beside this one."""
+    if not sharding.is_divided:
+        return rule
+    assert rule is None, "refused by name: see `engine.build`"
+
+    def divided(path: Path, module: nnx.Module) -> nnx.Module | None:
+        match module:
+            case Attention():
+                return ShardedAttention(module, sharding)
+            case MLP() | GatedMLP():
+                return ShardedMLP(module, sharding)
+            case Embedding() if module.table.get_metadata()["axes"][0] == "vocab":
+                return ShardedEmbedding(module, sharding)
+            case Experts() if sharding.num_devices > 1:
+                return ShardedExperts(module, sharding)
+        return None
+
+    return divided
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter of a divided model. index: which of a device's shards it is of. shape: of one shard."""
+
+    path: Path
+    index: int
+    shape: tuple[int, ...]
+
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class ShardedWeight:
+    """A weight of the checkpoint, and the parameters that have parts of it. axis: which is divided; None: they have all of it."""
+
+    weight: Weight
+    places: tuple[Place, ...]
+    axis: int | None
+    sharding: Sharding
+
+    def boxes(self, place: Place, device: int) -> list[Box]:
+        """What this parameter has, on that device, of the weight: parts one behind the other along the axis."""
+        whole = tuple(slice(0, size) for size in self.weight.shape)
+        if self.axis is None:
+            return [whole]
+        boxes = []
+        start = 0
+        for name, size in _parts(self.weight, self.axis):
+            number = device * (self.sharding.count(name) // self.sharding.num_devices) + place.index
+            part = self.sharding.part(name, size, number)
+            along = slice(start + part.start, start + part.stop)
+            boxes.append((*whole[: self.axis], along, *whole[self.axis + 1 :]))
+            start += size
+        return boxes
+
+    def fill(self, whole: np.ndarray, place: Place, array: np.ndarray) -> None:
+        """Puts what all devices have of this parameter where it belongs in the whole weight."""
+        assert self.axis is not None
+        for device, of_device in enumerate(np.split(array, self.sharding.num_devices)):
+            start = 0
+            for box in self.boxes(place, device):
+                size = box[self.axis].stop - box[self.axis].start
+                along = slice(start, start + size)
+                whole[box] = of_device[(*(slice(None),) * self.axis, along)]
+                start += size
+
+
+def sharded_weights(weights: Iterable[Weight], shapes: Mapping[Any, Any], sharding: Sharding) -> list[ShardedWeight]:
+    """shapes: of the divided model's parameters on one device: see `models.base.abstract_model`.
+
+    Raises UnsupportedError for a layer that has heads and is none of those that `with_sharding` divides.
+    """
+    places: dict[Path, list[Place]] = {}
+    for keys, struct in jax.tree_util.tree_leaves_with_path(shapes):
+        path = tuple(key.key for key in keys)
+        at = path.index("shards") if "shards" in path else None
+        whole = path if at is None else (*path[:at], *path[at + 2 :])
+        places.setdefault(whole, []).append(Place(path, 0 if at is None else path[at + 1], struct.shape))
+    found = []
+    for weight in weights:
+        own = tuple(places[weight.path])
+        axis = _axis(weight, own[0])
+        names = {name for index in range(len(weight.shape)) for name, _ in _parts(weight, index)}
+        if axis is None and len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
+            raise UnsupportedError(
+                f"tensor_parallel_size: {weight.sources[0].pieces[0].name} is of a layer that this version does not divide"
+            )
+        found.append(ShardedWeight(weight, own, axis, sharding))
+    return found
+
+
+def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The whole weights, on the host, of a divided model's parameters."""
+    tree: dict[Any, Any] = {}
+    for sharded in weights:
+        whole: Any = None
+        for place in sharded.places:
+            array = np.asarray(functools.reduce(lambda branch, key: branch[key], place.path, parameters))
+            if whole is None:
+                whole = array if sharded.axis is None else np.empty(sharded.weight.shape, array.dtype)
+            if sharded.axis is not None:
+                sharded.fill(whole, place, array)
+        branch = tree
+        for key in sharded.weight.path[:-1]:
+            branch = branch.setdefault(key, {})
+        branch[sharded.weight.path[-1]] = whole
+    return tree
+
+
+def _axis(weight: Weight, place: Place) -> int | None:
+    """The one that is divided."""
+    return next((index for index, size in enumerate(weight.shape) if size != place.shape[index]), None)
+
+
+def _parts(weight: Weight, axis: int) -> tuple[tuple[str | None, int], ...]:
+    name = weight.axes[axis]
+    return name if isinstance(name, tuple) else ((name, weight.shape[axis]),)

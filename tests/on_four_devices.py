@@ -1,0 +1,199 @@
+"""What needs several devices. `tests/test_tensor_parallel.py` runs this file in a process of its own, whose CPU is four devices.
+
+By hand: XLA_FLAGS=--xla_force_host_platform_device_count=4 pytest -n 0 tests/on_four_devices.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+from jaxpage import LLM, SamplingParams  # noqa: E402
+from jaxpage.layers import sharding  # noqa: E402
+from jaxpage.replay.replay import replay  # noqa: E402
+from jaxpage.support import support_matrix  # noqa: E402
+from tests.support.engines import LLAMA, invariants, tokens_of  # noqa: E402
+from tests.support.hf_models import MODELS, save_model  # noqa: E402
+from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
+from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
+from tests.support.sweeps import few  # noqa: E402
+
+NUM_TOKENS = 10
+# Chunks of 16 tokens cut the long prompts, and the pool does not hold both sequences to their end.
+SETTINGS: dict[str, Any] = {
+    **{"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60},
+    **{"dtype": "float32", "preemption_mode": "recompute", "use_tqdm": False},
+}
+INVARIANT = {"tensor_parallel_reduction": "invariant"}
+ON_4 = {"tensor_parallel_size": 4}
+LAYOUTS = {"one": INVARIANT, "two": {"tensor_parallel_size": 2}, "four": ON_4}
+# Small: what is compiled takes the time of this file, and for a head width of 16 that is least.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-grouped": {"head_dim": 16},
+    "qwen3-grouped": {"head_dim": 16, "num_hidden_layers": 1},
+    "gemma3-types": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "opt-norm-first": {"hidden_size": 64, "num_hidden_layers": 1},
+    "mixtral-window": {"head_dim": 16, "num_hidden_layers": 1},
+}
+# Numbers of heads or experts that four devices cannot share.
+DIVISIBLE = [name for name in MODELS if name not in ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared")]
+
+
+def test_there_are_four_devices():
+    assert len(jax.devices()) == 4
+
+
+def generated(directory: Path | str, prompts: list[list[int]], temperature: float = 0.0, **settings: Any) -> Any:
+    """Tokens, and log probabilities of what was likeliest."""
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    with LLM(str(directory), **{**SETTINGS, **settings}) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        invariants(llm)
+    return tokens_of(outputs)
+
+
+def prompts_of(vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, vocab_size, length).tolist() for length in (3, 41, 17)]
+
+
+@torch.no_grad()
+def assert_as_transformers(model: Any, prompts: list[list[int]], found: Any) -> None:
+    """That each token is the likeliest behind those before it, and that its log probability is transformers'."""
+    for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+        assert logits.argmax(-1).tolist() == tokens
+        want = logits.log_softmax(-1)
+        for place, entries in enumerate(logprobs):
+            for token, logprob in entries.items():
+                assert abs(logprob - float(want[place, token])) < 1e-4
+
+
+@pytest.mark.parametrize("name", few(DIVISIBLE, FAMILIES))
+def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(name, tmp_path):
+    model = save_model(name, tmp_path, **FAMILIES.get(name, {}))
+    model.generation_config.eos_token_id = None
+    prompts = prompts_of(model.config.vocab_size)
+    found = {layout: generated(tmp_path, prompts, **settings) for layout, settings in LAYOUTS.items()}
+    assert_as_transformers(model, prompts, found["one"])
+    assert found["one"] == found["two"] == found["four"]
+
+
+# Of one small model, on which a mistake is planted too.
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
+
+
+@pytest.fixture(scope="module")
+def want(directory):
+    return generated(directory, prompts_of(257), 0.9, **INVARIANT)
+
+
+def test_what_is_fast_gives_the_same_tokens(directory, want):
+    for settings in ({}, {**ON_4, "tensor_parallel_reduction": "fast"}):
+        found = generated(directory, prompts_of(257), 0.9, **settings)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want]
+
+
+def test_bfloat16_too(directory):
+    one, four = (generated(directory, prompts_of(257), 0.9, **layout, dtype="bfloat16") for layout in (INVARIANT, ON_4))
+    assert one == four
+
+
+@pytest.mark.parametrize("mistake", ["order", "heads"])
+def test_a_planted_mistake_is_seen(directory, want, mistake, monkeypatch):
+    if mistake == "order":  # two sums, of which the second depends on the devices
+
+        def total(parts, shards):
+            own = sum(parts[1:], parts[0])
+            return own if shards.num_devices == 1 else jax.lax.psum(own, sharding.DEVICE_AXIS)
+
+        monkeypatch.setattr(sharding, "total", total)
+    else:  # each shard has the key/value heads of another
+        real = sharding.Sharding.part
+
+        def part(self, axis, size, place):
+            return real(self, axis, size, 3 - place if axis == "kv_heads" else place)
+
+        monkeypatch.setattr(sharding.Sharding, "part", part)
+    assert generated(directory, prompts_of(257), 0.9, **ON_4) != want
+
+
+def test_one_engine_in_every_other_way(directory, want, tmp_path):
+    """Alone as together, `parameters`, `update_parameters`, `embed`, a log and its replay."""
+    prompts, log = prompts_of(257), tmp_path / "log"
+    stored = load_file(directory / "model.safetensors")
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    with LLM(str(directory), **{**SETTINGS, **ON_4}) as llm:
+        alone = [tokens_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt in prompts]
+        assert alone == want
+        held = {name: np.asarray(array) for name, array in llm.parameters().items()}
+        assert held.keys() == stored.keys()
+        for name, array in stored.items():
+            np.testing.assert_array_equal(held[name], array, err_msg=name)
+        (kernel,) = llm._engine.runner.parameters["target"]["layers"][0]["mlp"]["shards"].values()
+        shapes = [shard.data.shape for shard in kernel["down"]["kernel"].addressable_shards]
+        assert shapes == [(64, 40)] * 4, "a device has its part of the weights"
+        page = llm._engine.runner._pages[0].k_pages
+        assert [shard.data.shape[2] for shard in page.addressable_shards] == [1] * 4, "and of the pages"
+        vectors = llm.embed(prompts, use_tqdm=False)
+        llm.update_parameters({name: array * np.float32(0.9) for name, array in held.items()})
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) != want
+        llm.update_parameters(held)
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
+    with LLM(str(directory), **{**SETTINGS, **INVARIANT}) as llm:
+        np.testing.assert_array_equal(llm.embed(prompts, use_tqdm=False), vectors)
+    with LLM(str(directory), **{**SETTINGS, **ON_4}, event_log=str(log)) as llm:
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
+    report = replay(log, progress=False)
+    assert report.difference is None and report.num_tokens == NUM_TOKENS * len(prompts)
+    header = json.loads(log.read_text().splitlines()[0])
+    assert header["config"]["tensor_parallel_size"] == 4 and header["engine"]["sharding"] == [2, 4, 4, True]
+
+
+# The column of the support matrix: two devices give what one gives, to the last bit.
+
+
+@pytest.fixture(scope="module")
+def engines():
+    engines = Engines(**INVARIANT)
+    yield engines
+    for llm in engines._llms.values():
+        invariants(llm)
+    engines.close()
+
+
+@pytest.mark.parametrize("name", list(support_matrix()))
+def test_a_cell_is_what_the_package_says(engines, name):
+    assert cell(engines, name, ON_DEVICES) == support_matrix()[name][ON_DEVICES]
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        *(("n", "preemption"), ("beam_width", "preemption"), ("structured_outputs", "preemption")),
+        *(("logprobs", "prefix cache"), ("temperature", "speculation"), ("prompt_logprobs", "chunked")),
+    ],
+)
+def test_what_changes_no_text_changes_none_on_two_devices(two_devices, name, feature):
+    assert cell(two_devices, name, feature) == YES
+
+
+@pytest.fixture(scope="module")
+def two_devices():
+    engines = Engines(tensor_parallel_size=2)
+    yield engines
+    for llm in engines._llms.values():
+        invariants(llm)
+    engines.close()

@@ -1,0 +1,51 @@
+"""Tensor parallelism. A process has as many devices as it began with, so what needs four runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpage import LLM
+from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.settings.engine_config import EngineConfig
+
+FILE = Path(__file__).parent / "on_four_devices.py"
+
+
+def test_on_four_devices():
+    """See there."""
+    flags = f"--xla_force_host_platform_device_count=4 {os.environ.get('XLA_FLAGS', '')}"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", str(FILE)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "XLA_FLAGS": flags},
+        cwd=FILE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_too_few_devices_say_how_a_cpu_has_more():
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 3, but JAX has 1 cpu .*device_count=3"):
+        LLM("demo", tensor_parallel_size=3, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"quantization": "int8"}, "quantization 'int8'"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"speculative_config": {"method": "medusa", "model": "heads"}}, "method 'medusa'"),
+        ({"speculative_config": {"method": "draft_model", "model": "small"}}, "method 'draft_model'"),
+    ],
+)
+@pytest.mark.parametrize(("name", "value"), [("tensor_parallel_size", 2), ("tensor_parallel_reduction", "invariant")])
+def test_what_is_not_divided_is_refused_by_both_names(settings, named, name, value):
+    with pytest.raises(UnsupportedError, match=f"^{name}: .*{value}.* is not supported with .*{named}"):
+        EngineConfig(model="demo", **{name: value}, **settings)
