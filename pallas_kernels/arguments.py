@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.quantized_pages import check_scales
 
 _TABLES = ("block_table_BM", "context_len_B", "query_start")
-_ARRAYS = ("q_TNH", "k_pages", "v_pages", *_TABLES, "tree_mask_TQ", "k_scale", "v_scale")
+_ARRAYS = ("q_TNH", "k_pages", "v_pages", *_TABLES, "tree_mask_TQ", "k_scale", "v_scale", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Arguments:
     tree_mask_TQ: jax.Array | None = None
     k_scale: jax.Array | None = None  # [P, S, K], of quantised pages
     v_scale: jax.Array | None = None
+    sinks: jax.Array | None = None  # becomes float32
     max_query_len: int = sys.maxsize  # becomes T where it is more
 
     def __post_init__(self) -> None:
@@ -41,6 +42,8 @@ class Arguments:
         self._check_arrays()
         for name in _TABLES:
             object.__setattr__(self, name, getattr(self, name).astype(jnp.int32))
+        if self.sinks is not None:
+            object.__setattr__(self, "sinks", self.sinks.astype(jnp.float32))
         # Numbers become Python's own, which have no type in JAX that results could take on.
         for name in ("scale", "logit_softcap"):
             if (number := getattr(self, name)) is not None or name == "scale":
@@ -80,6 +83,13 @@ class Arguments:
             raise ValueError(f"head width differs: queries {self.q_TNH.shape[2]}, pages {self.k_pages.shape[3]}")
         if self.q_TNH.shape[1] % num_kv_heads or not self.q_TNH.shape[1]:
             raise ValueError(f"{self.q_TNH.shape[1]} query heads do not divide among {num_kv_heads} key/value heads")
+        sinks = self.sinks
+        if sinks is not None and (
+            sinks.shape != self.q_TNH.shape[1:2] or not jnp.issubdtype(sinks.dtype, jnp.floating)
+        ):
+            raise ValueError(
+                f"sinks must hold a float for each of {self.q_TNH.shape[1]} query heads, not {sinks.dtype} of shape {sinks.shape}"
+            )
         tree = self.tree_mask_TQ
         rows_of_bools = tree is None or (tree.ndim == 2 and tree.shape[1] > 0 and tree.dtype == jnp.bool_)
         if tree is not None and (not rows_of_bools or tree.shape[0] != self.q_TNH.shape[0]):

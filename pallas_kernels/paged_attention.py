@@ -32,6 +32,7 @@ def paged_attention(
     tree_mask_TQ: Bool[Array, "T Q"] | None = None,
     k_scale: Float[Array, "P S K"] | None = None,
     v_scale: Float[Array, "P S K"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
     backend: str = "auto",
     interpret: bool = False,
     max_query_len: int | None = None,
@@ -49,6 +50,7 @@ def paged_attention(
         logit_softcap: scores become softcap * tanh(scores / softcap).
         tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row, in place of the causal order.
         k_scale, v_scale: of pages of int8 or float8, as `write_kv` makes them; None for float pages.
+        sinks: one more logit of each query head's softmax, which has no value: what goes there is lost (GPT-OSS).
         backend: one of `BACKENDS`, or "auto": kernels alone where JAX's default backend is a GPU.
         interpret: run a kernel on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
         max_query_len: a promise that no row has more query tokens, which lets a backend choose its tiles; the default is T.
@@ -74,6 +76,7 @@ def paged_attention(
         tree_mask_TQ=tree_mask_TQ,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks=sinks,
         max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
     call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments, tiles=tiles)

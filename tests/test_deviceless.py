@@ -33,6 +33,8 @@ ATTENTION = {  # a call of each kind, and what its kernel must be made of
     "llama-3-8b chunk 2048+0": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
     "qwen2-0.5b decode 64x2048": {"triton": ("LDGSTS.128", "HMMA")},
     "mistral-7b chunk 2048+6144": {"triton": ("LDGSTS.128", "HGMMA")},
+    "gpt-oss-20b decode 64x2048": {"triton": ("LDGSTS.128", "HMMA"), "mosaic": ("UTMALDG", "HGMMA")},
+    "gpt-oss-20b chunk 2048+2048": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
     "llama-3-8b verify tree 16x16": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
 }
 
@@ -56,6 +58,8 @@ def array_bytes(pages: Any) -> list[int]:
             ("mistral-7b chunk 2048+6144", "triton"),
             ("llama-3-8b verify tree 16x16", "triton"),
             ("llama-3-8b verify tree 16x16", "mosaic"),
+            ("gpt-oss-20b decode 64x2048", "triton"),
+            ("gpt-oss-20b decode 64x2048", "mosaic"),
         ],
     ),
 )

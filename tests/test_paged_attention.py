@@ -41,6 +41,19 @@ def test_every_backend_matches_float64(backend, contexts, queries, heads, option
     np.testing.assert_allclose(got, oracle(case, scale=0.3, **options), atol=2e-6)
 
 
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
+@pytest.mark.parametrize(("contexts", "queries"), [ROWS[0], ROWS[2]])
+def test_sinks_take_their_share_of_every_softmax(backend, contexts, queries):
+    """High ones, low ones and one that is none; with a mistake planted: those of the heads beside."""
+    case = make_case(1, contexts, queries, heads=(6, 2), padding=64 - sum(queries), num_blocks=32, table_width=13)
+    sinks = np.array([-np.inf, 0.5, 3.0, -1.0, 9.0, 2.0], np.float32)
+    options = {"scale": 0.3, "sliding_window": 9}
+    got = run(*case.arrays, **options, sinks=sinks, backend=backend)
+    np.testing.assert_allclose(got, oracle(case, **options, sinks=sinks), atol=2e-6)
+    for wrong in (np.roll(sinks, 1), sinks[[3, 4, 5, 0, 1, 2]], None):
+        assert np.abs(np.asarray(got) - oracle(case, **options, sinks=wrong)).max() > 1e-2
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 32, 128])
 def test_block_sizes(block_size):
     case = make_case(2, [200, 3], [20, 3], block_size=block_size)
@@ -279,6 +292,7 @@ def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):
         ({"k_pages": np.zeros((3, 8, 0, 16), np.float32)}, ValueError, r"k_pages must not be empty.*\(3, 8, 0, 16\)"),
         ({"block_table_BM": np.zeros((2, 0), np.int32)}, ValueError, r"block_table_BM must not be empty.*\(2, 0\)"),
         ({"tree_mask_TQ": np.zeros((5, 0), bool)}, ValueError, r"tree_mask_TQ .*\(5, 0\)"),
+        ({"sinks": np.zeros(3, np.float32)}, ValueError, r"sinks must hold a float for each of 4 .*\(3,\)"),
         ({"scale": "x"}, TypeError, "scale must be a number.*'x'"),
         ({"scale": jnp.float32(1)}, TypeError, "scale must be a number"),
         ({"scale": float("nan")}, ValueError, "scale must be finite, not nan"),
@@ -346,8 +360,9 @@ def test_writing_and_attending_in_one_call(num_tokens, page_dtype):
     slots = np.arange(8, 8 + num_tokens)
     pages = write_kv(k, v, case.k_pages, case.v_pages, slots, **case.scales)
     scales = dict(zip(case.scales, pages[2:], strict=True))
-    want = paged_attention(case.q_TNH, *pages[:2], *case.arrays[3:], scale=0.3, **scales)
-    out, got = write_and_attend(k, v, slots, **vars(case), scale=0.3, max_query_len=None)
+    options = {"scale": 0.3, "sinks": np.array([1.0, -1.0, 0.5, 2.0], np.float32)}
+    want = paged_attention(case.q_TNH, *pages[:2], *case.arrays[3:], **options, **scales)
+    out, got = write_and_attend(k, v, slots, **vars(case), **options, max_query_len=None)
     for one, other in zip((out, *got), (want, *pages), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match=r"v_TKH must have one vector .* \(1, 2, 16\)"):

@@ -20,6 +20,7 @@ _MODELS = {  # what is inspected of `SPECS`: names of models, and how the names 
     "opt-13b": ("decode", "chunk"),  # one
     "gpt2": ("decode",),
     "mistral-7b": ("decode", "chunk"),  # a window
+    "gpt-oss-20b": ("decode", "chunk"),  # sinks
 }
 
 
@@ -68,6 +69,8 @@ def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
     )
     if spec.tree:
         shapes["tree_mask_TQ"] = _shape((num_tokens, spec.max_query_len), "bool")
+    if spec.sinks:
+        shapes["sinks"] = _shape((spec.num_heads,), "float32")
     return Case("paged_attention", backend, _label(spec), *_by_name(function, shapes))
 
 

@@ -99,7 +99,7 @@ def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
         arguments.context_len_B.astype(jnp.int32),
         arguments.query_start.astype(jnp.int32),
         jnp.zeros((0, 0), bool) if tree is None else tree,
-        jnp.zeros(0, jnp.float32),  # attention sinks, which no model here has yet
+        jnp.zeros(0, jnp.float32) if arguments.sinks is None else arguments.sinks,
     )
 
 

@@ -59,8 +59,12 @@ def attend(arguments: Arguments) -> jax.Array:
     seen_TC = visible_TC(arguments, num_positions)
     seen = seen_TC[:, None, None, :]
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
+    sink = None if arguments.sinks is None else arguments.sinks.reshape(1, num_kv_heads, -1, 1)
+    top = top if sink is None else jnp.maximum(top, sink)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = weights.sum(-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - top)
     weights = weights / jnp.where(total == 0.0, 1.0, total)  # a token that sees nothing (padding) gets zeros
     # What lies in masked slots may be anything, even NaN, and zero times NaN is NaN.
     v_TCKH = jnp.where(seen_TC[:, :, None, None], v_TCKH, 0.0)

@@ -117,7 +117,11 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         return new_top, total_RKA * shrink + _sum_by_halves(weights), new_out
 
     shape = q_RKAH.shape[:3]
-    start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_RKAH.shape))
+    top_RKA, total_RKA = jnp.full(shape, MASKED), jnp.zeros(shape)
+    if arguments.sinks is not None:  # the softmax begins with them
+        sinks_KA = jnp.tile(arguments.sinks.reshape(-1, group), (1, shape[2] // group))
+        top_RKA, total_RKA = jnp.broadcast_to(jnp.maximum(sinks_KA, MASKED), shape), jnp.ones(shape)
+    start = (top_RKA, total_RKA, jnp.zeros(q_RKAH.shape))
     _, total_RKA, out_RKAH = jax.lax.fori_loop(first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start)
     return out_RKAH / jnp.where(total_RKA == 0.0, 1.0, total_RKA)[..., None]
 

@@ -95,7 +95,7 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool 
 
 _ARRAYS = (
     *("q_TNH", "k_pages", "v_pages", "block_table_BM", "context_len_B", "query_start"),
-    *("tree_mask_TQ", "k_scale", "v_scale"),
+    *("tree_mask_TQ", "k_scale", "v_scale", "sinks"),
 )
 
 
@@ -169,6 +169,7 @@ def _attend(arrays: dict[str, jax.Array | None], config: Config) -> jax.Array:
         None if arguments.tree_mask_TQ is None else mask_words(arguments.tree_mask_TQ),
         arguments.k_scale,
         arguments.v_scale,
+        arguments.sinks,
     )
     if apart:
         out_ZTNH, weight_ZTN = result

@@ -67,7 +67,17 @@ class Lanes:
 
 
 def kernel(  # type: ignore[no-untyped-def]
-    schedule_ref, q_ref, k_ref, v_ref, table_ref, tree_ref, k_scale_ref, v_scale_ref, *out_refs, config: Config
+    schedule_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    table_ref,
+    tree_ref,
+    k_scale_ref,
+    v_scale_ref,
+    sinks_ref,
+    *out_refs,
+    config: Config,
 ) -> None:
     # The last tiles of a prompt see most, and a GPU starts programs in order: the longest go first.
     tile_index = schedule_ref.shape[0] - 1 - pl.program_id(0)
@@ -112,7 +122,7 @@ def kernel(  # type: ignore[no-untyped-def]
             return new_top_A, total_A, sum_AH * shrink_A[:, None] + values_AH
 
         size = config.tiles.query_rows
-        carry = jnp.full(size, LOWEST), jnp.zeros(size), jnp.zeros(q_AH.shape, jnp.float32)
+        carry = *_start(sinks_ref, lanes, split, size), jnp.zeros(q_AH.shape, jnp.float32)
         for low, high, masked in _stretches(tile, first, stop, config, tree=tree_ref is not None):
             carry = lax.fori_loop(low, high, functools.partial(turn, masked=masked), carry)
         top_A, total_A, sum_AH = carry
@@ -123,6 +133,15 @@ def kernel(  # type: ignore[no-untyped-def]
             tb.store(out_refs[0].at[(split, *at_AH)], out_AH, mask=mask_AH)
             weight_A = jnp.where(total_A == 0.0, LOWEST, top_A + jnp.log2(total_A))
             tb.store(out_refs[1].at[(split, *at_A)], weight_A, mask=lanes.used_A)
+
+
+def _start(sinks_ref, lanes: Lanes, split, size: int):  # type: ignore[no-untyped-def]
+    """Maximum and sum of a softmax before its first turn: the sinks are in that of the first split."""
+    if sinks_ref is None:
+        return jnp.full(size, LOWEST), jnp.zeros(size)
+    sink_A = tb.load(sinks_ref.at[lanes.head_A], mask=lanes.used_A & (split == 0), other=-jnp.inf) * LOG2_E
+    top_A = jnp.maximum(sink_A, LOWEST)
+    return top_A, jnp.where(top_A > LOWEST, 1.0, 0.0)
 
 
 def _stretches(
