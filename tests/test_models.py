@@ -66,7 +66,9 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
             tensor = state[names[0]]
             assert tensor.shape == piece.stored_shape, weight
             begins = zip(piece.offset, piece.shape, strict=True)
-            filled[tuple(slice(at, at + size) for at, size in begins)] = tensor.T if piece.transpose else tensor
+            filled[tuple(slice(at, at + size) for at, size in begins)] = (
+                tensor.swapaxes(-1, -2) if piece.transpose else tensor
+            )
         place = parameters
         for key in weight.path[:-1]:
             place = place.setdefault(key, {})
@@ -266,6 +268,10 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "window one too narrow": ("qwen2-layer-types", lambda: {"attend": dense_attend(-1)}),
     "query bias dropped": ("qwen2-full", lambda: {"state": zero("q_proj.bias")}),
     "head norms swapped": ("qwen3-grouped", lambda: {"state": swap("q_norm", "k_norm")}),
+    "sinks of other heads": ("gpt-oss-windows", lambda: {"state": roll("sinks", 0)}),
+    "gates for ups": ("gpt-oss-windows", lambda: {"state": roll("experts.gate_up_proj", 2)}),
+    "bias of the router dropped": ("gpt-oss-windows", lambda: {"state": zero("router.bias")}),
+    "biases of experts dropped": ("gpt-oss-windows", lambda: {"state": zero("down_proj_bias")}),
     "positions without offset": ("opt-norm-first", lambda: {"state": roll("embed_positions.weight", 0)}),
     "norms first in the 350m": ("opt-350m-form", lambda: {"spec": {"norm_first": True}}),
     "wrong feed-forward function": ("opt-plain", lambda: {"spec": {"activation": "relu"}}),
@@ -371,9 +377,10 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
         types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.kv.num_layers
         assert ours.kv.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in types)
         if ropes and (parameters := getattr(theirs, "rope_parameters", None)):
-            theta = parameters.get("full_attention", parameters)["rope_theta"]
+            parameters = parameters.get("full_attention", parameters)
+            theta, factor = parameters["rope_theta"], parameters.get("factor", 1.0)  # of YaRN
             pairs = len(ours.rope.frequencies)
-            assert ours.rope.frequencies[-1] == pytest.approx(theta ** (1 / pairs - 1), rel=1e-5), name
+            assert ours.rope.frequencies[-1] == pytest.approx(theta ** (1 / pairs - 1) / factor, rel=1e-5), name
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -399,7 +406,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (UnsupportedError, "qwen3-grouped", "by layer type", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}),
     (UnsupportedError, "qwen2-full", "chunked_attention", {"layer_types": ["full_attention", "chunked_attention"]}),
     (UnsupportedError, "mistral-window", "layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
-    (UnsupportedError, "llama-grouped", "FalconForCausalLM", {"architectures": ["FalconForCausalLM"]}),
+    (UnsupportedError, "llama-grouped", "BloomForCausalLM", {"architectures": ["BloomForCausalLM"]}),
     (CheckpointError, "llama-grouped", "architectures", {"architectures": None}),
     (CheckpointError, "llama-grouped", "model_type", {"model_type": "mistral"}),
     (CheckpointError, "llama-grouped", "num_key_value_heads", {"num_key_value_heads": 3}),

@@ -60,9 +60,13 @@ FAMILIES = {
         **{**LLAMA, "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "num_hidden_layers": 3},
         **{"sliding_window": 20, "sliding_window_pattern": 3, "logit_scale": 1.0},
     },
+    "gpt_oss": {
+        **{**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16},
+        **{"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
+    },
     "mixtral": {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
 }
-NEWER = ("qwen3", "gemma2", "cohere2", "mixtral")
+NEWER = ("qwen3", "gemma2", "cohere2", "mixtral", "gpt_oss")
 # Engines that differ in everything that must not matter.
 ENGINES = {
     "plain": {},
@@ -131,6 +135,7 @@ def test_the_requests_differ(lone_tokens):
         [
             *[("llama", engine) for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")],
             *[("opt", "small pool"), ("mistral", "tiny and swapping"), ("qwen3", "blocks of 4")],
+            ("gpt_oss", "small pool"),
         ],
     ),
 )

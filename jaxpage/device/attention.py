@@ -35,6 +35,7 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPages]:
         out_TNH, pages = write_and_attend(
             k_TKH,
@@ -48,6 +49,7 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
             sliding_window=sliding_window,
             logit_softcap=logit_softcap,
             tree_mask_TQ=tree_mask_TQ,
+            sinks=sinks,
             max_query_len=bucket.max_query_len,
             **layer_pages._asdict(),
             **backend.options,

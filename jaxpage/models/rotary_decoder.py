@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -22,6 +23,7 @@ from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import LayerNorm, RMSNorm
+from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
@@ -81,6 +83,7 @@ class RotaryDecoderSpec:
     rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None: no rotation
     attention_scale: float | None = None  # None: head_width ** -0.5
     attention_softcap: float | None = None
+    sinks: bool = False  # of attention
     query_growth: tuple[float, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each half of a layer adds
@@ -204,7 +207,15 @@ def make_attention(
         norm_together=spec.form.together,
         logit_softcap=spec.attention_softcap,
         query_growth=spec.query_growth,
+        sinks=_sinks(spec, name, dtype),
     )
+
+
+def _sinks(spec: RotaryDecoderSpec, name: str, dtype: DTypeLike) -> nnx.Param[jax.Array] | None:
+    if not spec.sinks:
+        return None
+    count = spec.num_query_heads
+    return parameter((count,), axes=("heads",), dtype=dtype, sources=[tensor(f"{name}.sinks", count)])
 
 
 def make_mlp(spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = None, dtype: DTypeLike) -> GatedMLP:

@@ -124,6 +124,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 7}),
     "olmoe-many": ("olmoe", {"num_experts": 16, "num_experts_per_tok": 4}),
+    "gpt-oss-windows": (
+        "gpt_oss",
+        {
+            **{
+                "head_dim": 16,
+                "num_hidden_layers": 3,
+                "sliding_window": 7,
+                "swiglu_limit": 1.5,
+                "intermediate_size": 64,
+            },
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "hidden_size": 64},
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "truncate": False, **_YARN},
+        },
+    ),
     "opt-norm-first": ("opt", {"hidden_size": 48, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 131}),
     "opt-350m-form": (
         "opt",
@@ -191,6 +205,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -261,12 +276,18 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         for experts in (getattr(module, name, None) for name in ("gate_up_proj", "down_proj")):
             if isinstance(experts, torch.nn.Parameter):
                 draw(experts, 1.4 / math.sqrt(experts.shape[2]))
+        for extra in (getattr(module, name, None) for name in ("gate_up_proj_bias", "down_proj_bias", "sinks")):
+            if isinstance(extra, torch.nn.Parameter):
+                draw(extra, 0.5)
         if isinstance(module, torch.nn.Embedding):
             draw(module.weight, 0.2)
         elif isinstance(module, torch.nn.Linear | transformers.Conv1D):
             num_in = module.weight.shape[0 if isinstance(module, transformers.Conv1D) else 1]
             draw(module.weight, 1.4 / math.sqrt(num_in))
         elif isinstance(getattr(module, "weight", None), torch.nn.Parameter):
-            draw(module.weight, 0.3, mean=1.0)  # a norm
+            router = module.weight.ndim == 2
+            draw(
+                module.weight, 1.4 / math.sqrt(module.weight.shape[1]) if router else 0.3, mean=1.0 - router
+            )  # or a norm
     if model.config.tie_word_embeddings:  # then the head, drawn as a Linear, is the token table
         draw(model.get_input_embeddings().weight, 0.2)
