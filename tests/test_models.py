@@ -272,6 +272,8 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "gates for ups": ("gpt-oss-windows", lambda: {"state": roll("experts.gate_up_proj", 2)}),
     "bias of the router dropped": ("gpt-oss-windows", lambda: {"state": zero("router.bias")}),
     "biases of experts dropped": ("gpt-oss-windows", lambda: {"state": zero("down_proj_bias")}),
+    "heads of a fused product shifted": ("falcon-grouped", lambda: {"state": roll("query_key_value.weight", 0)}),
+    "norms of halves swapped": ("falcon-grouped", lambda: {"state": swap("ln_attn", "ln_mlp")}),
     "positions without offset": ("opt-norm-first", lambda: {"state": roll("embed_positions.weight", 0)}),
     "norms first in the 350m": ("opt-350m-form", lambda: {"spec": {"norm_first": True}}),
     "wrong feed-forward function": ("opt-plain", lambda: {"spec": {"activation": "relu"}}),
@@ -370,7 +372,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:
             assert ours.max_position_embeddings == theirs.max_position_embeddings, name
-        assert ours.kv.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+        if not name.startswith("falcon"):  # which says it otherwise, and all of whose forms are compared above
+            assert ours.kv.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
         width = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         assert ours.kv.head_width == width, name
         window = getattr(theirs, "sliding_window", None)
@@ -433,6 +436,9 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "mistral-window", "sliding_window", {"sliding_window": 0}),
     (CheckpointError, "qwen2-layer-types", "layer_types", {"layer_types": ["full_attention"]}),
     (CheckpointError, "qwen2-layer-types", "sliding_attention", {"use_sliding_window": False}),
+    (UnsupportedError, "falcon-multi-query", "alibi", {"alibi": True}),
+    (UnsupportedError, "falcon-grouped", "parallel_attn", {"parallel_attn": False}),
+    (CheckpointError, "falcon-grouped", "num_kv_heads", {"num_kv_heads": 3}),
     (CheckpointError, "opt-plain", "hidden_size", {"hidden_size": 33}),
 ]
 

@@ -24,6 +24,7 @@ class Attention(nnx.Module):
     query_norm, key_norm: over each head, or over all heads together (`norm_together`).
     query_growth: (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))` (Llama 4, Ministral 3).
     sinks: see `Attend` [N].
+    num_groups: `query_key_value` is one part: for each of so many key/value heads its queries, its key and its value (Falcon).
     """
 
     def __init__(
@@ -42,20 +43,20 @@ class Attention(nnx.Module):
         logit_softcap: float | None = None,
         query_growth: tuple[float, int] | None = None,
         sinks: nnx.Param[jax.Array] | None = None,
+        num_groups: int | None = None,
     ):
         self.layer_index = layer_index
         self.query_key_value, self.output = query_key_value, output
         self.query_norm, self.key_norm, self.norm_together = query_norm, key_norm, norm_together
         self.logit_softcap, self.query_growth = logit_softcap, query_growth
-        self.sinks = sinks
+        self.sinks, self.num_groups = sinks, num_groups
         self.head_width, self.sliding_window, self.rope = head_width, sliding_window, rope
         self.scale = head_width**-0.5 if scale is None else scale
 
     def __call__(
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
-        q, k, v = jnp.split(self.query_key_value(x_TI), ends[:-1], axis=-1)
+        q, k, v = self._projected(x_TI)
         if self.norm_together:
             q, k = self._normed(q, k)
         q_TNH, k_TKH, v_TKH = (part.reshape(part.shape[0], -1, self.head_width) for part in (q, k, v))
@@ -82,6 +83,18 @@ class Attention(nnx.Module):
             **more,
         )
         return self.output(out_TNH.reshape(x_TI.shape[0], -1)), layer_pages
+
+    def _projected(self, x_TI: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, heads side by side."""
+        fused = self.query_key_value(x_TI)
+        if self.num_groups is None:
+            ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
+            q, k, v = jnp.split(fused, ends[:-1], axis=-1)
+            return q, k, v
+        num_tokens = fused.shape[0]
+        grouped = fused.reshape(num_tokens, self.num_groups, -1, self.head_width)
+        q, k, v = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
+        return q.reshape(num_tokens, -1), k.reshape(num_tokens, -1), v.reshape(num_tokens, -1)
 
     def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         return (q, k) if self.query_norm is None or self.key_norm is None else (self.query_norm(q), self.key_norm(k))

@@ -30,6 +30,7 @@ FAMILIES = {
     "Ministral3ForCausalLM": "ministral3",
     "Glm4ForCausalLM": "glm4",
     "Cohere2ForCausalLM": "cohere2",
+    "FalconForCausalLM": "falcon",
     "OPTForCausalLM": "opt",
     "GPT2LMHeadModel": "gpt2",
 }

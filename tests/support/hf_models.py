@@ -33,6 +33,7 @@ _BY_TYPE = {
     "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, **_YARN},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
+_FALCON = {"hidden_size": 48, "num_attention_heads": 4}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
 # name: (family, what config.json says beyond _DIMENSIONS or, for opt and gpt2, all of it)
@@ -138,6 +139,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "truncate": False, **_YARN},
         },
     ),
+    "falcon-grouped": (
+        "falcon",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_hidden_layers": 3, "bias": True},
+    ),
+    "falcon-multi-query": ("falcon", {**_FALCON, "ffn_hidden_size": 80}),
+    "falcon-one-norm": (
+        "falcon",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-in-sequence": (
+        "falcon",
+        {**_FALCON, "multi_query": False, "parallel_attn": False, "tie_word_embeddings": False},
+    ),
     "opt-norm-first": ("opt", {"hidden_size": 48, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 131}),
     "opt-350m-form": (
         "opt",
@@ -195,7 +209,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 _SEED = 11  # a seed with which greedy text varies in every model
 _OPT = {"num_hidden_layers": 2, "max_position_embeddings": 128}
 _GPT2 = {"vocab_size": 131, "n_layer": 2, "n_positions": 128}
-_SHARED: dict[str, dict[str, Any]] = {"opt": _OPT, "gpt2": _GPT2}
+_SHARED: dict[str, dict[str, Any]] = {"opt": _OPT, "gpt2": _GPT2, "falcon": {"vocab_size": 131, **_OPT}}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -217,6 +231,7 @@ _ARCHITECTURES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "falcon": "FalconForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
