@@ -14,13 +14,14 @@ from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.parameter import Axis, Source, Stored, concatenate, stack, tensor
 from jaxpage.layers.routing import Router, Routing
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import REQUIRED, Fields
 from jaxpage.models.weights import FLOATS
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """In files. module: of the mixture, in its layer. gate, up, down: of an expert's weights.
+    """In files. module: of the mixture, in its layer. gate, up, down: of an expert's weights. router, shared: in the mixture; the second is
+    the expert of all tokens, with the weight of its gate.
 
     only_stacked: no file has the experts apart, and stacked they are `[in, out]`.
     """
@@ -30,26 +31,31 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     router: str = "gate"
+    shared: tuple[str, str | None] = ("shared_expert", "shared_expert_gate.weight")
     only_stacked: bool = False
 
 
 PLAIN_NAMES = ExpertNames()
+DEEPSEEK_NAMES = ExpertNames(shared=("shared_experts", None))
 
 
 def read_experts(
     fields: Fields,
     *,
     count: tuple[str, int],
-    per_token: int,
+    per_token: int | None,
     width: tuple[str, int],
     normalized: bool | None,
     routing: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> ExpertsSpec:
-    """count, width: names of fields, and their defaults. normalized: None is what `norm_topk_prob` says. routing: further fields of it."""
+    """count, width: names of fields, and their defaults. per_token: the default; None: there is none.
+
+    normalized: None is what `norm_topk_prob` says. routing: further fields of it.
+    """
     chosen = Routing(
         num_experts=fields.integer(*count),
-        per_token=fields.integer("num_experts_per_tok", per_token),
+        per_token=fields.integer("num_experts_per_tok", REQUIRED if per_token is None else per_token),
         normalized=fields.flag("norm_topk_prob", False) if normalized is None else normalized,
         **(routing or {}),
     )

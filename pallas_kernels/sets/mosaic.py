@@ -113,6 +113,7 @@ def _attention_reason(arguments: Arguments) -> str | None:
     width, block_size, tree = arguments.q_TNH.shape[2], arguments.k_pages.shape[1], arguments.tree_mask_TQ
     tree_width = 0 if tree is None else tree.shape[1]
     return first_reason(
+        (arguments.value_width is not None, "value_width (values within the keys)"),
         (dtype not in ("bfloat16", "float16"), f"queries of {dtype}: wgmma's operands are bfloat16 or float16"),
         (page_dtype != dtype, f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"),
         (

@@ -117,6 +117,7 @@ def _attention_reason(arguments: Arguments) -> str | None:
             arguments.tree_mask_TQ is not None and arguments.sliding_window is not None,
             "tree_mask_TQ with sliding_window",
         ),
+        (arguments.value_width is not None, "value_width (values within the keys)"),
         (dtype.name not in QUERY_DTYPES, f"q_TNH of {dtype} (only {', '.join(QUERY_DTYPES)})"),
         (pages.dtype.name not in PAGE_DTYPES, f"k_pages of {pages.dtype} (only {', '.join(PAGE_DTYPES)})"),
         (width > MAX_WIDTH, f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)"),

@@ -23,15 +23,17 @@ WARP_BYTES = 32 * 16  # what a warp stores at once
 
 def write(
     k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    v_TKH: jax.Array | None,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     slots_T: jax.Array,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
+    if v_TKH is None or v_pages is None:
+        raise NotImplementedError("no values: they are within the keys")
     kept = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
     num_tokens, num_heads, width = k_TKH.shape
     if num_tokens == 0:

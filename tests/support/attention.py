@@ -135,7 +135,7 @@ def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_m
     return out
 
 
-STATIC = ("scale", "sliding_window", "logit_softcap", "backend", "max_query_len", "interpret", "tiles")
+STATIC = ("value_width", "scale", "sliding_window", "logit_softcap", "backend", "max_query_len", "interpret", "tiles")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)

@@ -21,9 +21,21 @@ def dense_attend(window_error: int = 0) -> Callable[..., Any]:
     """`Attend` over one whole sequence held in memory; `window_error` widens every sliding window."""
 
     def attend(
-        layer_index, q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None, logit_softcap=None, sinks=None
+        layer_index,
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        layer_pages,
+        /,
+        *,
+        scale,
+        sliding_window=None,
+        logit_softcap=None,
+        sinks=None,
+        value_width=None,
     ):
         num_tokens, num_heads, _ = q_TNH.shape
+        v_TKH = k_TKH[..., :value_width] if v_TKH is None else v_TKH
         k_TNH, v_TNH = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k_TKH, v_TKH))
         scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * scale
         if logit_softcap is not None:
