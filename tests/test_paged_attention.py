@@ -54,12 +54,13 @@ def test_sinks_take_their_share_of_every_softmax(backend, contexts, queries):
         assert np.abs(np.asarray(got) - oracle(case, **options, sinks=wrong)).max() > 1e-2
 
 
-@pytest.mark.parametrize("backend", ["reference", "scan", "cpu"])
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("page_dtype", ["float32", "int8", "uint8"])
 def test_values_within_the_keys(backend, page_dtype):
     """Of queries and new keys as well, written in the same call; padding gives zeros. A mistake planted: another width."""
     case = make_case(1, [20, 40, 0, 7], [4, 33, 0, 7], heads=(6, 1), width=48, num_blocks=32, page_dtype=page_dtype)
     within = dataclasses.replace(case, v_pages=case.k_pages, v_scale=case.k_scale)
+    interpret = {"interpret": backend == "triton"}
     arrays = (case.q_TNH, case.k_pages, None, *case.arrays[3:])
     options = {"scale": 0.2, "logit_softcap": 20.0}
     scales = {} if case.k_scale is None else {"k_scale": case.k_scale}
@@ -78,15 +79,17 @@ def test_values_within_the_keys(backend, page_dtype):
         )
     )
     given = {name: jnp.asarray(array) for name, array in (given | scales).items()}
-    out, pages = write_and_attend(new, None, slots, **given, **options, value_width=32, backend=backend)
-    alone = write_kv(new, None, given["k_pages"], None, slots, k_scale=given.get("k_scale"), backend=backend)
+    out, pages = write_and_attend(new, None, slots, **given, **options, value_width=32, backend=backend, **interpret)
+    alone = write_kv(
+        new, None, given["k_pages"], None, slots, k_scale=given.get("k_scale"), backend=backend, **interpret
+    )
     for one, other in zip(pages, alone, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             np.testing.assert_array_equal(one, other)
     given["k_pages"] = pages[0]
     given |= {"k_scale": pages[2]} if scales else {}
-    again = paged_attention(v_pages=None, **given, **options, value_width=32, backend=backend)
+    again = paged_attention(v_pages=None, **given, **options, value_width=32, backend=backend, **interpret)
     np.testing.assert_array_equal(out, again)
 
 

@@ -147,6 +147,23 @@ def test_any_rows(rows, way, seed):
     assert not got[case.query_start[-1] :].any()
 
 
+@pytest.mark.parametrize(
+    ("heads", "width", "value_width", "dtype", "page_dtype"),
+    [(20, 576, 512, "bfloat16", "bfloat16"), (32, 48, 32, "float16", "int8"), (8, 40, 24, "float32", "float32")],
+)
+def test_values_within_the_keys_of_any_width(heads, width, value_width, dtype, page_dtype):
+    """Several programs for the heads of one row, and splits."""
+    types = {"dtype": dtype, "page_dtype": page_dtype}
+    case = make_case(3, [70, 0, 9, 33], [5, 0, 9, 1], heads=(heads, 1), width=width, **types)
+    within = dataclasses.replace(case, v_pages=case.k_pages, v_scale=case.k_scale)
+    want = oracle(within, scale=0.1)[..., :value_width]
+    scales = {} if case.k_scale is None else {"k_scale": case.k_scale}
+    arrays = (case.q_TNH, case.k_pages, None, *case.arrays[3:])
+    got = run(*arrays, **scales, scale=0.1, value_width=value_width, tiles=SMALL, backend="triton")
+    assert got.shape == want.shape
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_a_row_has_the_same_bits_in_any_company(num_tokens):
     """Other rows, more rows, a wider table, a bigger pool, and another place in the batch."""

@@ -7,10 +7,8 @@ share, values are the latent alone.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -20,9 +18,8 @@ from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.product import product_by_head
 from jaxpage.layers.rope import Rope
-
-TILE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -96,34 +93,11 @@ class LatentAttention(nnx.Module):
         latent_TR, shared_TE = jnp.split(self.down(x_TD), [widths.rank], axis=-1)
         expand_NOR = self.expand[...].reshape(self.num_heads, widths.plain + widths.value, widths.rank)
         angles = context.angles(self.rope)
-        absorbed_TNR = _by_head("TNP,NPR->TNR", q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain])
+        absorbed_TNR = product_by_head(q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain], transposed=True)
         q_TNH = jnp.concatenate([absorbed_TNR, angles.rotate(q_TNH[..., widths.plain :])], axis=-1)
         k_T1H = jnp.concatenate([self.norm(latent_TR)[:, None], angles.rotate(shared_TE[:, None])], axis=-1)
         out_TNR, layer_pages = context.attend(
             self.layer_index, q_TNH, k_T1H, None, layer_pages, scale=self.scale, value_width=widths.rank
         )
-        out_TNV = _by_head("TNR,NVR->TNV", out_TNR, expand_NOR[:, widths.plain :])
+        out_TNV = product_by_head(out_TNR, expand_NOR[:, widths.plain :])
         return self.output(out_TNV.reshape(num_tokens, -1)), layer_pages
-
-
-def _by_head(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Each head by its own matrix."""
-    of_platform = {"cpu": _by_tiles, "default": _einsum}
-    found: jax.Array = jax.lax.platform_dependent(
-        x, weight, **{name: functools.partial(each, equation) for name, each in of_platform.items()}
-    )
-    return found
-
-
-def _einsum(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jnp.einsum(equation, x, weight, precision=precision)
-
-
-def _by_tiles(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """In one shape for any number of tokens, on whose number the path of such a product depends on CPU, and with it the bits."""
-    num_tokens = x.shape[0]
-    padded = jnp.pad(x, ((0, -num_tokens % TILE_TOKENS), (0, 0), (0, 0)))
-    tiles = padded.reshape(-1, TILE_TOKENS, *x.shape[1:])
-    out = jax.lax.map(lambda tile: _einsum(equation, tile, weight), tiles)
-    return out.reshape(-1, *out.shape[2:])[:num_tokens]
