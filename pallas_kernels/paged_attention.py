@@ -120,9 +120,8 @@ def write_and_attend(
 
 def _attend(each: KernelSet, arguments: Arguments, **options: Any) -> jax.Array:
     if not arguments.q_TNH.shape[0] or not arguments.context_len_B.shape[0]:
-        return jnp.zeros(
-            (*arguments.q_TNH.shape[:2], arguments.out_width), arguments.q_TNH.dtype
-        )  # no tokens, or nothing but padding
+        shape = *arguments.q_TNH.shape[:2], arguments.out_width
+        return jnp.zeros(shape, arguments.q_TNH.dtype)  # no tokens, or nothing but padding
     return each.attend(arguments, **options)
 
 

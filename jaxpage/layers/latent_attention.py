@@ -74,13 +74,8 @@ class LatentAttention(nnx.Module):
         scale: float,
         dtype: DTypeLike,
     ):
-        self.layer_index, self.num_heads, self.widths, self.rope, self.scale = (
-            layer_index,
-            num_heads,
-            widths,
-            rope,
-            scale,
-        )
+        self.layer_index, self.num_heads, self.widths = layer_index, num_heads, widths
+        self.rope, self.scale = rope, scale
         self.queries, self.down, self.norm, self.output = queries, down, norm, output
         shape = (num_heads * (widths.plain + widths.value), widths.rank)
         self.expand = parameter(shape, axes=("heads", None), dtype=dtype, sources=[tensor(f"{expand}.weight", *shape)])

@@ -46,8 +46,7 @@ class Stored:
 class Piece:
     """A tensor of the checkpoint, and the part of a parameter that it fills.
 
-    stored_shape: in the checkpoint. transpose: the part is the tensor with its last two axes
-        exchanged (GPT-2's Conv1D).
+    stored_shape: in the checkpoint. transpose: its last two axes are exchanged in the part (GPT-2's Conv1D).
     rows: from which row up to which it is taken, after the transposition, where the tensor holds several parameters. None: all.
     shape, offset: of the part and where it begins; they have the parameter's rank.
     aliases: other names for the same tensor. If a checkpoint has several of them, they must hold the same numbers.
