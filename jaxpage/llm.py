@@ -286,9 +286,8 @@ class LLM:
     ) -> dict[str, Any]:
         """The prompt of a conversation.
 
-        Args:
-            tools: functions as JSON schemas, or as OpenAI's client has them, for a template that knows tools.
-            chat_template_kwargs: variables of the template, such as enable_thinking.
+        tools: functions as JSON schemas, or as OpenAI's client has them, for a template that knows tools.
+        chat_template_kwargs: variables of the template, such as enable_thinking.
 
         Raises ValueError if the model has no chat template, or if the template refuses the messages or has no such variables.
         """

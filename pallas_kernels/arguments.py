@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.quantized_pages import check_scales
 
 _TABLES = ("block_table_BM", "context_len_B", "query_start")
-_ARRAYS = ("q_TNH", "k_pages", "v_pages", *_TABLES, "tree_mask_TQ", "k_scale", "v_scale")
+_ARRAYS = ("q_TNH", "k_pages", "v_pages", *_TABLES, "tree_mask_TQ", "k_scale", "v_scale", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Arguments:
 
     q_TNH: jax.Array
     k_pages: jax.Array  # [P, S, K, H]
-    v_pages: jax.Array  # [P, S, K, H]
+    v_pages: jax.Array | None  # [P, S, K, H], or None with `value_width`
     block_table_BM: jax.Array
     context_len_B: jax.Array
     query_start: jax.Array  # [B + 1]
@@ -32,6 +32,8 @@ class Arguments:
     tree_mask_TQ: jax.Array | None = None
     k_scale: jax.Array | None = None  # [P, S, K], of quantised pages
     v_scale: jax.Array | None = None
+    sinks: jax.Array | None = None  # becomes float32
+    value_width: int | None = None
     max_query_len: int = sys.maxsize  # becomes T where it is more
 
     def __post_init__(self) -> None:
@@ -41,28 +43,42 @@ class Arguments:
         self._check_arrays()
         for name in _TABLES:
             object.__setattr__(self, name, getattr(self, name).astype(jnp.int32))
+        if self.sinks is not None:
+            object.__setattr__(self, "sinks", self.sinks.astype(jnp.float32))
         # Numbers become Python's own, which have no type in JAX that results could take on.
         for name in ("scale", "logit_softcap"):
             if (number := getattr(self, name)) is not None or name == "scale":
                 object.__setattr__(self, name, _number(name, number))
-        for name in ("sliding_window", "max_query_len"):
+        for name in ("sliding_window", "value_width", "max_query_len"):
             if (number := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _at_least_one(name, number))
         object.__setattr__(self, "max_query_len", min(self.max_query_len, max(1, self.q_TNH.shape[0])))
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
+        if (self.value_width is None) == (self.v_pages is None):
+            raise ValueError("either v_pages or value_width must be given, and not both")
+        if self.value_width is not None and self.value_width > self.k_pages.shape[3]:
+            raise ValueError(
+                f"value_width must be at most the width of k_pages, {self.k_pages.shape[3]}, not {self.value_width}"
+            )
+
+    @property
+    def out_width(self) -> int:
+        """Of the output, per head."""
+        return self.k_pages.shape[3] if self.value_width is None else self.value_width
 
     def _check_arrays(self) -> None:
         for name, rank in (("q_TNH", 3), ("k_pages", 4), ("v_pages", 4), ("block_table_BM", 2), ("context_len_B", 1)):
-            if getattr(self, name).ndim != rank:
-                raise ValueError(f"{name} must have {rank} axes, but its shape is {getattr(self, name).shape}")
+            array = getattr(self, name)
+            if array is not None and array.ndim != rank:
+                raise ValueError(f"{name} must have {rank} axes, but its shape is {array.shape}")
         for name, shape in (("k_pages", self.k_pages.shape), ("block_table_BM", self.block_table_BM.shape[1:])):
             if 0 in shape:
                 raise ValueError(f"{name} must not be empty, but its shape is {getattr(self, name).shape}")
         for name in _TABLES:
             if not jnp.issubdtype(getattr(self, name).dtype, jnp.integer):
                 raise TypeError(f"{name} must hold integers, but holds {getattr(self, name).dtype}")
-        if self.k_pages.shape != self.v_pages.shape:
+        if self.v_pages is not None and self.k_pages.shape != self.v_pages.shape:
             raise ValueError(
                 f"k_pages and v_pages must be alike, but are {self.k_pages.shape} and {self.v_pages.shape}"
             )
@@ -80,6 +96,13 @@ class Arguments:
             raise ValueError(f"head width differs: queries {self.q_TNH.shape[2]}, pages {self.k_pages.shape[3]}")
         if self.q_TNH.shape[1] % num_kv_heads or not self.q_TNH.shape[1]:
             raise ValueError(f"{self.q_TNH.shape[1]} query heads do not divide among {num_kv_heads} key/value heads")
+        sinks = self.sinks
+        if sinks is not None and (
+            sinks.shape != self.q_TNH.shape[1:2] or not jnp.issubdtype(sinks.dtype, jnp.floating)
+        ):
+            raise ValueError(
+                f"sinks must hold a float for each of {self.q_TNH.shape[1]} query heads, not {sinks.dtype} of shape {sinks.shape}"
+            )
         tree = self.tree_mask_TQ
         rows_of_bools = tree is None or (tree.ndim == 2 and tree.shape[1] > 0 and tree.dtype == jnp.bool_)
         if tree is not None and (not rows_of_bools or tree.shape[0] != self.q_TNH.shape[0]):

@@ -56,13 +56,13 @@ class KernelSet:
 
     name: str
     attend: Callable[..., jax.Array]
-    write: Callable[..., tuple[jax.Array, ...]]
+    write: Callable[..., tuple[jax.Array | None, ...]]
     copy_blocks: Callable[..., Leaves]
     copy_slots: Callable[..., Leaves]
     gather_blocks: Callable[..., jax.Array]
     scatter_blocks: Callable[..., Leaves]
     multiply: Callable[[jax.Array, QuantizedWeight], jax.Array]
-    write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]] | None = None
+    write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
     supports: Callable[[Any, Call], str | None]
     tiles: Callable[[Shape], Tiles] | None = None
     unaddressable: Callable[[DTypeLike], range] = lambda _: range(0)

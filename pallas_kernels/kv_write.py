@@ -15,18 +15,18 @@ from pallas_kernels.sets import first_that_takes
 
 def write_kv(
     k_TKH: Float[Array, "T K H"],
-    v_TKH: Float[Array, "T K H"],
+    v_TKH: Float[Array, "T K H"] | None,
     k_pages: Num[Array, "P S K H"],
-    v_pages: Num[Array, "P S K H"],
+    v_pages: Num[Array, "P S K H"] | None,
     slots_T: Int[Array, "T"],
     *,
     k_scale: Float[Array, "P S K"] | None = None,
     v_scale: Float[Array, "P S K"] | None = None,
     backend: str = "auto",
     interpret: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array | None, ...]:
     """Returns the pages with token t's key and value at slot `slots_T[t]` (block * S + offset): k_pages and v_pages, then, where
-    they were given, k_scale and v_scale.
+    they were given, k_scale and v_scale. Values may be None, new ones and pages: then `paged_attention` finds them in the keys.
 
     Float pages take what is written cast to their type; pages of int8 or float8 come with scales and take it quantised, as
     `quantized_pages` says. Padding tokens name a slot of the null block, several of them the same; what it holds then is one of
@@ -49,22 +49,30 @@ def checked(
     k_TKH: Any, v_TKH: Any, k_pages: Any, v_pages: Any, slots_T: Any, k_scale: Any | None, v_scale: Any | None
 ) -> tuple[Any, ...]:
     """The arguments as `KernelSet.write` gets them. Raises ValueError or TypeError, naming the one that does not fit."""
-    k_TKH, v_TKH, k_pages, v_pages, slots_T = map(jnp.asarray, (k_TKH, v_TKH, k_pages, v_pages, slots_T))
-    k_scale, v_scale = (None if scale is None else jnp.asarray(scale) for scale in (k_scale, v_scale))
+    k_TKH, k_pages, slots_T = map(jnp.asarray, (k_TKH, k_pages, slots_T))
+    v_TKH, v_pages, k_scale, v_scale = (
+        None if array is None else jnp.asarray(array) for array in (v_TKH, v_pages, k_scale, v_scale)
+    )
     _check(k_TKH, v_TKH, k_pages, v_pages, slots_T)
     check_scales(k_pages, v_pages, k_scale, v_scale)
     return k_TKH, v_TKH, k_pages, v_pages, slots_T.astype(jnp.int32), k_scale, v_scale
 
 
-def _check(k_TKH: jax.Array, v_TKH: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slots_T: jax.Array) -> None:
+def _check(
+    k_TKH: jax.Array, v_TKH: jax.Array | None, k_pages: jax.Array, v_pages: jax.Array | None, slots_T: jax.Array
+) -> None:
     if k_pages.ndim != 4 or not k_pages.size:
         raise ValueError(f"k_pages must have 4 axes and not be empty, but its shape is {k_pages.shape}")
-    if v_pages.shape != k_pages.shape:
+    if (v_TKH is None) != (v_pages is None):
+        raise ValueError("v_TKH and v_pages must be given both, or neither")
+    if v_pages is not None and v_pages.shape != k_pages.shape:
         raise ValueError(f"k_pages and v_pages must be alike, but are {k_pages.shape} and {v_pages.shape}")
     if slots_T.ndim != 1 or not jnp.issubdtype(slots_T.dtype, jnp.integer):
         raise TypeError(f"slots_T must hold integers along one axis, but is {slots_T.dtype} {slots_T.shape}")
     want = (slots_T.shape[0], *k_pages.shape[2:])
     for name, new in (("k_TKH", k_TKH), ("v_TKH", v_TKH)):
+        if new is None:
+            continue
         if new.shape != want:
             raise ValueError(f"{name} must have one vector per slot and head of the pages, {want}, but is {new.shape}")
         if not jnp.issubdtype(new.dtype, jnp.floating):

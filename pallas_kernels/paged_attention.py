@@ -21,7 +21,7 @@ from pallas_kernels.tiles import Tiles
 def paged_attention(
     q_TNH: Float[Array, "T N H"],
     k_pages: Num[Array, "P S K H"],
-    v_pages: Num[Array, "P S K H"],
+    v_pages: Num[Array, "P S K H"] | None,
     block_table_BM: Int[Array, "B M"],
     context_len_B: Int[Array, "B"],
     query_start: Int[Array, "B+1"],
@@ -32,11 +32,13 @@ def paged_attention(
     tree_mask_TQ: Bool[Array, "T Q"] | None = None,
     k_scale: Float[Array, "P S K"] | None = None,
     v_scale: Float[Array, "P S K"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    value_width: int | None = None,
     backend: str = "auto",
     interpret: bool = False,
     max_query_len: int | None = None,
     tiles: Tiles | None = None,
-) -> Float[Array, "T N H"]:
+) -> Float[Array, "T N _"]:
     """Attention of a ragged stream of query tokens over keys and values in blocks (PagedAttention, SOSP 2023).
 
     Row b owns the query tokens `query_start[b] <= t < query_start[b + 1]`. They are the last tokens of its context, so token t stands at
@@ -49,13 +51,16 @@ def paged_attention(
         logit_softcap: scores become softcap * tanh(scores / softcap).
         tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row, in place of the causal order.
         k_scale, v_scale: of pages of int8 or float8, as `write_kv` makes them; None for float pages.
+        sinks: one more logit of each query head's softmax, which has no value: what goes there is lost (GPT-OSS).
+        value_width: values are the first so many numbers of the keys, and v_pages is None: latents, of which an absorbed product makes
+            values afterwards (DeepSeek's MLA).
         backend: one of `BACKENDS`, or "auto": kernels alone where JAX's default backend is a GPU.
         interpret: run a kernel on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
         max_query_len: a promise that no row has more query tokens, which lets a backend choose its tiles; the default is T.
         tiles: how a kernel cuts its work; the default is what was measured on this kind of GPU, else a rule.
 
     Returns:
-        out_TNH in the queries' type.
+        out_TNH in the queries' type, as wide as the values.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it and its value.
@@ -74,6 +79,8 @@ def paged_attention(
         tree_mask_TQ=tree_mask_TQ,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks=sinks,
+        value_width=value_width,
         max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
     call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments, tiles=tiles)
@@ -84,20 +91,21 @@ def paged_attention(
 
 def write_and_attend(
     k_TKH: Float[Array, "T K H"],
-    v_TKH: Float[Array, "T K H"],
+    v_TKH: Float[Array, "T K H"] | None,
     slots_T: Int[Array, "T"],
     *,
     backend: str = "auto",
     interpret: bool = False,
     **attention: Any,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """`write_kv` and then `paged_attention` over what it returns, by one kernel set, which may have one kernel for both.
 
     attention: arguments of `paged_attention` by name, but for `tiles`; the pages are those before the write.
 
     Returns the output of `paged_attention` and what `write_kv` returns. Raises as they do.
     """
-    arguments = Arguments(**{name: value for name, value in attention.items() if value is not None})
+    given = {name: value for name, value in attention.items() if value is not None}
+    arguments = Arguments(**{"v_pages": None, **given})
     pages = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
     k_TKH, v_TKH, *_, slots_T, _, _ = checked(k_TKH, v_TKH, *pages)
     call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
@@ -112,13 +120,14 @@ def write_and_attend(
 
 def _attend(each: KernelSet, arguments: Arguments, **options: Any) -> jax.Array:
     if not arguments.q_TNH.shape[0] or not arguments.context_len_B.shape[0]:
-        return jnp.zeros_like(arguments.q_TNH)  # no tokens, or nothing but padding
+        shape = *arguments.q_TNH.shape[:2], arguments.out_width
+        return jnp.zeros(shape, arguments.q_TNH.dtype)  # no tokens, or nothing but padding
     return each.attend(arguments, **options)
 
 
 def _write_and_attend(
-    each: KernelSet, k_TKH: jax.Array, v_TKH: jax.Array, slots_T: jax.Array, arguments: Arguments, **options: Any
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    each: KernelSet, k_TKH: jax.Array, v_TKH: jax.Array | None, slots_T: jax.Array, arguments: Arguments, **options: Any
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     if each.write_and_attend is not None:
         return each.write_and_attend(k_TKH, v_TKH, slots_T, arguments, **options)
     old = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale

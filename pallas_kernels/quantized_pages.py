@@ -54,15 +54,21 @@ def dequantize(kept: Num[Array, "*vectors H"], scale: Float[Array, "*vectors"] |
     return kept.astype(jnp.float32) * scale[..., None]
 
 
-def check_scales(k_pages: jax.Array, v_pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None) -> None:
+def check_scales(
+    k_pages: jax.Array, v_pages: jax.Array | None, k_scale: jax.Array | None, v_scale: jax.Array | None
+) -> None:
     """Raises TypeError or ValueError, naming the argument, where scales and pages do not fit together."""
-    if k_pages.dtype != v_pages.dtype:
+    if v_pages is not None and k_pages.dtype != v_pages.dtype:
         raise TypeError(f"k_pages and v_pages must have one type, but hold {k_pages.dtype} and {v_pages.dtype}")
     dtype = k_pages.dtype
     quantized = is_quantized(dtype)
     if not quantized and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"k_pages and v_pages must hold floats, or {_names()} with scales, but hold {dtype}")
     for name, pages, scale in (("k", k_pages, k_scale), ("v", v_pages, v_scale)):
+        if pages is None:
+            if scale is not None:
+                raise ValueError(f"{name}_scale goes with {name}_pages, and there are none")
+            continue
         if scale is None:
             if quantized:
                 raise ValueError(f"{name}_pages hold {dtype}, which means nothing without {name}_scale")

@@ -13,6 +13,7 @@ MODELS: dict[str, tuple[int, int, int]] = {  # N query heads, K key/value heads,
     "mistral-7b": (32, 8, 128),
     "opt-13b": (40, 40, 128),
     "gpt2": (12, 12, 64),
+    "gpt-oss-20b": (64, 8, 64),
 }
 
 
@@ -29,6 +30,7 @@ class Spec:
     block_size: int = 16
     sliding_window: int | None = None
     tree: bool = False  # verification of a tree of drafts
+    sinks: bool = False
     dtype: str = "bfloat16"
     page_dtype: str = "bfloat16"
 
@@ -96,6 +98,7 @@ SPECS: tuple[Spec, ...] = (
     _decode("mistral-7b", 64, 8192, sliding_window=4096),
     _decode("opt-13b", 64, 1024),
     _decode("gpt2", 64, 512),
+    _decode("gpt-oss-20b", 64, 2048, sinks=True),
     _decode("llama-3-8b", 64, 2048, page_dtype="int8"),
     _decode("llama-3-8b", 64, 2048, page_dtype="uint8"),
     *(_chunk("llama-3-8b", tokens) for tokens in (128, 512, 2048)),
@@ -104,6 +107,7 @@ SPECS: tuple[Spec, ...] = (
     _chunk("opt-13b", 2048),
     _chunk("gpt2", 512),
     _chunk("mistral-7b", 2048, before=6144, sliding_window=4096),
+    _chunk("gpt-oss-20b", 2048, before=2048, sliding_window=128, sinks=True),
     *(_verify("llama-3-8b", 16, drafts, 2048) for drafts in (4, 8, 16)),
     *(_verify("llama-3-8b", 16, drafts, 2048, tree=True) for drafts in (16, 63)),
     _verify("llama-3-8b", 64, 4, 2048),

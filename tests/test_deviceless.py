@@ -33,6 +33,8 @@ ATTENTION = {  # a call of each kind, and what its kernel must be made of
     "llama-3-8b chunk 2048+0": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
     "qwen2-0.5b decode 64x2048": {"triton": ("LDGSTS.128", "HMMA")},
     "mistral-7b chunk 2048+6144": {"triton": ("LDGSTS.128", "HGMMA")},
+    "gpt-oss-20b decode 64x2048": {"triton": ("LDGSTS.128", "HMMA"), "mosaic": ("UTMALDG", "HGMMA")},
+    "gpt-oss-20b chunk 2048+2048": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
     "llama-3-8b verify tree 16x16": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
 }
 
@@ -56,6 +58,8 @@ def array_bytes(pages: Any) -> list[int]:
             ("mistral-7b chunk 2048+6144", "triton"),
             ("llama-3-8b verify tree 16x16", "triton"),
             ("llama-3-8b verify tree 16x16", "mosaic"),
+            ("gpt-oss-20b decode 64x2048", "triton"),
+            ("gpt-oss-20b decode 64x2048", "mosaic"),
         ],
     ),
 )
@@ -74,6 +78,19 @@ def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
     for wanted in ATTENTION[name][backend]:
         assert sass.count(instructions, *wanted.split(".")) > 0, f"no {wanted}"
     assert sass.count(instructions, "LDL") == sass.count(instructions, "STL") == 0
+
+
+@pytest.mark.parametrize("page_dtype", few(["bfloat16", "int8"], ["bfloat16"]))
+def test_latents_keep_their_sums_in_registers(page_dtype: str) -> None:
+    """Those of DeepSeek-V3: 512 of 576 numbers are values, and all 128 heads share them."""
+    latent = {"num_heads": 128, "num_kv_heads": 1, "head_width": 576, "page_dtype": page_dtype}
+    for name in ("decode 64x2048", "verify chain 16x8", "chunk 2048+0"):
+        spec = dataclasses.replace(find(f"llama-3-8b {name}"), **latent)
+        found = compiled_case(attention_case(spec, "triton", value_width=512))
+        assert found.calls["paged_attention"] == 1 and found.spilled_bytes == 0, name
+        tiles = triton.heuristic(dataclasses.replace(shape_of_spec(spec), group=16), (8, 9))
+        for kernel in compiled_case(attention_case(spec, "triton", value_width=512, tiles=tiles)).kernels:
+            assert (kernel.shared_bytes or 0) <= 99 * 1024 and not kernel.machine.stack_bytes, name
 
 
 def test_the_next_keys_and_values_are_on_their_way_while_these_are_multiplied() -> None:

@@ -19,7 +19,8 @@ NUM_TOKENS = 14
 # Of each family. The numbers of all configurations are compared in tests/test_models.py; here it is what the engine makes of them.
 ONE_OF_EACH = (
     *("llama-grouped", "mistral-window", "qwen2-layer-types", "qwen3-windows", "opt-350m-form", "gpt2-usual"),
-    *("gemma2-caps", "gemma3-types", "cohere2-parallel", "olmo3-windows", "glm4-interleaved"),
+    *("gemma2-caps", "gemma3-types", "cohere2-parallel", "olmo3-windows", "glm4-interleaved", "falcon-grouped"),
+    *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
+from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.errors import CheckpointError
 from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.layers.routing import Groups, Routing
 from jaxpage.models.base import abstract
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
+from tests.support.dense import logits_of
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
-from tests.support.mixed_requests import CONFIG, texts
-from tests.support.random_checkpoints import random_checkpoint
+from tests.support.mixed_requests import CONFIG, PROMPTS, texts
+from tests.support.random_checkpoints import random_checkpoint, write_tensors
 
 WIDTH = 32
 MOE = {
@@ -30,9 +36,9 @@ MOE = {
 }
 
 
-def mixture(num_experts: int, per_token: int) -> tuple[Any, Any]:
+def mixture(num_experts: int, per_token: int, **more: Any) -> tuple[Any, Any]:
     """A function of parameters and tokens, and the parameters."""
-    spec = ExpertsSpec(num_experts, per_token, 48, normalized=True)
+    spec = ExpertsSpec(Routing(num_experts, per_token, normalized=True, **more), 48)
     module = make_experts(spec, WIDTH, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32")
     graph, shapes = abstract(module)
     rng = np.random.default_rng(0)
@@ -46,7 +52,10 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts() -> None:
     x = np.random.default_rng(1).standard_normal((40, WIDTH)).astype(np.float32)
     router, gate_up, down = (
         np.asarray(each, np.float64)
-        for each in (parameters["router"], parameters["experts"]["gate_up"], parameters["experts"]["down"])
+        for each in (
+            parameters["router"]["weight"],
+            *(parameters["experts"][part]["kernel"] for part in ("gate_up", "down")),
+        )
     )
     odds = np.exp(x @ router.T)
     wanted = np.zeros((40, WIDTH))
@@ -59,9 +68,17 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts() -> None:
     np.testing.assert_allclose(np.asarray(run(parameters, x)), wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize(("num_experts", "per_token"), [(4, 2), (16, 4), (128, 8)])
-def test_a_token_has_its_bits_among_any_others(num_experts: int, per_token: int) -> None:
-    run, parameters = mixture(num_experts, per_token)
+@pytest.mark.parametrize(
+    ("num_experts", "per_token", "more"),
+    [
+        (4, 2, {}),
+        (16, 4, {}),
+        (128, 8, {}),
+        (32, 4, {"sigmoid": True, "corrected": True, "groups": Groups(4, 2, best=2), "factor": 2.5}),
+    ],
+)
+def test_a_token_has_its_bits_among_any_others(num_experts: int, per_token: int, more: dict[str, Any]) -> None:
+    run, parameters = mixture(num_experts, per_token, **more)
     x = np.random.default_rng(1).standard_normal((128, WIDTH)).astype(np.float32)
     together = np.asarray(run(parameters, x))
     for count in (2, 8, 33):
@@ -84,3 +101,75 @@ def test_an_engine_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None
     model = random_checkpoint(tmp_path, MOE)
     plain = texts(model)
     assert texts(model, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap") == plain
+
+
+@pytest.fixture(scope="module")
+def in_four_bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """GPT-OSS in MXFP4, and the model of transformers with the weights that it stands for, by transformers' own conversion."""
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    from tests.support.hf_models import save_model
+
+    directory, rng = tmp_path_factory.mktemp("mxfp4"), np.random.default_rng(5)
+    model = save_model("gpt-oss-windows", directory, vocab_size=257, max_position_embeddings=256)
+    tensors = dict(load_file(directory / "model.safetensors"))
+    for index, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weight, key = getattr(layer.mlp.experts, name), f"model.layers.{index}.mlp.experts.{name}"
+            num_experts, num_in, num_out = weight.shape
+            blocks = rng.integers(0, 256, (num_experts, num_out, num_in // 32, 16)).astype(np.uint8)
+            scales = rng.integers(121, 126, blocks.shape[:3]).astype(np.uint8)
+            dense = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+            weight.data.copy_(dense)
+            del tensors[key]
+            tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+    write_tensors(directory, tensors)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "*.mlp.router"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory, model
+
+
+def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(in_four_bits: tuple[Path, Any]) -> None:
+    """With a mistake planted: nibbles the other way round."""
+    import torch
+
+    directory, model = in_four_bits
+    files = open_model(directory)
+    parameters = load_weights(files.plan, "float32", jnp.asarray)
+    experts = parameters["layers"][0]["mlp"]["experts"]["gate_up"]
+    assert experts["kernel"].dtype == jnp.uint8 and experts["scale"].dtype == jnp.bfloat16
+    token_ids = np.random.default_rng(6).integers(0, 257, 40)
+    with torch.no_grad():
+        wanted = model(torch.tensor(token_ids)[None]).logits[0].numpy()
+
+    def difference() -> float:
+        logits = logits_of(files.family, files.spec, parameters, token_ids, rule=files.rule)
+        return float(np.abs(logits - wanted).max())
+
+    assert wanted.std() > 0.5 and difference() < 1e-4
+    experts["kernel"] = experts["kernel"] >> 4 | experts["kernel"] << 4
+    assert difference() > 1e-2
+
+
+def test_an_engine_with_experts_in_mxfp4_gives_the_tokens_of_transformers(in_four_bits: tuple[Path, Any]) -> None:
+    import torch
+
+    directory, model = in_four_bits
+    found = texts(directory, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65})
+    for index in (0, 3):  # the greedy ones
+        ids = list(PROMPTS[index])
+        for _ in range(24):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert found[index][0] == ids[len(PROMPTS[index]) :]
+
+
+def test_scales_of_experts_that_are_no_numbers_are_refused(in_four_bits: tuple[Path, Any], tmp_path: Path) -> None:
+    directory, _ = in_four_bits
+    tensors = dict(load_file(directory / "model.safetensors"))
+    tensors["model.layers.1.mlp.experts.down_proj_scales"].flat[3] = 255
+    write_tensors(tmp_path, tensors)
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="down_proj_scales' has scales that are not finite"):
+        open_model(tmp_path)

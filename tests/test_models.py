@@ -66,7 +66,9 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
             tensor = state[names[0]]
             assert tensor.shape == piece.stored_shape, weight
             begins = zip(piece.offset, piece.shape, strict=True)
-            filled[tuple(slice(at, at + size) for at, size in begins)] = tensor.T if piece.transpose else tensor
+            filled[tuple(slice(at, at + size) for at, size in begins)] = (
+                tensor.swapaxes(-1, -2) if piece.transpose else tensor
+            )
         place = parameters
         for key in weight.path[:-1]:
             place = place.setdefault(key, {})
@@ -172,12 +174,14 @@ def test_every_parameter_says_its_axes_and_where_it_is_stored(name):
     _, abstract = abstract_model(family, spec, jnp.bfloat16)
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
     weights = model_weights(family, spec)
-    assert {leaf.dtype for _, leaf in leaves} == {jnp.dtype("bfloat16")}
+    own = {weight.path for weight in model_weights(family, spec) if weight.dtype == "float32"}
+    assert all(path[-1] == "correction" for path in own)
+    assert {leaf.dtype for path, leaf in leaves if tuple(key.key for key in path) not in own} == {jnp.dtype("bfloat16")}
     assert {weight.path: weight.shape for weight in weights} == {
         tuple(key.key for key in path): leaf.shape for path, leaf in leaves
     }
     for weight in weights:
-        assert len(weight.axes) == len(weight.shape) and weight.dtype is None, weight
+        assert len(weight.axes) == len(weight.shape), weight
         for axis, size in zip(weight.axes, weight.shape, strict=True):
             parts = axis if isinstance(axis, tuple) else ((axis, size),)
             assert {name for name, _ in parts} <= {*AXES, None} and sum(size for _, size in parts) == size, weight
@@ -249,6 +253,11 @@ def _rope(name: str, **changes: Any) -> dict[str, Any]:
     return {"rope": dataclasses.replace(read_spec(name)[1].rope, **changes)}
 
 
+def _routed(name: str, **changes: Any) -> Any:
+    experts = read_spec(name)[1].experts
+    return dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **changes))
+
+
 PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "query and key products swapped": ("llama-tied-bias", lambda: {"state": swap("q_proj", "k_proj")}),
     "gate and up swapped": ("llama-grouped", lambda: {"state": swap("gate_proj", "up_proj")}),
@@ -266,6 +275,30 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "window one too narrow": ("qwen2-layer-types", lambda: {"attend": dense_attend(-1)}),
     "query bias dropped": ("qwen2-full", lambda: {"state": zero("q_proj.bias")}),
     "head norms swapped": ("qwen3-grouped", lambda: {"state": swap("q_norm", "k_norm")}),
+    "sinks of other heads": ("gpt-oss-windows", lambda: {"state": roll("sinks", 0)}),
+    "gates for ups": ("gpt-oss-windows", lambda: {"state": roll("experts.gate_up_proj", 2)}),
+    "bias of the router dropped": ("gpt-oss-windows", lambda: {"state": zero("router.bias")}),
+    "biases of experts dropped": ("gpt-oss-windows", lambda: {"state": zero("down_proj_bias")}),
+    "heads of a fused product shifted": ("falcon-grouped", lambda: {"state": roll("query_key_value.weight", 0)}),
+    "norms of halves swapped": ("falcon-grouped", lambda: {"state": swap("ln_attn", "ln_mlp")}),
+    "mscale of YaRN forgotten": (
+        "deepseek-v3-groups",
+        lambda: {"spec": {"latent": dataclasses.replace(read_spec("deepseek-v3-groups")[1].latent, scale=28**-0.5)}},
+    ),
+    "correction of ratings forgotten": ("deepseek-v3-groups", lambda: {"state": zero("e_score_correction_bias")}),
+    "experts of all groups": (
+        "deepseek-v2-groups",
+        lambda: {"spec": {"experts": _routed("deepseek-v2-groups", groups=None)}},
+    ),
+    "experts not scaled": (
+        "deepseek-v2-groups",
+        lambda: {"spec": {"experts": _routed("deepseek-v2-groups", factor=1.0)}},
+    ),
+    "halves turned for neighbours": (
+        "deepseek-v2-greedy",
+        lambda: {"spec": _rope("deepseek-v2-greedy", interleaved=False)},
+    ),
+    "keys of heads shifted": ("deepseek-v2-greedy", lambda: {"state": roll("kv_b_proj.weight", 0)}),
     "positions without offset": ("opt-norm-first", lambda: {"state": roll("embed_positions.weight", 0)}),
     "norms first in the 350m": ("opt-350m-form", lambda: {"spec": {"norm_first": True}}),
     "wrong feed-forward function": ("opt-plain", lambda: {"spec": {"activation": "relu"}}),
@@ -364,16 +397,21 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:
             assert ours.max_position_embeddings == theirs.max_position_embeddings, name
-        assert ours.kv.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
         width = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        if (rank := getattr(theirs, "kv_lora_rank", None)) is not None:
+            width += rank
+            assert (ours.kv.num_kv_heads, ours.kv.value_width) == (1, rank)
+        elif not name.startswith("falcon"):  # which says it otherwise, and all of whose forms are compared above
+            assert ours.kv.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
         assert ours.kv.head_width == width, name
         window = getattr(theirs, "sliding_window", None)
         types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.kv.num_layers
         assert ours.kv.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in types)
         if ropes and (parameters := getattr(theirs, "rope_parameters", None)):
-            theta = parameters.get("full_attention", parameters)["rope_theta"]
+            parameters = parameters.get("full_attention", parameters)
+            theta, factor = parameters["rope_theta"], parameters.get("factor", 1.0)  # of YaRN
             pairs = len(ours.rope.frequencies)
-            assert ours.rope.frequencies[-1] == pytest.approx(theta ** (1 / pairs - 1), rel=1e-5), name
+            assert ours.rope.frequencies[-1] == pytest.approx(theta ** (1 / pairs - 1) / factor, rel=1e-5), name
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -399,7 +437,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (UnsupportedError, "qwen3-grouped", "by layer type", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}),
     (UnsupportedError, "qwen2-full", "chunked_attention", {"layer_types": ["full_attention", "chunked_attention"]}),
     (UnsupportedError, "mistral-window", "layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
-    (UnsupportedError, "llama-grouped", "FalconForCausalLM", {"architectures": ["FalconForCausalLM"]}),
+    (UnsupportedError, "llama-grouped", "BloomForCausalLM", {"architectures": ["BloomForCausalLM"]}),
     (CheckpointError, "llama-grouped", "architectures", {"architectures": None}),
     (CheckpointError, "llama-grouped", "model_type", {"model_type": "mistral"}),
     (CheckpointError, "llama-grouped", "num_key_value_heads", {"num_key_value_heads": 3}),
@@ -426,6 +464,15 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "mistral-window", "sliding_window", {"sliding_window": 0}),
     (CheckpointError, "qwen2-layer-types", "layer_types", {"layer_types": ["full_attention"]}),
     (CheckpointError, "qwen2-layer-types", "sliding_attention", {"use_sliding_window": False}),
+    (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
+    (UnsupportedError, "deepseek-v2-greedy", "topk_method", {"topk_method": "noaux_tc"}),
+    (UnsupportedError, "deepseek-v3-groups", "moe_layer_freq", {"moe_layer_freq": 2}),
+    (CheckpointError, "deepseek-v3-groups", "n_group", {"n_group": 3}),
+    (CheckpointError, "deepseek-v3-groups", "topk_group", {"topk_group": 1}),
+    (CheckpointError, "glm4-moe-lite-mixed", "mlp_layer_types", {"mlp_layer_types": ["dense"]}),
+    (UnsupportedError, "falcon-multi-query", "alibi", {"alibi": True}),
+    (UnsupportedError, "falcon-grouped", "parallel_attn", {"parallel_attn": False}),
+    (CheckpointError, "falcon-grouped", "num_kv_heads", {"num_kv_heads": 3}),
     (CheckpointError, "opt-plain", "hidden_size", {"hidden_size": 33}),
 ]
 
@@ -454,6 +501,10 @@ def test_the_registry_lists_the_supported_families_and_gpt2_reads_the_common_nam
     assert load_family(config).Spec.from_config(config) == read_spec("gpt2-usual")[1]
 
 
+def untouched(index, q, k, v, page, /, *, value_width=None, **_):
+    return q[..., :value_width], page
+
+
 def test_strict_promotion_holds_in_every_family():
     with (
         warnings.catch_warnings(),
@@ -468,7 +519,7 @@ def test_strict_promotion_holds_in_every_family():
             def forward(parameters: Parameters, ids_T: jax.Array, graph: Any = graph, spec: Any = spec) -> jax.Array:
                 model = nnx.merge(graph, parameters)
                 pages = (None,) * spec.kv.num_layers
-                context = ForwardContext(ids_T, lambda index, q, k, v, page, /, **_: (q, page))
+                context = ForwardContext(ids_T, untouched)
                 return model.logits(model(ids_T, pages, context)[0])
 
             logits = jax.eval_shape(forward, parameters, jax.ShapeDtypeStruct((5,), jnp.int32))

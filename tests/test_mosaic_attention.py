@@ -88,6 +88,20 @@ CALLS = {
         tiles=ONE_CONSUMER,
         options={"logit_softcap": 2.0},
     ),
+    "sinks, split": dict(
+        contexts=[300, 7],
+        queries=[1, 1],
+        heads=(6, 2),
+        tiles=ONE_CONSUMER,
+        options={"sinks": np.array([1.0, -1.0, 4.0, 2.0, -np.inf, 0.0], np.float32), "max_query_len": 1},
+    ),
+    "sinks, chunks": dict(
+        contexts=[150, 20],
+        queries=[100, 20],
+        heads=(3, 1),
+        tiles=TWO_CONSUMERS,
+        options={"sinks": np.array([1.0, -1.0, 4.0], np.float32)},
+    ),
     "a tree": dict(contexts=[100, 66], queries=[40, 3], heads=(6, 1), tiles=TWO_CONSUMERS, tree=True),
 }
 

@@ -41,6 +41,58 @@ def test_every_backend_matches_float64(backend, contexts, queries, heads, option
     np.testing.assert_allclose(got, oracle(case, scale=0.3, **options), atol=2e-6)
 
 
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
+@pytest.mark.parametrize(("contexts", "queries"), [ROWS[0], ROWS[2]])
+def test_sinks_take_their_share_of_every_softmax(backend, contexts, queries):
+    """High ones, low ones and one that is none; with a mistake planted: those of the heads beside."""
+    case = make_case(1, contexts, queries, heads=(6, 2), padding=64 - sum(queries), num_blocks=32, table_width=13)
+    sinks = np.array([-np.inf, 0.5, 3.0, -1.0, 9.0, 2.0], np.float32)
+    options = {"scale": 0.3, "sliding_window": 9}
+    got = run(*case.arrays, **options, sinks=sinks, backend=backend)
+    np.testing.assert_allclose(got, oracle(case, **options, sinks=sinks), atol=2e-6)
+    for wrong in (np.roll(sinks, 1), sinks[[3, 4, 5, 0, 1, 2]], None):
+        assert np.abs(np.asarray(got) - oracle(case, **options, sinks=wrong)).max() > 1e-2
+
+
+@pytest.mark.parametrize("backend", SHARED_BACKENDS)
+@pytest.mark.parametrize("page_dtype", ["float32", "int8", "uint8"])
+def test_values_within_the_keys(backend, page_dtype):
+    """Of queries and new keys as well, written in the same call; padding gives zeros. A mistake planted: another width."""
+    case = make_case(1, [20, 40, 0, 7], [4, 33, 0, 7], heads=(6, 1), width=48, num_blocks=32, page_dtype=page_dtype)
+    within = dataclasses.replace(case, v_pages=case.k_pages, v_scale=case.k_scale)
+    interpret = {"interpret": backend == "triton"}
+    arrays = (case.q_TNH, case.k_pages, None, *case.arrays[3:])
+    options = {"scale": 0.2, "logit_softcap": 20.0}
+    scales = {} if case.k_scale is None else {"k_scale": case.k_scale}
+    got = run(*arrays, **options, **scales, value_width=32, backend=backend)
+    want = oracle(within, **options)
+    assert got.shape == (47, 6, 32) and not np.any(got[44:])
+    np.testing.assert_allclose(got, want[..., :32], atol=1e-5)
+    assert np.abs(np.asarray(got) - want[..., 16:]).max() > 1e-2
+    new = np.random.default_rng(0).standard_normal((3, 1, 48)).astype(np.float32)
+    slots = np.array([8, 9, 100])
+    given = dict(
+        zip(
+            ("q_TNH", "k_pages", "block_table_BM", "context_len_B", "query_start"),
+            (arrays[0], arrays[1], *arrays[3:]),
+            strict=True,
+        )
+    )
+    given = {name: jnp.asarray(array) for name, array in (given | scales).items()}
+    out, pages = write_and_attend(new, None, slots, **given, **options, value_width=32, backend=backend, **interpret)
+    alone = write_kv(
+        new, None, given["k_pages"], None, slots, k_scale=given.get("k_scale"), backend=backend, **interpret
+    )
+    for one, other in zip(pages, alone, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            np.testing.assert_array_equal(one, other)
+    given["k_pages"] = pages[0]
+    given |= {"k_scale": pages[2]} if scales else {}
+    again = paged_attention(v_pages=None, **given, **options, value_width=32, backend=backend, **interpret)
+    np.testing.assert_array_equal(out, again)
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 32, 128])
 def test_block_sizes(block_size):
     case = make_case(2, [200, 3], [20, 3], block_size=block_size)
@@ -279,6 +331,10 @@ def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):
         ({"k_pages": np.zeros((3, 8, 0, 16), np.float32)}, ValueError, r"k_pages must not be empty.*\(3, 8, 0, 16\)"),
         ({"block_table_BM": np.zeros((2, 0), np.int32)}, ValueError, r"block_table_BM must not be empty.*\(2, 0\)"),
         ({"tree_mask_TQ": np.zeros((5, 0), bool)}, ValueError, r"tree_mask_TQ .*\(5, 0\)"),
+        ({"sinks": np.zeros(3, np.float32)}, ValueError, r"sinks must hold a float for each of 4 .*\(3,\)"),
+        ({"value_width": 4}, ValueError, "either v_pages or value_width"),
+        ({"v_pages": None}, ValueError, "either v_pages or value_width"),
+        ({"v_pages": None, "value_width": 17}, ValueError, "value_width must be at most .* 16, not 17"),
         ({"scale": "x"}, TypeError, "scale must be a number.*'x'"),
         ({"scale": jnp.float32(1)}, TypeError, "scale must be a number"),
         ({"scale": float("nan")}, ValueError, "scale must be finite, not nan"),
@@ -292,7 +348,7 @@ def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):
 def test_what_is_no_call_is_refused_by_name(changes, error, text):
     arguments = vars(make_case(9, [4, 4], [1, 1])) | {"scale": 1.0} | changes
     with pytest.raises(error, match=text):
-        paged_attention(**{name: value for name, value in arguments.items() if value is not None})
+        paged_attention(**{name: value for name, value in arguments.items() if value is not None or name == "v_pages"})
 
 
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
@@ -346,8 +402,9 @@ def test_writing_and_attending_in_one_call(num_tokens, page_dtype):
     slots = np.arange(8, 8 + num_tokens)
     pages = write_kv(k, v, case.k_pages, case.v_pages, slots, **case.scales)
     scales = dict(zip(case.scales, pages[2:], strict=True))
-    want = paged_attention(case.q_TNH, *pages[:2], *case.arrays[3:], scale=0.3, **scales)
-    out, got = write_and_attend(k, v, slots, **vars(case), scale=0.3, max_query_len=None)
+    options = {"scale": 0.3, "sinks": np.array([1.0, -1.0, 0.5, 2.0], np.float32)}
+    want = paged_attention(case.q_TNH, *pages[:2], *case.arrays[3:], **options, **scales)
+    out, got = write_and_attend(k, v, slots, **vars(case), **options, max_query_len=None)
     for one, other in zip((out, *got), (want, *pages), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match=r"v_TKH must have one vector .* \(1, 2, 16\)"):

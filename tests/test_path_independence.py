@@ -60,9 +60,24 @@ FAMILIES = {
         **{**LLAMA, "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "num_hidden_layers": 3},
         **{"sliding_window": 20, "sliding_window_pattern": 3, "logit_scale": 1.0},
     },
+    "gpt_oss": {
+        **{**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16},
+        **{"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
+    },
+    "deepseek_v3": {
+        **{**LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 32},
+        **{"q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8},
+        **{
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+        },
+    },
     "mixtral": {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
 }
-NEWER = ("qwen3", "gemma2", "cohere2", "mixtral")
+NEWER = ("qwen3", "gemma2", "cohere2", "mixtral", "gpt_oss", "deepseek_v3")
 # Engines that differ in everything that must not matter.
 ENGINES = {
     "plain": {},
@@ -131,6 +146,7 @@ def test_the_requests_differ(lone_tokens):
         [
             *[("llama", engine) for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")],
             *[("opt", "small pool"), ("mistral", "tiny and swapping"), ("qwen3", "blocks of 4")],
+            *[("gpt_oss", "small pool"), ("deepseek_v3", "swapping")],
         ],
     ),
 )

@@ -134,6 +134,18 @@ def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert per_token["float32", "auto", 1] is None, "32 GB of weights"
 
 
+def test_deepseek_v3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """70.272 kB per token, as DeepSeek-AI give it ("Insights into DeepSeek-V3", 2025, table 1). With fewer experts, which keep nothing."""
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16"}
+    sizes = {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128}
+    experts = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+    model = write(tmp_path, {**config, **sizes, **experts, "vocab_size": 129280})
+    plan = planned(capsys, model, "--memory", "2000GiB")
+    assert plan["bytes_per_token"] == 70_272
+    assert run(model, "--memory", "2000GiB") == 0
+    assert "61 layers, a latent of 576 for all heads" in capsys.readouterr().out
+
+
 def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

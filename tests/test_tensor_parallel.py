@@ -49,3 +49,16 @@ def test_too_few_devices_say_how_a_cpu_has_more():
 def test_what_is_not_divided_is_refused_by_both_names(settings, named, name, value):
     with pytest.raises(UnsupportedError, match=f"^{name}: .*{value}.* is not supported with .*{named}"):
         EngineConfig(model="demo", **{name: value}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"), [("gpt-oss-windows", "attention sinks"), ("falcon-grouped", "groups of heads"), ("deepseek-v3-groups", "")]
+)
+def test_layers_that_are_not_divided_are_refused(model, named, tmp_path):
+    pytest.importorskip("torch", reason="the models are of transformers on torch")
+    from tests.support.hf_models import MODELS, save_model
+
+    (name,) = (name for name in MODELS if name.startswith(model))
+    save_model(name, tmp_path)
+    with pytest.raises(UnsupportedError, match=f"tensor_parallel.*{named}"):
+        LLM(str(tmp_path), tensor_parallel_reduction="invariant", max_model_len=64, use_tqdm=False)

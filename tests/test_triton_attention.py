@@ -34,7 +34,7 @@ def kind(spec) -> tuple:
     """What the kernel can tell one cut shape from another by; groups and widths in decode alone."""
     steps = "decode" if spec.max_query_len == 1 else "verify" if spec.max_query_len <= 64 else "chunk"
     heads = (spec.num_heads // spec.num_kv_heads, spec.head_width) if steps == "decode" else len(set(spec.queries))
-    return heads, spec.sliding_window is not None, spec.tree, spec.page_dtype, steps
+    return heads, spec.sliding_window is not None, spec.tree, spec.sinks, spec.page_dtype, steps
 
 
 @pytest.mark.parametrize("spec", {kind(spec): spec for spec in SPECS}.values(), ids=lambda spec: spec.name)
@@ -52,6 +52,8 @@ def test_real_shapes_cut_small(spec):
     options = {"scale": small.head_width**-0.5, "sliding_window": small.sliding_window}
     if small.tree:
         options["tree_mask_TQ"] = random_tree(2, len(case.q_TNH), small.max_query_len)
+    if small.sinks:
+        options["sinks"] = np.random.default_rng(2).standard_normal(small.num_heads).astype(np.float32)
     got = run(*case.arrays, **case.scales, **options, max_query_len=small.max_query_len, backend="triton")
     tolerance = 1e-5 if case.scales else 3e-6  # of values of ten
     np.testing.assert_allclose(got, oracle(case, **options), atol=tolerance, rtol=tolerance)
@@ -145,6 +147,23 @@ def test_any_rows(rows, way, seed):
     assert not got[case.query_start[-1] :].any()
 
 
+@pytest.mark.parametrize(
+    ("heads", "width", "value_width", "dtype", "page_dtype"),
+    [(20, 576, 512, "bfloat16", "bfloat16"), (32, 48, 32, "float16", "int8"), (8, 40, 24, "float32", "float32")],
+)
+def test_values_within_the_keys_of_any_width(heads, width, value_width, dtype, page_dtype):
+    """Several programs for the heads of one row, and splits."""
+    types = {"dtype": dtype, "page_dtype": page_dtype}
+    case = make_case(3, [70, 0, 9, 33], [5, 0, 9, 1], heads=(heads, 1), width=width, **types)
+    within = dataclasses.replace(case, v_pages=case.k_pages, v_scale=case.k_scale)
+    want = oracle(within, scale=0.1)[..., :value_width]
+    scales = {} if case.k_scale is None else {"k_scale": case.k_scale}
+    arrays = (case.q_TNH, case.k_pages, None, *case.arrays[3:])
+    got = run(*arrays, **scales, scale=0.1, value_width=value_width, tiles=SMALL, backend="triton")
+    assert got.shape == want.shape
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_a_row_has_the_same_bits_in_any_company(num_tokens):
     """Other rows, more rows, a wider table, a bigger pool, and another place in the batch."""
@@ -200,7 +219,7 @@ def switched(function, **changes):
 
 def kernel_with(**wrong):
     """The kernel with one operand taken from elsewhere."""
-    names = ("schedule", "q", "k", "v", "table", "tree", "k_scale", "v_scale")
+    names = ("schedule", "q", "k", "v", "table", "tree", "k_scale", "v_scale", "sinks")
 
     def mistaken(*refs, config):
         operands = dict(zip(names, refs, strict=False))
@@ -238,6 +257,12 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
     ),
     "a split dropped": (triton, "reduce_splits", lambda right: lambda o, w, s, *r, **k: right(o, w, s - 1, *r, **k)),
     "window off by one": (triton_kernel, "_seen", lambda right: switched(right, sliding_window=10)),
+    "no sinks": (triton, "kernel", lambda right: kernel_with(sinks=None)),
+    "sinks in every split": (
+        triton_kernel,
+        "_start",
+        lambda right: lambda s, lanes, split, size: right(s, lanes, 0, size),
+    ),
     "no softcap": (triton_kernel, "_scores", lambda right: switched(right, logit_softcap=None)),
 }
 
@@ -254,6 +279,7 @@ def calls() -> dict[str, tuple[Case, dict]]:
         "tree": (case, {"tree_mask_TQ": tree}),
         "window": (case, {"sliding_window": 9}),
         "softcap": (case, {"logit_softcap": 1.0}),
+        "sinks": (case, {"sinks": np.array([1.0, -1.0, 4.0, 2.0], np.float32)}),
     }
 
 
@@ -276,7 +302,7 @@ def test_without_a_mistake_all_is_right(feature):
 def test_a_mistake_in_the_kernel_is_seen(mistake, monkeypatch):
     module, name, wrong = MISTAKES[mistake]
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
-    words = {"scale of": "scales", "mask ": "tree", "window": "window", "softcap": "softcap"}
+    words = {"scale of": "scales", "mask ": "tree", "window": "window", "softcap": "softcap", "sinks": "sinks"}
     feature = next((value for word, value in words.items() if word in mistake), "plain")
     try:
         error = error_of(feature)

@@ -60,7 +60,8 @@ def work_of(
     positions = sum(min(context + num_tokens, window or context + num_tokens) for window in spec.kv.sliding_windows)
     pages_bytes = num_rows * positions * bytes_per_layer(spec.kv, 1, page_dtype)
     seen = (context + (num_tokens + 1) / 2) * spec.kv.num_layers  # of a token, in the mean; windows see less
-    attention = 4 * spec.num_query_heads * spec.kv.head_width * seen
+    widths = spec.kv.head_width + (spec.kv.value_width or spec.kv.head_width)  # of keys and values
+    attention = 2 * spec.num_query_heads * widths * seen
     return Work(weights.num_bytes + pages_bytes, num_rows * num_tokens * (2 * weights.number + attention))
 
 

@@ -201,7 +201,7 @@ class _Parts:
     def products(self, parameters: Any, packed: jax.Array) -> jax.Array:
         inputs = unpack(packed, self.case.bucket, self.tables)
 
-        def skip(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: Any, /, **_: Any) -> Any:
+        def skip(layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, pages: Any, /, **_: Any) -> Any:
             return q, pages
 
         model = nnx.merge(self.graph, parameters)

@@ -73,7 +73,7 @@ def named_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.A
             array = array[key]
         for piece, _ in filled.pieces:
             part = array[tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape, strict=True))]
-            named[piece.name] = part.T if piece.transpose else part.reshape(piece.stored_shape)
+            named[piece.name] = part.swapaxes(-1, -2) if piece.transpose else part.reshape(piece.stored_shape)
     return named
 
 

@@ -195,6 +195,6 @@ def _assembled(
 
 def _oriented(piece: Piece, array: np.ndarray) -> np.ndarray:
     """A stored tensor in the shape of the piece: a view of it, unless it has to be decoded."""
-    array = array.T if piece.transpose else array
+    array = np.swapaxes(array, -1, -2) if piece.transpose else array
     array = piece.stored.decode(array) if piece.stored else array
     return (array if piece.rows is None else array[slice(*piece.rows)]).reshape(piece.shape)

@@ -27,7 +27,7 @@ from jaxpage.engine.capacity import (
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.errors import CapacityError, ConfigError
-from jaxpage.models.base import ModelSpec, model_weights
+from jaxpage.models.base import KVSpec, ModelSpec, model_weights
 from jaxpage.models.lora import LoRASpec
 from jaxpage.models.weights import Weight, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
@@ -173,6 +173,12 @@ def _bytes_per_token_text(plan: MemoryPlan) -> str:
     return f"{_bytes_per_token(plan):,}{behind}"
 
 
+def _kept_text(kv: KVSpec) -> str:
+    if kv.value_width is not None:
+        return f"{kv.num_layers} layers, a latent of {kv.head_width} for all heads"
+    return f"{kv.num_layers} layers, {kv.num_kv_heads} heads of {kv.head_width}"
+
+
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
     """(tokens of each user, blocks of each user, users that fit), for lengths up to the longest."""
     doubling = (SHORTEST << power for power in range(32))
@@ -186,7 +192,7 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
         return []
     rows = [
         ("model", f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters"),
-        ("keys and values", f"{kv.num_layers} layers, {kv.num_kv_heads} heads of {kv.head_width}"),
+        ("keys and values", _kept_text(kv)),
         ("dtype", f"{layout.dtype}; of keys and values: {layout.kv_cache_dtype}"),
         ("devices", str(layout.tensor_parallel_size)),
         *plan.rows(),

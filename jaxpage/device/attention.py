@@ -28,13 +28,15 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
         layer_index: int,
         q_TNH: jax.Array,
         k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        v_TKH: jax.Array | None,
         layer_pages: LayerPages,
         /,
         *,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
+        sinks: jax.Array | None = None,
+        value_width: int | None = None,
     ) -> tuple[jax.Array, LayerPages]:
         out_TNH, pages = write_and_attend(
             k_TKH,
@@ -48,11 +50,13 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
             sliding_window=sliding_window,
             logit_softcap=logit_softcap,
             tree_mask_TQ=tree_mask_TQ,
+            sinks=sinks,
+            value_width=value_width,
             max_query_len=bucket.max_query_len,
             **layer_pages._asdict(),
             **backend.options,
         )
-        return out_TNH, LayerPages(*pages)
+        return out_TNH, LayerPages(*pages)  # type: ignore[arg-type]
 
     return attend
 

@@ -68,6 +68,7 @@ def attention_set(backend: Backend, device: Any, pages: Iterable[LayerPages], nu
             query_start=start,
             scale=1.0,
             max_query_len=1,
+            value_width=layer.k_pages.shape[3] if layer.v_pages is None else None,
             **layer._asdict(),
         )
         call = Call(interpret=backend.interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)

@@ -1,4 +1,5 @@
-"""The keys and values on the device: one donated pytree, two arrays per layer and two of scales where they are quantised.
+"""The keys and values on the device: one donated pytree, two arrays per layer and two of scales where they are quantised. Latents, which
+have values within the keys, are one array and one of scales.
 
 Block 0 is the null block, which takes padding.
 """
@@ -24,7 +25,7 @@ class LayerPages(NamedTuple):
     """One layer's blocks, in the layout of the kernels."""
 
     k_pages: jax.Array  # [P, S, K, H]
-    v_pages: jax.Array  # [P, S, K, H]
+    v_pages: jax.Array | None  # [P, S, K, H]; None: values are within the keys
     k_scale: jax.Array | None = None  # [P, S, K] in float32, of quantised pages
     v_scale: jax.Array | None = None
 
@@ -57,4 +58,5 @@ def _layer_shapes(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike
     slots = (num_blocks, block_size, kv.num_kv_heads)
     page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
     scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
-    return LayerPages(page, page, scale, scale)  # type: ignore[arg-type]
+    of_keys = LayerPages(page, None, scale, None)  # type: ignore[arg-type]
+    return of_keys if kv.value_width is not None else of_keys._replace(v_pages=page, v_scale=scale)  # type: ignore[arg-type]

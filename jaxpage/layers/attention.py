@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ class Attention(nnx.Module):
     layer_index: of the layer in its model. query_key_value: three parts, in this order. scale: None is `head_width ** -0.5`.
     query_norm, key_norm: over each head, or over all heads together (`norm_together`).
     query_growth: (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))` (Llama 4, Ministral 3).
+    sinks: see `Attend` [N].
+    num_groups: `query_key_value` is one part: for each of so many key/value heads its queries, its key and its value (Falcon).
     """
 
     def __init__(
@@ -39,11 +42,14 @@ class Attention(nnx.Module):
         norm_together: bool = False,
         logit_softcap: float | None = None,
         query_growth: tuple[float, int] | None = None,
+        sinks: nnx.Param[jax.Array] | None = None,
+        num_groups: int | None = None,
     ):
         self.layer_index = layer_index
         self.query_key_value, self.output = query_key_value, output
         self.query_norm, self.key_norm, self.norm_together = query_norm, key_norm, norm_together
         self.logit_softcap, self.query_growth = logit_softcap, query_growth
+        self.sinks, self.num_groups = sinks, num_groups
         self.head_width, self.sliding_window, self.rope = head_width, sliding_window, rope
         self.scale = head_width**-0.5 if scale is None else scale
 
@@ -57,9 +63,15 @@ class Attention(nnx.Module):
 
     def projected(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [T, heads x H]."""
-        ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
-        q, k, v = jnp.split(self.query_key_value(x_TI), ends[:-1], axis=-1)
-        return q, k, v
+        fused = self.query_key_value(x_TI)
+        if self.num_groups is None:
+            ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
+            q, k, v = jnp.split(fused, ends[:-1], axis=-1)
+            return q, k, v
+        num_tokens = fused.shape[0]
+        grouped = fused.reshape(num_tokens, self.num_groups, -1, self.head_width)
+        q, k, v = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
+        return q.reshape(num_tokens, -1), k.reshape(num_tokens, -1), v.reshape(num_tokens, -1)
 
     def attended(
         self, q: jax.Array, k: jax.Array, v: jax.Array, layer_pages: LayerPages, context: ForwardContext
@@ -75,6 +87,9 @@ class Attention(nnx.Module):
             rate, length = self.query_growth
             growth_T = 1 + rate * jnp.log(1 + jnp.floor(context.positions_T.astype(jnp.float32) / length))
             q_TNH = q_TNH * growth_T[:, None, None].astype(q_TNH.dtype)
+        more: dict[str, Any] = {} if self.logit_softcap is None else {"logit_softcap": self.logit_softcap}
+        if self.sinks is not None:
+            more["sinks"] = self.sinks[...]
         out_TNH, layer_pages = context.attend(
             self.layer_index,
             q_TNH,
@@ -83,7 +98,7 @@ class Attention(nnx.Module):
             layer_pages,
             scale=self.scale,
             sliding_window=self.sliding_window,
-            **({} if self.logit_softcap is None else {"logit_softcap": self.logit_softcap}),
+            **more,
         )
         return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages
 

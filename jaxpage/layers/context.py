@@ -22,13 +22,15 @@ class Attend(Protocol):
         layer_index: int,
         q_TNH: jax.Array,
         k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        v_TKH: jax.Array | None,
         layer_pages: LayerPages,
         /,
         *,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
+        sinks: jax.Array | None = None,
+        value_width: int | None = None,
     ) -> tuple[jax.Array, LayerPages]:
         """Attend causally to the own sequence: `softmax(scale * q . k) v`, with the softmax in float32.
 
@@ -37,6 +39,8 @@ class Attend(Protocol):
         sliding_window: W positions, the query's own included: a query at p sees keys at p - W < position <= p.
         None: all positions up to p.
         logit_softcap: c: products s become `c tanh(s / c)` before the softmax (Gemma 2). Passed only where a layer has it.
+        sinks: one more logit of each query head, whose share of the softmax is lost (GPT-OSS). Passed as `logit_softcap` is.
+        value_width: values are the first so many numbers of the keys, and v_TKH is None. Passed as `logit_softcap` is.
         """
 
 

@@ -15,57 +15,65 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.parameter import Source, parameter, tensor
+from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import product
+from jaxpage.layers.routing import Router, Routing
 
 TILE_ROWS = 16
-ROUTED_AT_ONCE = 16  # tokens
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """GPT-OSS: `(up + 1) * gate * sigmoid(alpha * gate)`, with gates up to `limit` and ups between `-limit` and `limit`.
+
+    The rows of gates and ups take turns.
+    """
+
+    limit: float
+    alpha: float
+
+    def __call__(self, both_PF: Float[Array, "P F2"]) -> Float[Array, "P F"]:
+        gate = jnp.minimum(both_PF[:, 0::2], self.limit)
+        up = jnp.clip(both_PF[:, 1::2], -self.limit, self.limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """width: of an expert's inner layer. per_token: how many experts a token takes.
+    """width: of an expert's inner layer. shared_width: of an expert that all tokens take as well; None: there is none.
 
-    normalized: the weights of those add up to one. shared_width: of an expert that all tokens take as well; None: there is none.
+    swiglu: what an expert does between its products, which then have biases; None: the model's activation of gates, times ups.
     """
 
-    num_experts: int
-    per_token: int
+    routing: Routing
     width: int
-    normalized: bool
     shared_width: int | None = None
+    swiglu: ClampedSwiGLU | None = None
 
 
 class Experts(nnx.Module):
-    """The experts' weights, one above the other. gate_up, down: where they stand in a checkpoint."""
+    """gate_up: the gates' rows first, or as `ClampedSwiGLU` says."""
 
-    def __init__(
-        self, spec: ExpertsSpec, model_width: int, *, gate_up: list[Source], down: list[Source], dtype: DTypeLike
-    ):
-        count, inner = spec.num_experts, spec.width
-        self.gate_up = parameter(
-            (count, 2 * inner, model_width),
-            axes=("expert", (("ffn", inner), ("ffn", inner)), "embed"),
-            dtype=dtype,
-            sources=gate_up,
-        )
-        self.down = parameter((count, model_width, inner), axes=("expert", "embed", "ffn"), dtype=dtype, sources=down)
+    def __init__(self, gate_up: ExpertLinear, down: ExpertLinear, *, activation: str, swiglu: ClampedSwiGLU | None):
+        self.gate_up, self.down = gate_up, down
+        self.activation, self.swiglu = activation, swiglu
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"], weight_TX: Float[Array, "T X"], activation: str
+        self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"], weight_TX: Float[Array, "T X"]
     ) -> Float[Array, "T D"]:
         """What the chosen experts make of each token, added up with these weights."""
-        out_TXD = self.made(x_TD, expert_TX, activation)
+        out_TXD = self.made(x_TD, expert_TX)
         total_TD = out_TXD[:, 0] * weight_TX[:, :1]
         for place in range(1, expert_TX.shape[1]):  # in one order, whatever XLA makes of a sum
             total_TD = total_TD + out_TXD[:, place] * weight_TX[:, place : place + 1]
         return total_TD.astype(x_TD.dtype)
 
-    def made(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"], activation: str) -> Float[Array, "T X D"]:
+    def made(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
         """What each of the chosen experts makes of each token; zeros of a number that is no expert's."""
         num_tokens, per_token = expert_TX.shape
-        num_pairs, num_experts = num_tokens * per_token, self.gate_up.shape[0]
+        num_pairs, num_experts = num_tokens * per_token, self.gate_up.spec.num_experts
         rows = TILE_ROWS
         expert_P = expert_TX.reshape(-1)  # P pairs of a token and an expert
         order_P = jnp.argsort(expert_P, stable=True)
@@ -80,78 +88,50 @@ class Experts(nnx.Module):
             pair = jnp.where(
                 place < count_E[expert], order_P[jnp.minimum(first_E[expert] + place, num_pairs - 1)], num_pairs
             )
-            gate, up = jnp.split(product(x_TD[pair // per_token], self.gate_up[...][expert]), 2, axis=-1)
-            made = product(ACTIVATIONS[activation](gate) * up, self.down[...][expert])
+            made = self.down(expert, self._between(self.gate_up(expert, x_TD[pair // per_token])))
             return out_PD.at[pair].set(made, mode="drop")
 
         empty = jnp.zeros((num_pairs, x_TD.shape[1]), x_TD.dtype)
         return jax.lax.fori_loop(0, end_E[-1], tile, empty).reshape(num_tokens, per_token, -1)
 
+    def _between(self, both_PF: Float[Array, "P F2"]) -> Float[Array, "P F"]:
+        if self.swiglu is not None:
+            return self.swiglu(both_PF)
+        gate, up = jnp.split(both_PF, 2, axis=-1)
+        return ACTIVATIONS[self.activation](gate) * up
+
 
 class MixtureOfExperts(nnx.Module):
-    """Each token goes to the experts that the router rates highest, by a softmax in float32 over all of them.
+    """What the experts of each token make of it, and the expert of all tokens.
 
-    router: where its weight stands in a checkpoint. shared: an expert of all tokens, and where the weight of its gate stands.
+    shared: an expert of all tokens, and where the weight of its gate stands in a checkpoint; None: it has no gate.
     """
 
     def __init__(
         self,
-        spec: ExpertsSpec,
-        model_width: int,
+        router: Router,
         experts: Experts,
+        model_width: int,
         *,
-        router: str,
-        router_aliases: tuple[str, ...] = (),
-        activation: str,
-        shared: tuple[GatedMLP, str] | None = None,
+        shared: tuple[GatedMLP, str | None] | None = None,
         dtype: DTypeLike,
     ):
-        shape = (spec.num_experts, model_width)
-        self.router = parameter(
-            shape, axes=(None, "embed"), dtype=dtype, sources=[tensor(router, *shape, aliases=router_aliases)]
-        )
-        self.spec, self.experts, self.activation = spec, experts, activation
-        expert, gate = shared or (None, "")
+        self.router, self.experts = router, experts
+        gate = None if shared is None else shared[1]
+        self.shared = None if shared is None else shared[0]
         shape = (1, model_width)
-        self.shared = expert
         self.shared_gate = (
             None
-            if expert is None
+            if gate is None
             else parameter(shape, axes=(None, "embed"), dtype=dtype, sources=[tensor(gate, *shape)])
         )
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        expert_TX, weight_TX = self._routed(x_TD)
-        out_TD = self.experts(x_TD, expert_TX, weight_TX, self.activation)
-        if self.shared is None or self.shared_gate is None:
+        out_TD = self.experts(x_TD, *self.router(x_TD))
+        if self.shared is None:
             return out_TD
-        two_2D = jnp.repeat(self.shared_gate[...], 2, axis=0)  # a matrix-vector product would take another path
-        return out_TD + jax.nn.sigmoid(product(x_TD, two_2D)[:, :1]) * self.shared(x_TD)
-
-    def _routed(self, x_TD: Float[Array, "T D"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
-        logits_TE = product(x_TD, self.router[...]).astype(jnp.float32)
-        expert_TX, weight_TX = jax.lax.platform_dependent(logits_TE, cpu=self._chosen_by_tiles, default=self._chosen)
-        return expert_TX, weight_TX.astype(x_TD.dtype)
-
-    def _chosen(self, logits_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
-        odds_TE = jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
-        weight_TX, expert_TX = jax.lax.top_k(odds_TE, self.spec.per_token)
-        return expert_TX, weight_TX / _total(weight_TX if self.spec.normalized else odds_TE)
-
-    def _chosen_by_tiles(self, logits_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
-        """In one shape for any number of tokens: what XLA makes of an exponential on CPU depends on the shape (docs/lab-log.md)."""
-        num_tokens, num_experts = logits_TE.shape
-        padded = jnp.pad(logits_TE, ((0, -num_tokens % ROUTED_AT_ONCE), (0, 0)))
-        tiles = jax.lax.map(self._chosen, padded.reshape(-1, ROUTED_AT_ONCE, num_experts))
-        expert_TX, weight_TX = (each.reshape(-1, self.spec.per_token)[:num_tokens] for each in tiles)
-        return expert_TX, weight_TX
-
-
-def _total(x_TE: Float[Array, "T E"]) -> Float[Array, "T 1"]:
-    """The sum over the last axis, by halves: XLA on CPU adds up a reduction in an order that depends on the other axis."""
-    width = x_TE.shape[1]
-    if width == 1:
-        return x_TE
-    half = 1 << (width - 1).bit_length() - 1
-    rest = jnp.pad(x_TE[:, half:], ((0, 0), (0, 2 * half - width)))
-    return _total(x_TE[:, :half] + rest)
+        shared_TD = self.shared(x_TD)
+        if self.shared_gate is not None:
+            two_2D = jnp.repeat(self.shared_gate[...], 2, axis=0)  # a matrix-vector product would take another path
+            shared_TD = jax.nn.sigmoid(product(x_TD, two_2D)[:, :1]) * shared_TD
+        return out_TD + shared_TD

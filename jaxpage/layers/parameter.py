@@ -46,7 +46,7 @@ class Stored:
 class Piece:
     """A tensor of the checkpoint, and the part of a parameter that it fills.
 
-    stored_shape: in the checkpoint. transpose: the part is the transpose of the tensor (GPT-2's Conv1D).
+    stored_shape: in the checkpoint. transpose: its last two axes are exchanged in the part (GPT-2's Conv1D).
     rows: from which row up to which it is taken, after the transposition, where the tensor holds several parameters. None: all.
     shape, offset: of the part and where it begins; they have the parameter's rank.
     aliases: other names for the same tensor. If a checkpoint has several of them, they must hold the same numbers.
@@ -81,12 +81,13 @@ def tensor(
     transpose: bool = False,
     rows: tuple[int, int] | None = None,
     aliases: tuple[str, ...] = (),
+    stored: Stored | None = None,
 ) -> Source:
     """One tensor of this shape, its transpose, or rows of it (see `Piece`)."""
-    filled = shape[::-1] if transpose else shape
+    filled = (*shape[:-2], *shape[:-3:-1]) if transpose else shape
     if rows is not None:
         filled = (rows[1] - rows[0], *filled[1:])
-    return Source(filled, (Piece(name, shape, filled, (0,) * len(filled), transpose, rows, aliases),))
+    return Source(filled, (Piece(name, shape, filled, (0,) * len(filled), transpose, rows, aliases, stored),))
 
 
 def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:

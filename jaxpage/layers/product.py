@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Shaped
 
+TOKENS_BY_HEAD = 16
 SMALLEST_SCALE = 2.0**-100  # of a token whose inputs are all zero
 
 
@@ -65,6 +66,27 @@ def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | No
         return _grouped_product.get()(x_TI, weight).astype(result or x_TI.dtype)
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
+
+
+@jax.named_scope("product")
+def product_by_head(
+    x_TNI: Float[Array, "T N I"], weight: Float[Array, "N _ _"], *, transposed: bool = False
+) -> Float[Array, "T N _"]:
+    """Each head by a matrix of its own, which is `[out, in]` or, transposed, `[in, out]`."""
+
+    def whole(x_TNI: jax.Array) -> jax.Array:
+        precision = jax.lax.Precision.HIGHEST if x_TNI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        return jnp.einsum("TNI,NIO->TNO" if transposed else "TNI,NOI->TNO", x_TNI, weight, precision=precision)
+
+    def by_tiles(x_TNI: jax.Array) -> jax.Array:
+        """In one shape for any number of tokens, on which the path of such a product depends on CPU, and with it the bits."""
+        num_tokens = x_TNI.shape[0]
+        padded = jnp.pad(x_TNI, ((0, -num_tokens % TOKENS_BY_HEAD), (0, 0), (0, 0)))
+        out = jax.lax.map(whole, padded.reshape(-1, TOKENS_BY_HEAD, *x_TNI.shape[1:]))
+        return out.reshape(-1, *out.shape[2:])[:num_tokens]
+
+    found: jax.Array = jax.lax.platform_dependent(x_TNI, cpu=by_tiles, default=whole)
+    return found
 
 
 def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.errors import ConfigError
+from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.attention import Attention
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.experts import Experts
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.mlp import MLP, GatedMLP
-from jaxpage.layers.parameter import parameter
 from jaxpage.layers.product import product
 
 DEVICE_AXIS = "devices"  # the axis of the mesh
@@ -148,6 +148,11 @@ class ShardedAttention(nnx.Module):
     """Each shard has its query heads and their key/value heads, and pages of its own. Norms over all heads are of all shards."""
 
     def __init__(self, whole: Attention, sharding: Sharding):
+        """Raises UnsupportedError for attention sinks, and for one product by groups of heads."""
+        if whole.sinks is not None or whole.num_groups is not None:
+            what = "attention sinks are" if whole.sinks is not None else "a product by groups of heads is"
+            raise UnsupportedError(f"tensor_parallel_size: {what} not supported in a model that is divided")
+
         def shard() -> Attention:
             return Attention(
                 whole.layer_index,
@@ -242,17 +247,18 @@ class ShardedExperts(Experts):
     """Each device has some of the experts, and computes the tokens that go there. What the others make of theirs is added to zeros."""
 
     def __init__(self, whole: Experts, sharding: Sharding):
-        self.sharding = sharding
-        for name in ("gate_up", "down"):
-            struct, axes = getattr(whole, name).get_value(), getattr(whole, name).get_metadata()["axes"]
-            count = sharding.size_of_part("expert", struct.shape[0])
-            setattr(self, name, parameter((count, *struct.shape[1:]), axes=axes, dtype=struct.dtype))
+        def part(layer: ExpertLinear) -> ExpertLinear:
+            count = sharding.size_of_part("expert", layer.spec.num_experts)
+            return ExpertLinear(replace(layer.spec, num_experts=count, sources=()))
 
-    def made(self, x_TD: jax.Array, expert_TX: jax.Array, activation: str) -> jax.Array:
-        count = self.gate_up.shape[0]
+        super().__init__(part(whole.gate_up), part(whole.down), activation=whole.activation, swiglu=whole.swiglu)
+        self.sharding = sharding
+
+    def made(self, x_TD: jax.Array, expert_TX: jax.Array) -> jax.Array:
+        count = self.gate_up.spec.num_experts
         own_TX = expert_TX - _device(self.sharding) * count
         own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)  # those of other devices are none of these
-        return summed(super().made(x_TD, own_TX, activation), self.sharding)
+        return summed(super().made(x_TD, own_TX), self.sharding)
 
 
 def _spec_of_shard(spec: LinearSpec, sharding: Sharding) -> LinearSpec:

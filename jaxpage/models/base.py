@@ -20,15 +20,17 @@ Hidden = tuple[jax.Array, Pages, tuple[jax.Array, ...]]
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The keys and values that a sequence keeps per position: `num_layers * 2 * num_kv_heads * head_width` numbers.
+    """The keys and values that a sequence keeps per position: `num_layers * 2 * num_kv_heads * head_width` numbers, or half of it.
 
     sliding_windows: per layer, how many positions it sees, the own included (see `Attend`); None sees all.
+    value_width: values are the first so many numbers of the keys, and are not kept apart (latents); None: as wide as keys, and kept.
     """
 
     num_layers: int
     num_kv_heads: int
     head_width: int
     sliding_windows: tuple[int | None, ...]
+    value_width: int | None = None
 
 
 @runtime_checkable

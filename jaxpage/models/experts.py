@@ -2,53 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax.typing import DTypeLike
 
 from jaxpage.errors import CheckpointError
+from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.parameter import Source, concatenate, stack, tensor
-from jaxpage.models.fields import Fields
+from jaxpage.layers.parameter import Axis, Source, Stored, concatenate, stack, tensor
+from jaxpage.layers.routing import Router, Routing
+from jaxpage.models.fields import REQUIRED, Fields
+from jaxpage.models.weights import FLOATS
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """In files. module: of the mixture, in its layer. gate, up, down: of an expert's weights."""
+    """In files. module: of the mixture, in its layer. gate, up, down: of an expert's weights. router, shared: in the mixture; the second is
+    the expert of all tokens, with the weight of its gate.
+
+    only_stacked: no file has the experts apart, and stacked they are `[in, out]`.
+    """
 
     module: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate"
+    shared: tuple[str, str | None] = ("shared_expert", "shared_expert_gate.weight")
+    only_stacked: bool = False
 
 
 PLAIN_NAMES = ExpertNames()
+DEEPSEEK_NAMES = ExpertNames(shared=("shared_experts", None))
 
 
 def read_experts(
     fields: Fields,
     *,
     count: tuple[str, int],
-    per_token: int,
+    per_token: int | None,
     width: tuple[str, int],
     normalized: bool | None,
+    routing: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> ExpertsSpec:
-    """count, width: names of fields, and their defaults. normalized: None is what `norm_topk_prob` says."""
-    spec = ExpertsSpec(
+    """count, width: names of fields, and their defaults. per_token: the default; None: there is none.
+
+    normalized: None is what `norm_topk_prob` says. routing: further fields of it.
+    """
+    chosen = Routing(
         num_experts=fields.integer(*count),
-        per_token=fields.integer("num_experts_per_tok", per_token),
-        width=fields.integer(*width),
+        per_token=fields.integer("num_experts_per_tok", REQUIRED if per_token is None else per_token),
         normalized=fields.flag("norm_topk_prob", False) if normalized is None else normalized,
-        **more,
+        **(routing or {}),
     )
-    if spec.per_token > spec.num_experts:
+    if chosen.per_token > chosen.num_experts:
         raise CheckpointError(
-            f"config.json: num_experts_per_tok = {spec.per_token} of {count[0]} = {spec.num_experts} experts cannot be"
+            f"config.json: num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} experts cannot be"
         )
-    return spec
+    return ExpertsSpec(chosen, fields.integer(*width), **more)
 
 
 def sparse_layers(fields: Fields) -> tuple[bool, ...]:
@@ -67,35 +82,39 @@ def make_experts(
     *,
     layer: str,
     activation: str,
-    shared: tuple[GatedMLP, str] | None,
+    shared: tuple[GatedMLP, str | None] | None,
     dtype: DTypeLike,
 ) -> MixtureOfExperts:
     """layer: its name in the checkpoint."""
     published, in_memory, inner = f"{layer}.{names.module}", f"{layer}.mlp", spec.width
+    count = spec.routing.num_experts
 
-    def one(expert: int, part: str, *shape: int) -> Source:
-        return tensor(f"{published}.experts.{expert}.{part}.weight", *shape)
+    def apart(num_out: int, num_in: int, parts: tuple[str, ...]) -> list[Source]:
+        if names.only_stacked:
+            return []
+        shape = (num_out // len(parts), num_in)
+        each = ([f"{published}.experts.{expert}.{part}.weight" for part in parts] for expert in range(count))
+        return [stack([concatenate([tensor(name, *shape) for name in one]) for one in each])]
 
-    every = range(spec.num_experts)
-    halves = [[one(expert, part, inner, model_width) for part in (names.gate, names.up)] for expert in every]
-    downs = [one(expert, names.down, model_width, inner) for expert in every]
-    experts = Experts(
-        spec,
+    def stacked(part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]) -> ExpertLinear:
+        name = f"{in_memory}.experts.{part}"
+        shape = (count, num_in, num_out) if names.only_stacked else (count, num_out, num_in)
+        sources = (*apart(num_out, num_in, parts), tensor(name, *shape, transpose=names.only_stacked))
+        bias = spec.swiglu is not None
+        return ExpertLinear(ExpertLinearSpec(count, num_in, num_out, axes[1], axes[0], name, sources, bias, dtype))
+
+    both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
+    gate_up = stacked("gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up))
+    down = stacked("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
+    experts = Experts(gate_up, down, activation=activation, swiglu=spec.swiglu)
+    router = f"{published}.{names.router}"
+    aliases = (f"{in_memory}.{names.router}.weight",) if published != in_memory else ()
+    rated = Router(
+        spec.routing,
         model_width,
-        gate_up=[
-            stack([concatenate(pair) for pair in halves]),
-            tensor(f"{in_memory}.experts.gate_up_proj", spec.num_experts, 2 * inner, model_width),
-        ],
-        down=[stack(downs), tensor(f"{in_memory}.experts.down_proj", spec.num_experts, model_width, inner)],
+        weight=tensor(f"{router}.weight", count, model_width, aliases=aliases),
+        bias=tensor(f"{router}.bias", count),
+        correction=tensor(f"{router}.e_score_correction_bias", count, stored=Stored(FLOATS)),
         dtype=dtype,
     )
-    return MixtureOfExperts(
-        spec,
-        model_width,
-        experts,
-        router=f"{published}.gate.weight",
-        router_aliases=(f"{in_memory}.gate.weight",) if published != in_memory else (),
-        activation=activation,
-        shared=shared,
-        dtype=dtype,
-    )
+    return MixtureOfExperts(rated, experts, model_width, shared=shared, dtype=dtype)

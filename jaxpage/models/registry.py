@@ -18,6 +18,10 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
+    "GptOssForCausalLM": "gpt_oss",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Phi3ForCausalLM": "phi3",
     "SmolLM3ForCausalLM": "smollm3",
     "GemmaForCausalLM": "gemma",
@@ -29,6 +33,7 @@ FAMILIES = {
     "Ministral3ForCausalLM": "ministral3",
     "Glm4ForCausalLM": "glm4",
     "Cohere2ForCausalLM": "cohere2",
+    "FalconForCausalLM": "falcon",
     "OPTForCausalLM": "opt",
     "GPT2LMHeadModel": "gpt2",
 }

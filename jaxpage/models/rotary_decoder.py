@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -19,13 +20,16 @@ from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
+from jaxpage.layers.latent_attention import LatentAttention
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import LayerNorm, RMSNorm
+from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
+from jaxpage.models.latent import LatentSpec, make_latent_attention
 
 prefix = "model."
 ignored = ("*rotary_emb.inv_freq",)
@@ -81,6 +85,8 @@ class RotaryDecoderSpec:
     rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None: no rotation
     attention_scale: float | None = None  # None: head_width ** -0.5
     attention_softcap: float | None = None
+    sinks: bool = False  # of attention
+    latent: LatentSpec | None = None  # attention is latent
     query_growth: tuple[float, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each half of a layer adds
@@ -101,6 +107,7 @@ class RotaryDecoderSpec:
         num_kv_heads: int,
         max_position_embeddings: int,
         head_width: int | None = None,
+        value_width: int | None = None,
         sliding_windows: tuple[int | None, ...] | None = None,
         attention_bias: bool = False,
         attention_input_bias: bool = False,
@@ -110,9 +117,12 @@ class RotaryDecoderSpec:
         tied: bool = False,
         **knobs: Any,
     ) -> RotaryDecoderSpec:
-        """head_width: None is `head_width_or_quotient`. sliding_windows: None is none. attention_bias: on all four products of attention;
-        attention_input_bias: on those of its input alone. rope: with the positions it holds for, where it is not what `Fields.rope` reads.
-        epsilon, activation: the name of the field and its default. tied: the default. knobs: further fields of the spec."""
+        """head_width: None is `head_width_or_quotient`. value_width: see `KVSpec`. sliding_windows: None is none.
+
+        attention_bias: on all four products of attention; attention_input_bias: on those of its input alone.
+        rope: with the positions it holds for, where it is not what `Fields.rope` reads.
+        epsilon, activation: the name of the field and its default. tied: the default. knobs: further fields of the spec.
+        """
         num_layers, num_query_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
         if num_query_heads % num_kv_heads:
             raise CheckpointError(
@@ -126,7 +136,7 @@ class RotaryDecoderSpec:
             feed_forward_width=fields.integer("intermediate_size"),
             num_query_heads=num_query_heads,
             max_position_embeddings=length,
-            kv=KVSpec(num_layers, num_kv_heads, head_width, sliding_windows or (None,) * num_layers),
+            kv=KVSpec(num_layers, num_kv_heads, head_width, sliding_windows or (None,) * num_layers, value_width),
             rope=turned,
             norm_epsilon=fields.number(*epsilon),
             activation=fields.activation(*activation),
@@ -174,8 +184,13 @@ def windows_of(types: Sequence[str], window: int | None) -> tuple[int | None, ..
 
 def make_attention(
     spec: RotaryDecoderSpec, layer_index: int, *, name: str, input_width: int | None = None, dtype: DTypeLike
-) -> Attention:
+) -> Attention | LatentAttention:
     """name: of the checkpoint's module, as for whatever follows. The names are Llama's, which the others kept."""
+    if spec.latent is not None:
+        heads, rope = spec.num_query_heads, spec.rope
+        return make_latent_attention(
+            spec.latent, layer_index, width=spec.model_width, num_heads=heads, rope=rope, name=name, dtype=dtype
+        )
     width, head = spec.model_width, spec.kv.head_width
     queries, keys = spec.num_query_heads * head, spec.kv.num_kv_heads * head
 
@@ -204,7 +219,15 @@ def make_attention(
         norm_together=spec.form.together,
         logit_softcap=spec.attention_softcap,
         query_growth=spec.query_growth,
+        sinks=_sinks(spec, name, dtype),
     )
+
+
+def _sinks(spec: RotaryDecoderSpec, name: str, dtype: DTypeLike) -> nnx.Param[jax.Array] | None:
+    if not spec.sinks:
+        return None
+    count = spec.num_query_heads
+    return parameter((count,), axes=("heads",), dtype=dtype, sources=[tensor(f"{name}.sinks", count)])
 
 
 def make_mlp(spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = None, dtype: DTypeLike) -> GatedMLP:
@@ -232,8 +255,9 @@ def make_feed_forward(
         return make_mlp(spec, name=module, dtype=dtype)
     shared = None
     if experts.shared_width is not None:
-        expert = make_mlp(spec, name=f"{module}.shared_expert", inner_width=experts.shared_width, dtype=dtype)
-        shared = expert, f"{module}.shared_expert_gate.weight"
+        one, gate = spec.expert_names.shared
+        expert = make_mlp(spec, name=f"{module}.{one}", inner_width=experts.shared_width, dtype=dtype)
+        shared = expert, gate and f"{module}.{gate}"
     return make_experts(
         experts, spec.model_width, spec.expert_names, layer=name, activation=spec.activation, shared=shared, dtype=dtype
     )

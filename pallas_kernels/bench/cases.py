@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ HOST_ELEMENTS = 2**23  # of a pool that numpy makes; larger ones are made on the
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:
-    """Keys and values of one layer."""
+    """Keys and values of one layer, and the sinks of its heads."""
 
     k_pages: jax.Array
     v_pages: jax.Array
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    sinks: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -87,6 +89,7 @@ def _attend(q_TNH: jax.Array, step: Step, pages: Pages, **static: Any) -> jax.Ar
         tree_mask_TQ=step.tree_mask_TQ,
         k_scale=pages.k_scale,
         v_scale=pages.v_scale,
+        sinks=pages.sinks,
         **static,
     )
 
@@ -187,6 +190,9 @@ def make_case(
         )
     shape_q = (sum(spec.queries) + padding, spec.num_heads, spec.head_width)
     q_TNH = jnp.asarray(rng.standard_normal(shape_q, np.float32), jnp.dtype(spec.dtype))
+    if spec.sinks:
+        drawn = [jnp.asarray(rng.standard_normal(spec.num_heads, np.float32) * 2) for _ in made]
+        made = tuple(dataclasses.replace(pages, sinks=sinks) for pages, sinks in zip(made, drawn, strict=True))
     return Case(spec=spec, q_TNH=q_TNH, step=step, layers=made, logit_softcap=logit_softcap)
 
 

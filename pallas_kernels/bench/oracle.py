@@ -18,6 +18,7 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
     v_pages = _plain(pages.v_pages, pages.v_scale)
     table_BM, context_len_B, query_start = map(np.asarray, (step.block_table_BM, step.context_len_B, step.query_start))
     tree_mask_TQ = None if step.tree_mask_TQ is None else np.asarray(step.tree_mask_TQ)
+    sinks_N = None if pages.sinks is None else np.asarray(pages.sinks).astype(np.float64)
     out_TNH, size_TNH = np.zeros_like(q_TNH), np.zeros_like(q_TNH)
     for row, context in enumerate(context_len_B):
         start, stop = int(query_start[row]), int(query_start[row + 1])
@@ -35,7 +36,7 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
                 scores_QC = q_TNH[start:stop, head] @ k_CH.T * case.scale
                 if case.logit_softcap is not None:
                     scores_QC = case.logit_softcap * np.tanh(scores_QC / case.logit_softcap)
-                weights_QC = _softmax(scores_QC, seen_QC[:, needed_C])
+                weights_QC = _softmax(scores_QC, seen_QC[:, needed_C], -np.inf if sinks_N is None else sinks_N[head])
                 out_TNH[start:stop, head] = weights_QC @ v_CH
                 size_TNH[start:stop, head] = weights_QC @ np.abs(v_CH)
     return out_TNH, size_TNH
@@ -53,10 +54,10 @@ def _heads(num_heads: int, num_kv_heads: int, kv_head: int) -> range:
     return range(kv_head * group, (kv_head + 1) * group)
 
 
-def _softmax(scores_QC: np.ndarray, seen_QC: np.ndarray) -> np.ndarray:
-    top_Q1 = np.where(seen_QC, scores_QC, -np.inf).max(axis=1, keepdims=True, initial=-1e300)
+def _softmax(scores_QC: np.ndarray, seen_QC: np.ndarray, sink: float) -> np.ndarray:
+    top_Q1 = np.where(seen_QC, scores_QC, -np.inf).max(axis=1, keepdims=True, initial=max(sink, -1e300))
     weights_QC = np.where(seen_QC, np.exp(np.where(seen_QC, scores_QC - top_Q1, 0.0)), 0.0)
-    total_Q1 = weights_QC.sum(axis=1, keepdims=True)
+    total_Q1 = weights_QC.sum(axis=1, keepdims=True) + np.exp(sink - top_Q1)
     return weights_QC / np.where(total_Q1 == 0.0, 1.0, total_Q1)
 
 

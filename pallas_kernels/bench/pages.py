@@ -43,7 +43,7 @@ def _new(spec: Spec, num_tokens: int, num_slots: int) -> tuple[jax.Array, jax.Ar
 def written(pages: Pages, new: tuple[jax.Array, ...], **options: Any) -> Pages:
     k_TKH, v_TKH, slots_T = new
     options |= {} if pages.k_scale is None else {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
-    return Pages(*write_kv(k_TKH, v_TKH, pages.k_pages, pages.v_pages, slots_T, **options))
+    return Pages(*write_kv(k_TKH, v_TKH, pages.k_pages, pages.v_pages, slots_T, **options))  # type: ignore[arg-type]
 
 
 def bits(tree: Any) -> list[bytes]:

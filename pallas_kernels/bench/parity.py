@@ -69,6 +69,12 @@ def trials() -> list[Trial]:
             padding=0,
             interpreted=True,
         ),
+        Trial(
+            spec=_of("gpt-oss-20b decode 64x2048", RAGGED, ones, "decode sinks window", sliding_window=128),
+            padding=0,
+            interpreted=True,
+        ),
+        Trial(spec=_of("gpt-oss-20b chunk 2048+2048", (1500, 512), (500, 512), "chunks sinks window")),
         Trial(spec=_of(chunk, (1500, 512), (500, 512), "chunks")),
         Trial(spec=_of(chunk, (1500, 512), (500, 512), "chunks float32", dtype="float32", page_dtype="float32")),
         Trial(spec=_of(chunk, (1500, 512), (500, 512), "chunks uint8 softcap", page_dtype="uint8"), logit_softcap=5.0),

@@ -20,6 +20,7 @@ _MODELS = {  # what is inspected of `SPECS`: names of models, and how the names 
     "opt-13b": ("decode", "chunk"),  # one
     "gpt2": ("decode",),
     "mistral-7b": ("decode", "chunk"),  # a window
+    "gpt-oss-20b": ("decode", "chunk"),  # sinks
 }
 
 
@@ -47,7 +48,7 @@ def cases() -> list[Case]:
 
 
 def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
-    """settings: more arguments of `paged_attention`, such as tiles."""
+    """settings: more arguments of `paged_attention`, such as tiles. With `value_width` there are no pages of values."""
     function = functools.partial(
         paged_attention,
         scale=spec.head_width**-0.5,
@@ -68,6 +69,10 @@ def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
     )
     if spec.tree:
         shapes["tree_mask_TQ"] = _shape((num_tokens, spec.max_query_len), "bool")
+    if "value_width" in settings:
+        shapes |= dict.fromkeys(("v_pages", "v_scale") if "v_scale" in shapes else ("v_pages",))
+    if spec.sinks:
+        shapes["sinks"] = _shape((spec.num_heads,), "float32")
     return Case("paged_attention", backend, _label(spec), *_by_name(function, shapes))
 
 

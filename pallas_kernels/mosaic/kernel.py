@@ -29,6 +29,7 @@ from pallas_kernels.mosaic.compat import loaded, mg, transposed
 from pallas_kernels.mosaic.plan import (
     FIRST,
     LAST,
+    NO_TOP,
     ROW,
     ROWS,
     TREE_WORDS,
@@ -40,7 +41,6 @@ from pallas_kernels.mosaic.plan import (
 )
 
 _LOG2E = math.log2(math.e)
-_NO_TOP = -1e30  # finite, so that exp2(-inf - top) is 0 in rows that have seen nothing yet
 _SWIZZLED = (
     mg.TilingTransform((8, 64)),
     mg.SwizzleTransform(128),
@@ -213,7 +213,7 @@ def _consume(
 
     if plan.consumers == 2:
         pl.when(consumer == 1)(lambda: _hand_over(plan, shared))
-    start = (_full((ROWS, plan.head_width), 0.0), _full((ROWS,), _NO_TOP), _full((ROWS,), 0.0))
+    start = (_full((ROWS, plan.head_width), 0.0), *_softmax_start(plan, operands, head, split, consumer))
     acc, top, total = lax.fori_loop(0, turns.number, body, start)
     if plan.consumers == 2:
         pl.when(consumer == 0)(lambda: _hand_over(plan, shared))
@@ -233,6 +233,18 @@ def _consume(
             shared.top_total.at[consumer], operands.top_total.at[tile, split, head, :, pl.ds(consumer * ROWS, ROWS)]
         )
     mg.wait_smem_to_gmem(0)
+
+
+def _softmax_start(
+    plan: Plan, operands: Operands, head: jax.Array, split: jax.Array, consumer: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Highest score and total weight before the first turn: the sinks are in those of the first split."""
+    if not plan.sinks:
+        return _full((ROWS,), NO_TOP), _full((ROWS,), 0.0)
+    layout = mg.Layout.WGMMA.reduce(1)
+    sinks = loaded(operands.sinks.at[head, pl.ds(consumer * ROWS, ROWS)], layout, optimized=False)
+    first = (split == 0).astype(jnp.float32)
+    return jnp.where(split == 0, sinks, _full((ROWS,), NO_TOP)), _full((ROWS,), 1.0) * first
 
 
 def _full(shape: tuple[int, ...], value: float) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 ROWS = 64  # query rows of a warpgroup: wgmma's M
+NO_TOP = -1e30  # finite, so that exp2(-inf - top) is 0 in rows that have seen nothing yet
 TREE_WORDS = 2  # of 32 bits: a tree has at most 64 query tokens
 ROW, FIRST, LAST = range(3)  # columns of a tile's description; `_describe` in sets/mosaic.py says more
 
@@ -34,6 +35,7 @@ class Plan:
     sliding_window: int | None
     logit_softcap: float | None
     tree: bool
+    sinks: bool
     interpret: bool
 
     @property
@@ -77,6 +79,7 @@ class Operands(NamedTuple):
     table: Any  # [B, M]
     tiles: Any  # [R, 3] int32
     tree: Any  # [R, TREE_WORDS, rows] int32, or None
+    sinks: Any  # [K, rows] float32, in powers of two, or None
     out: Any  # [R, K, X, H]; with splits [R, splits, K, X, H] in float32, neither divided
     top_total: (
         Any  # None; with splits [R, splits, K, 2, rows] in float32: highest score (in powers of two), total weight

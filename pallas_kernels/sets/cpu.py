@@ -21,7 +21,7 @@ from pallas_kernels.quantized_weight import CODES, QuantizedWeight
 from pallas_kernels.sets import reference
 
 LANES = 16  # of a vector: heads are whole ones
-MOST_HEAD_WIDTH = 256
+MOST_HEAD_WIDTH = 640
 MOST_QUERY_LEN = 1024  # of a row with a tree of drafts
 TYPES = ("float32", "bfloat16", "float16")
 
@@ -29,38 +29,39 @@ TYPES = ("float32", "bfloat16", "float16")
 def attend(arguments: Arguments) -> jax.Array:
     """Returns out_TNH in the queries' type."""
     library.load()
-    pages = (arguments.k_pages, arguments.v_pages, *_scales(arguments))
-    call = jax.ffi.ffi_call("jaxpage_attend", _shape(arguments.q_TNH))
+    pages = _pages(arguments)
+    call = jax.ffi.ffi_call("jaxpage_attend", _out_shape(arguments))
     out_TNH: jax.Array = call(arguments.q_TNH, *_bits(pages), *_rows(arguments), **_options(arguments))
     return out_TNH
 
 
 def write_and_attend(
-    k_TKH: jax.Array, v_TKH: jax.Array, slots_T: jax.Array, arguments: Arguments
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    k_TKH: jax.Array, v_TKH: jax.Array | None, slots_T: jax.Array, arguments: Arguments
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """The pages are written in place where they are donated."""
     library.load()
     dtype = arguments.q_TNH.dtype
-    pages = _bits((arguments.k_pages, arguments.v_pages, *_scales(arguments)))
+    pages = _bits(_pages(arguments))
     call = jax.ffi.ffi_call(
         "jaxpage_write_and_attend",
-        (_shape(arguments.q_TNH), *map(_shape, pages)),
+        (_out_shape(arguments), *map(_shape, pages)),
         input_output_aliases={3: 1, 4: 2, 5: 3, 6: 4},
     )
     out_TNH, *written = call(
         arguments.q_TNH,
         k_TKH.astype(dtype),
-        v_TKH.astype(dtype),
+        jnp.zeros(0, dtype) if v_TKH is None else v_TKH.astype(dtype),
         *pages,
         slots_T.astype(jnp.int32),
         *_rows(arguments),
         **_options(arguments),
     )
-    k_pages, v_pages, k_scale, v_scale = written
-    if arguments.k_scale is None:
-        return out_TNH, (k_pages, v_pages)
     kept = arguments.k_pages.dtype
-    return out_TNH, (*(jax.lax.bitcast_convert_type(each, kept) for each in (k_pages, v_pages)), k_scale, v_scale)
+    found = [each if each.dtype == kept else jax.lax.bitcast_convert_type(each, kept) for each in written[:2]]
+    found += [] if arguments.k_scale is None else written[2:]
+    if arguments.v_pages is None:
+        return out_TNH, tuple(None if place % 2 else each for place, each in enumerate(found))
+    return out_TNH, tuple(found)
 
 
 def multiply(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
@@ -79,10 +80,17 @@ def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _scales(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
-    if arguments.k_scale is not None and arguments.v_scale is not None:
-        return arguments.k_scale, arguments.v_scale
-    return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
+def _out_shape(arguments: Arguments) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*arguments.q_TNH.shape[:2], arguments.out_width), arguments.q_TNH.dtype)
+
+
+def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
+    """Keys, values and their scales; empty where there are none."""
+    pages, scales = (arguments.k_pages, arguments.v_pages), (arguments.k_scale, arguments.v_scale)
+    return (
+        *(jnp.zeros(0, arguments.k_pages.dtype) if each is None else each for each in pages),
+        *(jnp.zeros(0, jnp.float32) if each is None else each for each in scales),
+    )
 
 
 def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
@@ -99,7 +107,7 @@ def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
         arguments.context_len_B.astype(jnp.int32),
         arguments.query_start.astype(jnp.int32),
         jnp.zeros((0, 0), bool) if tree is None else tree,
-        jnp.zeros(0, jnp.float32),  # attention sinks, which no model here has yet
+        jnp.zeros(0, jnp.float32) if arguments.sinks is None else arguments.sinks,
     )
 
 
@@ -108,6 +116,7 @@ def _options(arguments: Arguments) -> dict[str, Any]:
         "scale": np.float32(arguments.scale),
         "softcap": np.float32(arguments.logit_softcap or 0.0),
         "window": np.int64(arguments.sliding_window or 0),
+        "value_width": np.int64(arguments.value_width or 0),
     }
 
 
@@ -125,8 +134,8 @@ def _refusal(arguments: Arguments) -> str | None:
     width, longest = arguments.q_TNH.shape[2], arguments.max_query_len
     return first_reason(
         (
-            width % LANES or width > MOST_HEAD_WIDTH,
-            f"head width {width} (multiples of {LANES} up to {MOST_HEAD_WIDTH} only)",
+            width % LANES or arguments.out_width % LANES or width > MOST_HEAD_WIDTH,
+            f"heads {width} wide, and values {arguments.out_width} (multiples of {LANES} up to {MOST_HEAD_WIDTH} only)",
         ),
         (str(arguments.q_TNH.dtype) not in TYPES, f"queries of {arguments.q_TNH.dtype}"),
         (

@@ -8,6 +8,7 @@ and its results are gathered back. `mosaic.kernel` has the kernel, where the int
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import MOSAIC_INTERPRETABLE, x64_reason
 from pallas_kernels.kernel_set import Call, capability, described, first_reason
-from pallas_kernels.mosaic.plan import ROWS, TREE_WORDS, Operands, Plan, turns_per_split
+from pallas_kernels.mosaic.plan import NO_TOP, ROWS, TREE_WORDS, Operands, Plan, turns_per_split
 from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
@@ -75,11 +76,15 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool 
         arguments.block_table_BM.astype(jnp.int32),
         description_R3,
         *([_tree_words(arguments, plan, cut)] if plan.tree else []),
+        *([_sinks(arguments, plan)] if plan.sinks else []),
     ]
 
     def paged_attention(*refs: Any) -> None:
-        missing = [None] * (not plan.tree)
-        entry(plan, Operands(*refs[: len(inputs)], *missing, *refs[len(inputs) :], *[None] * (plan.splits == 1)))
+        operands = list(refs) + [None] * (plan.splits == 1)
+        for place, there in ((5, plan.tree), (6, plan.sinks)):
+            if not there:
+                operands.insert(place, None)
+        entry(plan, Operands(*operands))
 
     results = mosaic_kernel(
         paged_attention,
@@ -108,6 +113,7 @@ def _attention_reason(arguments: Arguments) -> str | None:
     width, block_size, tree = arguments.q_TNH.shape[2], arguments.k_pages.shape[1], arguments.tree_mask_TQ
     tree_width = 0 if tree is None else tree.shape[1]
     return first_reason(
+        (arguments.value_width is not None, "value_width (values within the keys)"),
         (dtype not in ("bfloat16", "float16"), f"queries of {dtype}: wgmma's operands are bfloat16 or float16"),
         (page_dtype != dtype, f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"),
         (
@@ -161,6 +167,7 @@ def _plan(arguments: Arguments, tiles: Tiles, cut: QueryTiles, interpret: bool) 
         sliding_window=arguments.sliding_window,
         logit_softcap=arguments.logit_softcap,
         tree=arguments.tree_mask_TQ is not None,
+        sinks=arguments.sinks is not None,
         interpret=interpret,
     )
 
@@ -198,6 +205,13 @@ def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
     words_RXW = jnp.repeat(words[cut.token_RQ], plan.group, axis=1)
     missing = plan.consumers * ROWS - words_RXW.shape[1]
     return jnp.pad(words_RXW, ((0, 0), (0, missing), (0, 0))).swapaxes(1, 2)
+
+
+def _sinks(arguments: Arguments, plan: Plan) -> jax.Array:
+    """Of each query row of a tile, in powers of two."""
+    assert arguments.sinks is not None
+    sinks_KG = jnp.maximum(arguments.sinks.reshape(-1, plan.group) * math.log2(math.e), NO_TOP)
+    return jnp.tile(sinks_KG, (1, -(-plan.consumers * ROWS // plan.group)))[:, : plan.consumers * ROWS]
 
 
 def _outputs(plan: Plan, num_kv_heads: int) -> list[jax.ShapeDtypeStruct]:

@@ -51,7 +51,10 @@ def attend(arguments: Arguments) -> jax.Array:
         return pages[table_TM].reshape(num_tokens, num_positions, *pages.shape[2:])
 
     k_TCKH = dequantize(*jax.tree.map(gathered, (arguments.k_pages, arguments.k_scale)))
-    v_TCKH = dequantize(*jax.tree.map(gathered, (arguments.v_pages, arguments.v_scale)))
+    if arguments.v_pages is None:
+        v_TCKH = k_TCKH[..., : arguments.out_width]
+    else:
+        v_TCKH = dequantize(*jax.tree.map(gathered, (arguments.v_pages, arguments.v_scale)))
     q_TKGH = arguments.q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, width).astype(jnp.float32)
     scores = _product("tkgh,tckh->tkgc", q_TKGH * arguments.scale, k_TCKH)
     if arguments.logit_softcap is not None:
@@ -59,12 +62,17 @@ def attend(arguments: Arguments) -> jax.Array:
     seen_TC = visible_TC(arguments, num_positions)
     seen = seen_TC[:, None, None, :]
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
+    sink = None if arguments.sinks is None else arguments.sinks.reshape(1, num_kv_heads, -1, 1)
+    top = top if sink is None else jnp.maximum(top, sink)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = weights.sum(-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - top)
     weights = weights / jnp.where(total == 0.0, 1.0, total)  # a token that sees nothing (padding) gets zeros
     # What lies in masked slots may be anything, even NaN, and zero times NaN is NaN.
     v_TCKH = jnp.where(seen_TC[:, :, None, None], v_TCKH, 0.0)
-    return _product("tkgc,tckh->tkgh", weights, v_TCKH).reshape(arguments.q_TNH.shape).astype(arguments.q_TNH.dtype)
+    out_TKGH = _product("tkgc,tckh->tkgh", weights, v_TCKH)
+    return out_TKGH.reshape(num_tokens, num_heads, -1).astype(arguments.q_TNH.dtype)
 
 
 def supports(device: Any, call: Call) -> str | None:

@@ -43,7 +43,7 @@ def attend(arguments: Arguments) -> jax.Array:
     q_RKAH = _queries(arguments, tiles)
     out_RKAH = _online_softmax(arguments, tiles, q_RKAH)
     num_tiles, query_tile = tiles.token_RQ.shape
-    num_kv_heads, width = arguments.k_pages.shape[2:]
+    num_kv_heads, width = arguments.k_pages.shape[2], arguments.out_width
     group = arguments.q_TNH.shape[1] // num_kv_heads
     out_RKAH = out_RKAH[:, :, : query_tile * group]
     out_RQNH = out_RKAH.reshape(num_tiles, num_kv_heads, query_tile, group, width).swapaxes(1, 2)
@@ -99,7 +99,10 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
         tile = functools.partial(context_tile, table_RM=table_RM, index=index)
         k_RCKH = dequantize(*jax.tree.map(tile, (arguments.k_pages, arguments.k_scale)))
-        v_RCKH = dequantize(*jax.tree.map(tile, (arguments.v_pages, arguments.v_scale)))
+        if arguments.v_pages is None:
+            v_RCKH = k_RCKH[..., : arguments.out_width]
+        else:
+            v_RCKH = dequantize(*jax.tree.map(tile, (arguments.v_pages, arguments.v_scale)))
         # What lies before the window or behind the end of a context may be anything, even NaN, and zero times NaN is NaN.
         needed_RC = (position_C >= first_R[:, None]) & (position_C <= last_R[:, None])
         v_RCKH = jnp.where(needed_RC[:, :, None, None], v_RCKH, 0.0)
@@ -117,7 +120,11 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         return new_top, total_RKA * shrink + _sum_by_halves(weights), new_out
 
     shape = q_RKAH.shape[:3]
-    start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_RKAH.shape))
+    top_RKA, total_RKA = jnp.full(shape, MASKED), jnp.zeros(shape)
+    if arguments.sinks is not None:  # the softmax begins with them
+        sinks_KA = jnp.tile(arguments.sinks.reshape(-1, group), (1, shape[2] // group))
+        top_RKA, total_RKA = jnp.broadcast_to(jnp.maximum(sinks_KA, MASKED), shape), jnp.ones(shape)
+    start = (top_RKA, total_RKA, jnp.zeros((*shape, arguments.out_width)))
     _, total_RKA, out_RKAH = jax.lax.fori_loop(first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start)
     return out_RKAH / jnp.where(total_RKA == 0.0, 1.0, total_RKA)[..., None]
 

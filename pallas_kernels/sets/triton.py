@@ -12,6 +12,7 @@ the exception).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -34,6 +35,8 @@ QUERY_DTYPES = ("bfloat16", "float16", "float32")
 PAGE_DTYPES = (*QUERY_DTYPES, "int8", "float8_e4m3fn", "uint8")
 MAX_WIDTH = 256
 MAX_GROUP = 64
+MAX_LATENT_WIDTH = 640
+LATENT_GROUP = 16  # query heads of a program, at most, where values are within the keys: all heads share them
 CAPABILITY = (8, 0)  # Ampere
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB for a program; the others have 163 or more
 FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)  # below it Triton converts nothing to float8_e4m3fn
@@ -55,6 +58,8 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     context, stages = 16 if wide and few else 32 if wide or few or shape.kind != "chunk" else 64, 5
     if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
         rows, context, warps, stages = 16, 16, 8, 3
+    elif shape.head_width > MAX_WIDTH:  # latents
+        rows, warps, context = 16 if shape.kind == "decode" else 32, 8, 16 if eight_bits else context
     elif shape.kind == "decode":
         rows, warps = 16, 8 if eight_bits else 4
     elif shape.kind == "verify":
@@ -73,7 +78,7 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
 
 def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
     """Returns out_TNH in the queries' type."""
-    shape = shape_of(arguments)
+    shape, programs = _shape_and_programs(arguments)
     tiles = tiles or tuned("triton", shape) or heuristic(shape, capability(jax.devices()[0]))
     if tiles.query_rows < shape.group:
         raise NotImplementedError(
@@ -82,20 +87,31 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool 
     config = Config(
         tiles=tiles,
         group=shape.group,
+        programs=programs,
         query_tokens=min(tiles.query_tokens(shape.group), arguments.max_query_len),
         scale=arguments.scale,
         sliding_window=arguments.sliding_window,
         logit_softcap=arguments.logit_softcap,
         max_query_len=arguments.max_query_len,
+        value_width=arguments.value_width,
         interpret=interpret,
     )
     arrays = {name: getattr(arguments, name) for name in _ARRAYS}
     return _attend(arrays, config)
 
 
+def _shape_and_programs(arguments: Arguments) -> tuple[Shape, int]:
+    """What tiles depend on, and how many programs share a key/value head: several where values are within the keys."""
+    shape = shape_of(arguments)
+    if arguments.value_width is None:
+        return shape, 1
+    group = next(size for size in range(min(LATENT_GROUP, shape.group), 0, -1) if shape.group % size == 0)
+    return dataclasses.replace(shape, group=group), shape.group // group
+
+
 _ARRAYS = (
     *("q_TNH", "k_pages", "v_pages", "block_table_BM", "context_len_B", "query_start"),
-    *("tree_mask_TQ", "k_scale", "v_scale"),
+    *("tree_mask_TQ", "k_scale", "v_scale", "sinks"),
 )
 
 
@@ -119,8 +135,18 @@ def _attention_reason(arguments: Arguments) -> str | None:
         ),
         (dtype.name not in QUERY_DTYPES, f"q_TNH of {dtype} (only {', '.join(QUERY_DTYPES)})"),
         (pages.dtype.name not in PAGE_DTYPES, f"k_pages of {pages.dtype} (only {', '.join(PAGE_DTYPES)})"),
-        (width > MAX_WIDTH, f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)"),
-        (group > MAX_GROUP, f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)"),
+        (
+            arguments.value_width is None and width > MAX_WIDTH,
+            f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)",
+        ),
+        (
+            width > MAX_LATENT_WIDTH or width - arguments.out_width > MAX_WIDTH,
+            f"k_pages with latents {width} wide, of which {arguments.out_width} are values",
+        ),
+        (
+            arguments.value_width is None and group > MAX_GROUP,
+            f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)",
+        ),
         (block_size & (block_size - 1), f"k_pages with blocks of {block_size} slots (powers of two only)"),
         (
             pages.size in unaddressable(pages.dtype),
@@ -142,19 +168,21 @@ def _attend(arrays: dict[str, jax.Array | None], config: Config) -> jax.Array:
         sliding_window=config.sliding_window,
         logit_softcap=config.logit_softcap,
         max_query_len=config.max_query_len,
+        value_width=config.value_width,
     )
     tiles, q_TNH = config.tiles, arguments.q_TNH
     cut = query_cut(arguments, config.query_tokens)
     schedule_RF, splits_T = _schedule(arguments, cut, tiles)
     apart = tiles.max_splits > 1
-    many = (tiles.max_splits, *q_TNH.shape)
+    shape = (*q_TNH.shape[:2], arguments.out_width)
+    many = (tiles.max_splits, *shape)
     out = [jax.ShapeDtypeStruct(many, jnp.float32), jax.ShapeDtypeStruct(many[:3], jnp.float32)]
     if not apart:
-        out = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
+        out = [jax.ShapeDtypeStruct(shape, q_TNH.dtype)]
     call = tb.kernel_call(
         functools.partial(kernel, config=config),
         name="paged_attention",
-        grid=(schedule_RF.shape[0], arguments.k_pages.shape[2], tiles.max_splits),
+        grid=(schedule_RF.shape[0], arguments.k_pages.shape[2] * config.programs, tiles.max_splits),
         out_shape=out,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -169,6 +197,7 @@ def _attend(arrays: dict[str, jax.Array | None], config: Config) -> jax.Array:
         None if arguments.tree_mask_TQ is None else mask_words(arguments.tree_mask_TQ),
         arguments.k_scale,
         arguments.v_scale,
+        arguments.sinks,
     )
     if apart:
         out_ZTNH, weight_ZTN = result

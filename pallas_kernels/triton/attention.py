@@ -1,6 +1,7 @@
 """The kernel of the Triton backend (see `triton`): what one program does.
 
-Further letters: A lanes, the rows of a tile's products: query tokens times the G query heads of one key/value head, then padding;
+Further letters: A lanes, the rows of a tile's products: query tokens times the G query heads of one key/value head, then padding (of
+latents, which all heads share, a part of these);
 C positions of a turn; F fields of a tile's schedule.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 
 import jax
@@ -28,12 +30,14 @@ class Config:
     """What a kernel is compiled for, apart from shapes."""
 
     tiles: Tiles
-    group: int
+    group: int  # query heads of a program
+    programs: int  # that share a key/value head
     query_tokens: int  # of a tile, at most
     scale: float
     sliding_window: int | None
     logit_softcap: float | None
     max_query_len: int
+    value_width: int | None
     interpret: bool
 
 
@@ -60,39 +64,86 @@ class Lanes:
     used_A: jax.Array
 
     @classmethod
-    def of(cls, tile: Tile, kv_head: jax.Array, config: Config) -> Lanes:
+    def of(cls, tile: Tile, heads: jax.Array, config: Config) -> Lanes:
+        """heads: which of the groups of query heads."""
         lane_A = jnp.arange(config.tiles.query_rows)
         token_A = lane_A // config.group
-        return cls(token_A, kv_head * config.group + lane_A % config.group, lane_A < tile.count * config.group)
+        return cls(token_A, heads * config.group + lane_A % config.group, lane_A < tile.count * config.group)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Of keys, in a power of two: Triton's products have no other width. Latents are cut into their values and the rest."""
+
+    at_H: jax.Array
+    width: int
+    first: int = 0
+
+    @property
+    def column_H(self) -> jax.Array:
+        return self.at_H + self.first if self.first else self.at_H
+
+    @property
+    def inside_H(self) -> jax.Array:
+        return self.at_H < self.width
+
+    @property
+    def masked(self) -> bool:
+        return self.at_H.shape[0] != self.width
+
+    @classmethod
+    def of(cls, width: int, value_width: int | None) -> list[Columns]:
+        cuts = [(0, width)] if value_width in (None, width) else [(0, value_width), (value_width, width)]
+        sizes = [(first, stop - first) for first, stop in cuts]
+        return [cls(jnp.arange(max(16, pl.next_power_of_2(size))), size, first) for first, size in sizes]
 
 
 def kernel(  # type: ignore[no-untyped-def]
-    schedule_ref, q_ref, k_ref, v_ref, table_ref, tree_ref, k_scale_ref, v_scale_ref, *out_refs, config: Config
+    schedule_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    table_ref,
+    tree_ref,
+    k_scale_ref,
+    v_scale_ref,
+    sinks_ref,
+    *out_refs,
+    config: Config,
 ) -> None:
     # The last tiles of a prompt see most, and a GPU starts programs in order: the longest go first.
     tile_index = schedule_ref.shape[0] - 1 - pl.program_id(0)
-    kv_head, split = pl.program_id(1), pl.program_id(2)
+    heads, split = pl.program_id(1), pl.program_id(2)
+    kv_head = heads if config.programs == 1 else heads // config.programs
     tile = Tile(*(tb.load(schedule_ref.at[tile_index, np.int32(field)]) for field in range(8)))
     first = tile.begin // config.tiles.context + split * tile.share
     stop = jnp.minimum(first + tile.share, pl.cdiv(tile.end, config.tiles.context))
 
     @pl.when(first < stop)
     def _() -> None:
-        lanes = Lanes.of(tile, kv_head, config)
-        width = q_ref.shape[2]
-        at_H = jnp.arange(max(16, pl.next_power_of_2(width)))
-        mask_AH = lanes.used_A[:, None] & (at_H < width)[None, :]
+        lanes = Lanes.of(tile, heads, config)
+        all_columns = Columns.of(q_ref.shape[2], config.value_width)
+        of_values, *_ = all_columns
         at_A = tile.token + lanes.token_A, lanes.head_A
-        at_AH = at_A[0][:, None], at_A[1][:, None], at_H[None, :]
-        q_AH = tb.load(q_ref.at[at_AH], mask=mask_AH, other=0.0)
+
+        def queries(columns: Columns) -> jax.Array:
+            mask_AH = lanes.used_A[:, None] & columns.inside_H[None, :]
+            at_AH = at_A[0][:, None], at_A[1][:, None], columns.column_H[None, :]
+            return tb.load(q_ref.at[at_AH], mask=mask_AH, other=0.0)
+
+        all_q = [queries(columns) for columns in all_columns]
+        q_AH, *_ = all_q
         factor, exp2_of = _factor(config), functools.partial(tb.exp2_of, interpret=config.interpret)
 
         def turn(index, carry, *, masked):  # type: ignore[no-untyped-def]
             position_C = index * config.tiles.context + jnp.arange(config.tiles.context)
             needed_C = (position_C >= tile.begin) & (position_C < tile.end) if masked else None
             place = _place(table_ref, tile.row, position_C, needed_C, k_ref.shape[1])
-            k_CH = _read(k_ref, place, kv_head, at_H, needed_C, q_AH.dtype)
-            scores_AC = tb.dot(q_AH, k_CH, trans_b=True, precision=lax.Precision.HIGHEST)
+            all_k = [_read(k_ref, place, kv_head, columns, needed_C, q_AH.dtype) for columns in all_columns]
+            products = [
+                tb.dot(q, k, trans_b=True, precision=lax.Precision.HIGHEST) for q, k in zip(all_q, all_k, strict=True)
+            ]
+            scores_AC = functools.reduce(operator.add, products)
             scores_AC = _scores(scores_AC, _read_scale(k_scale_ref, place, kv_head, needed_C), config)
             if needed_C is not None:
                 seen_AC = _seen(tile, lanes, position_C, tree_ref, config)
@@ -102,27 +153,41 @@ def kernel(  # type: ignore[no-untyped-def]
             weights_AC = exp2_of(scores_AC, factor, new_top_A[:, None])
             shrink_A = exp2_of(top_A, 1.0, new_top_A)
             total_A = total_A * shrink_A + jnp.sum(weights_AC, axis=1)
-            v_scale_C = _read_scale(v_scale_ref, place, kv_head, needed_C)
+            v_scale_C = _read_scale(k_scale_ref if v_ref is None else v_scale_ref, place, kv_head, needed_C)
             # A weight times a scale may be out of float16's range, while bfloat16 has all that eight bits say of a value.
             narrow = v_scale_C is not None and q_AH.dtype == jnp.float16
-            v_CH = _read(v_ref, place, kv_head, at_H, needed_C, jnp.bfloat16 if narrow else q_AH.dtype)
+            v_CH = all_k[0]
+            if v_ref is not None or narrow:
+                dtype = jnp.bfloat16 if narrow else q_AH.dtype
+                v_CH = _read(k_ref if v_ref is None else v_ref, place, kv_head, of_values, needed_C, dtype)
             if v_scale_C is not None:
                 weights_AC *= v_scale_C[None, :]
             values_AH = tb.dot(weights_AC.astype(v_CH.dtype), v_CH, precision=lax.Precision.HIGHEST)
             return new_top_A, total_A, sum_AH * shrink_A[:, None] + values_AH
 
         size = config.tiles.query_rows
-        carry = jnp.full(size, LOWEST), jnp.zeros(size), jnp.zeros(q_AH.shape, jnp.float32)
+        carry = *_start(sinks_ref, lanes, split, size), jnp.zeros(q_AH.shape, jnp.float32)
         for low, high, masked in _stretches(tile, first, stop, config, tree=tree_ref is not None):
             carry = lax.fori_loop(low, high, functools.partial(turn, masked=masked), carry)
         top_A, total_A, sum_AH = carry
         out_AH = sum_AH / jnp.where(total_A == 0.0, 1.0, total_A)[:, None]
+        at_AH = at_A[0][:, None], at_A[1][:, None], of_values.at_H[None, :]
+        mask_AH = lanes.used_A[:, None] & of_values.inside_H[None, :]
         if len(out_refs) == 1:
             tb.store(out_refs[0].at[at_AH], out_AH.astype(q_AH.dtype), mask=mask_AH)
         else:
             tb.store(out_refs[0].at[(split, *at_AH)], out_AH, mask=mask_AH)
             weight_A = jnp.where(total_A == 0.0, LOWEST, top_A + jnp.log2(total_A))
             tb.store(out_refs[1].at[(split, *at_A)], weight_A, mask=lanes.used_A)
+
+
+def _start(sinks_ref, lanes: Lanes, split, size: int):  # type: ignore[no-untyped-def]
+    """Maximum and sum of a softmax before its first turn: the sinks are in that of the first split."""
+    if sinks_ref is None:
+        return jnp.full(size, LOWEST), jnp.zeros(size)
+    sink_A = tb.load(sinks_ref.at[lanes.head_A], mask=lanes.used_A & (split == 0), other=-jnp.inf) * LOG2_E
+    top_A = jnp.maximum(sink_A, LOWEST)
+    return top_A, jnp.where(top_A > LOWEST, 1.0, 0.0)
 
 
 def _stretches(
@@ -152,14 +217,13 @@ def _place(table_ref, row, position_C, needed_C, block_size):  # type: ignore[no
     return block_C, position_C & (block_size - 1)
 
 
-def _read(pages_ref, place, kv_head, at_H, needed_C, dtype):  # type: ignore[no-untyped-def]
+def _read(pages_ref, place, kv_head, columns: Columns, needed_C, dtype):  # type: ignore[no-untyped-def]
     """Keys or values of one head at those places, in the queries' type, without their scales. Zeros where not needed."""
     block_C, slot_C = place
-    at = pages_ref.at[block_C[:, None], slot_C[:, None], kv_head, at_H[None, :]]
-    width = pages_ref.shape[3]
+    at = pages_ref.at[block_C[:, None], slot_C[:, None], kv_head, columns.column_H[None, :]]
     mask = None if needed_C is None else needed_C[:, None]
-    if at_H.shape[0] != width:
-        inside = (at_H < width)[None, :]
+    if columns.masked:
+        inside = columns.inside_H[None, :]
         mask = inside if mask is None else mask & inside
     other = (
         0.0 if jnp.issubdtype(pages_ref.dtype, jnp.floating) else 0
@@ -167,7 +231,7 @@ def _read(pages_ref, place, kv_head, at_H, needed_C, dtype):  # type: ignore[no-
     if mask is None:
         x_CH = tb.load(at)
     else:
-        x_CH = tb.load(at, mask=jnp.broadcast_to(mask, (len(block_C), len(at_H))), other=other)
+        x_CH = tb.load(at, mask=jnp.broadcast_to(mask, (len(block_C), len(columns.at_H))), other=other)
     if pages_ref.dtype == jnp.uint8:
         x_CH = lax.bitcast_convert_type(x_CH, jnp.float8_e4m3fn)
     return x_CH.astype(dtype)

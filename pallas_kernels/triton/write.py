@@ -6,6 +6,7 @@ What quantising means is said in `quantized_pages`; here it is in operations tha
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,38 +24,49 @@ WARP_BYTES = 32 * 16  # what a warp stores at once
 
 def write(
     k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    v_TKH: jax.Array | None,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     slots_T: jax.Array,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     *,
     interpret: bool = False,
-) -> tuple[jax.Array, ...]:
-    kept = [k_pages, v_pages] if k_scale is None or v_scale is None else [k_pages, v_pages, k_scale, v_scale]
+) -> tuple[jax.Array | None, ...]:
+    new, pages, scales = (
+        [array for array in pair if array is not None]
+        for pair in ((k_TKH, v_TKH), (k_pages, v_pages), (k_scale, v_scale))
+    )
+    kept = [*pages, *scales]
     num_tokens, num_heads, width = k_TKH.shape
     if num_tokens == 0:
-        return tuple(kept)
+        return _in_places(kept, len(new))
     # Triton's vectors are powers of two long; masks leave out what is too much.
     padded_width = pl.next_power_of_2(width)
     heads = max(1, min(pl.next_power_of_2(num_heads), TILE // padded_width))
     tile_bytes = heads * padded_width * k_pages.dtype.itemsize
     call = backend.kernel_call(
-        functools.partial(_kernel, heads=heads, padded_width=padded_width),
+        functools.partial(_kernel, num_new=len(new), heads=heads, padded_width=padded_width),
         name="write_kv",
         grid=(num_tokens, pl.cdiv(num_heads, heads)),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in kept],
-        input_output_aliases={3 + index: index for index in range(len(kept))},
+        input_output_aliases={1 + len(new) + index: index for index in range(len(kept))},
         num_warps=max(1, min(8, tile_bytes // WARP_BYTES)),
         num_stages=1,  # no loop
         interpret=interpret,
     )
-    return tuple(call(slots_T, k_TKH, v_TKH, *kept))
+    return _in_places(call(slots_T, *new, *kept), len(new))
 
 
-def _kernel(slots_ref, k_ref, v_ref, *kept_refs, heads: int, padded_width: int):  # type: ignore[no-untyped-def]
+def _in_places(kept: Sequence[jax.Array], num_new: int) -> tuple[jax.Array | None, ...]:
+    """As `write_kv` returns them: None for values that are within the keys."""
+    return tuple(kept) if num_new == 2 else tuple(place for each in kept for place in (each, None))
+
+
+def _kernel(slots_ref, *refs, num_new: int, heads: int, padded_width: int):  # type: ignore[no-untyped-def]
+    new_refs, kept_refs = refs[:num_new], refs[num_new:]
     out_refs = kept_refs[len(kept_refs) // 2 :]  # the first half is what they alias
+    scale_refs = out_refs[num_new:] or (None,) * num_new
     num_blocks, block_size, num_heads, width = out_refs[0].shape
     token = pl.program_id(0)
     slot = load(slots_ref.at[token])
@@ -66,7 +78,7 @@ def _kernel(slots_ref, k_ref, v_ref, *kept_refs, heads: int, padded_width: int):
     @pl.when((slot >= 0) & (slot < num_blocks * block_size))
     def _write() -> None:
         block, offset = jax.lax.div(slot, block_size), jax.lax.rem(slot, block_size)
-        for new_ref, pages_ref, scale_ref in zip((k_ref, v_ref), out_refs, out_refs[2:] or (None, None), strict=False):
+        for new_ref, pages_ref, scale_ref in zip(new_refs, out_refs, scale_refs, strict=False):
             other = None if mask is None else 0.0
             x = load(new_ref.at[token, head[:, None], column[None, :]], mask=mask, other=other)
             if scale_ref is not None:

@@ -10,23 +10,28 @@ from pallas_kernels.quantized_pages import quantize
 
 def write(
     k_TKH: Float[Array, "T K H"],
-    v_TKH: Float[Array, "T K H"],
+    v_TKH: Float[Array, "T K H"] | None,
     k_pages: Num[Array, "P S K H"],
-    v_pages: Num[Array, "P S K H"],
+    v_pages: Num[Array, "P S K H"] | None,
     slots_T: Int[Array, "T"],
     k_scale: Float[Array, "P S K"] | None,
     v_scale: Float[Array, "P S K"] | None,
-) -> tuple[jax.Array, ...]:
-    if k_scale is None or v_scale is None:
-        return _write(k_pages, k_TKH, slots_T), _write(v_pages, v_TKH, slots_T)
-    k_kept_TKH, k_scale_TK = quantize(k_TKH, k_pages.dtype)
-    v_kept_TKH, v_scale_TK = quantize(v_TKH, v_pages.dtype)
-    return (
-        _write(k_pages, k_kept_TKH, slots_T),
-        _write(v_pages, v_kept_TKH, slots_T),
-        _write(k_scale, k_scale_TK, slots_T),
-        _write(v_scale, v_scale_TK, slots_T),
-    )
+) -> tuple[jax.Array | None, ...]:
+    new_k_pages, new_k_scale = _written(k_pages, k_scale, k_TKH, slots_T)
+    new_v_pages = new_v_scale = None
+    if v_TKH is not None and v_pages is not None:
+        new_v_pages, new_v_scale = _written(v_pages, v_scale, v_TKH, slots_T)
+    pages = new_k_pages, new_v_pages
+    return pages if k_scale is None else (*pages, new_k_scale, new_v_scale)
+
+
+def _written(
+    pages: jax.Array, scale: jax.Array | None, new_TKH: jax.Array, slots_T: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    if scale is None:
+        return _write(pages, new_TKH, slots_T), None
+    kept_TKH, scale_TK = quantize(new_TKH, pages.dtype)
+    return _write(pages, kept_TKH, slots_T), _write(scale, scale_TK, slots_T)
 
 
 def _write(pages: Num[Array, "P S ..."], new: Num[Array, "T ..."], slots_T: Int[Array, "T"]) -> jax.Array:

@@ -105,7 +105,7 @@ def dequantized(kept: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
     return wide if scale is None else wide * scale[..., None].astype(np.float64)
 
 
-def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_mask_TQ=None) -> np.ndarray:
+def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_mask_TQ=None, sinks=None) -> np.ndarray:
     """One token and one head at a time, in float64, from what the arrays hold. Zeros where a token sees nothing."""
     out = np.zeros(case.q_TNH.shape)
     num_kv_heads, width = case.k_pages.shape[2:]
@@ -128,12 +128,14 @@ def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_m
                 scores = keys[seen, head // group] @ case.q_TNH[token, head].astype(np.float64) * scale
                 if logit_softcap is not None:
                     scores = logit_softcap * np.tanh(scores / logit_softcap)
-                weights = np.exp(scores - scores.max())
-                out[token, head] = weights @ values[seen, head // group] / weights.sum()
+                sink = -np.inf if sinks is None else float(sinks[head])
+                top = max(scores.max(), sink)
+                weights = np.exp(scores - top)
+                out[token, head] = weights @ values[seen, head // group] / (weights.sum() + np.exp(sink - top))
     return out
 
 
-STATIC = ("scale", "sliding_window", "logit_softcap", "backend", "max_query_len", "interpret", "tiles")
+STATIC = ("value_width", "scale", "sliding_window", "logit_softcap", "backend", "max_query_len", "interpret", "tiles")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)

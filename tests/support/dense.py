@@ -20,8 +20,22 @@ from jaxpage.models.base import abstract_model
 def dense_attend(window_error: int = 0) -> Callable[..., Any]:
     """`Attend` over one whole sequence held in memory; `window_error` widens every sliding window."""
 
-    def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None, logit_softcap=None):
+    def attend(
+        layer_index,
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        layer_pages,
+        /,
+        *,
+        scale,
+        sliding_window=None,
+        logit_softcap=None,
+        sinks=None,
+        value_width=None,
+    ):
         num_tokens, num_heads, _ = q_TNH.shape
+        v_TKH = k_TKH[..., :value_width] if v_TKH is None else v_TKH
         k_TNH, v_TNH = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k_TKH, v_TKH))
         scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * scale
         if logit_softcap is not None:
@@ -30,7 +44,11 @@ def dense_attend(window_error: int = 0) -> Callable[..., Any]:
         seen_QC = distance_QC >= 0
         if sliding_window is not None:
             seen_QC &= distance_QC < sliding_window + window_error
-        weights_NQC = jax.nn.softmax(jnp.where(jnp.asarray(seen_QC)[None], scores_NQC, -jnp.inf), axis=-1)
+        scores_NQC = jnp.where(jnp.asarray(seen_QC)[None], scores_NQC, -jnp.inf)
+        if sinks is not None:
+            column_NQ1 = jnp.broadcast_to(sinks[:, None, None], (num_heads, num_tokens, 1))
+            scores_NQC = jnp.concatenate([scores_NQC, column_NQ1.astype(scores_NQC.dtype)], axis=-1)
+        weights_NQC = jax.nn.softmax(scores_NQC, axis=-1)[..., :num_tokens]
         return jnp.einsum("NQC,CNH->QNH", weights_NQC.astype(v_TNH.dtype), v_TNH), layer_pages
 
     return attend

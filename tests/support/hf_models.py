@@ -33,6 +33,11 @@ _BY_TYPE = {
     "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, **_YARN},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
+_LATENT = {
+    **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 20},
+    **{"num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "num_key_value_heads": 4},
+}
+_FALCON = {"hidden_size": 48, "num_attention_heads": 4}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
 # name: (family, what config.json says beyond _DIMENSIONS or, for opt and gpt2, all of it)
@@ -124,6 +129,72 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 7}),
     "olmoe-many": ("olmoe", {"num_experts": 16, "num_experts_per_tok": 4}),
+    "gpt-oss-windows": (
+        "gpt_oss",
+        {
+            **{
+                "head_dim": 16,
+                "num_hidden_layers": 3,
+                "sliding_window": 7,
+                "swiglu_limit": 1.5,
+                "intermediate_size": 64,
+            },
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "hidden_size": 64},
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "truncate": False, **_YARN},
+        },
+    ),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        {
+            **{**_LATENT, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4},
+            **{"topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0},
+            "rope_scaling": {"type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.3, **_YARN},
+        },
+    ),
+    "deepseek-v2-greedy": (
+        "deepseek_v2",
+        {**_LATENT, "n_routed_experts": 6, "num_experts_per_tok": 2, "attention_bias": True, "mlp_bias": True},
+    ),
+    "deepseek-v3-groups": (
+        "deepseek_v3",
+        {
+            **{**_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "rope_theta": 500.0,
+                **_YARN,
+            },
+        },
+    ),
+    "deepseek-v3-halves": (
+        "deepseek_v3",
+        {
+            **{**_LATENT, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            **{"rope_interleave": False, "norm_topk_prob": False, "first_k_dense_replace": 2},
+        },
+    ),
+    "glm4-moe-lite-mixed": (
+        "glm4_moe_lite",
+        {
+            **{name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"},
+            **{"n_routed_experts": 5, "num_experts_per_tok": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        },
+    ),
+    "falcon-grouped": (
+        "falcon",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_hidden_layers": 3, "bias": True},
+    ),
+    "falcon-multi-query": ("falcon", {**_FALCON, "ffn_hidden_size": 80}),
+    "falcon-one-norm": (
+        "falcon",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-in-sequence": (
+        "falcon",
+        {**_FALCON, "multi_query": False, "parallel_attn": False, "tie_word_embeddings": False},
+    ),
     "opt-norm-first": ("opt", {"hidden_size": 48, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 131}),
     "opt-350m-form": (
         "opt",
@@ -181,7 +252,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 _SEED = 11  # a seed with which greedy text varies in every model
 _OPT = {"num_hidden_layers": 2, "max_position_embeddings": 128}
 _GPT2 = {"vocab_size": 131, "n_layer": 2, "n_positions": 128}
-_SHARED: dict[str, dict[str, Any]] = {"opt": _OPT, "gpt2": _GPT2}
+_SHARED: dict[str, dict[str, Any]] = {"opt": _OPT, "gpt2": _GPT2, "falcon": {"vocab_size": 131, **_OPT}}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -191,6 +262,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -202,6 +274,10 @@ _ARCHITECTURES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "falcon": "FalconForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
@@ -261,12 +337,20 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         for experts in (getattr(module, name, None) for name in ("gate_up_proj", "down_proj")):
             if isinstance(experts, torch.nn.Parameter):
                 draw(experts, 1.4 / math.sqrt(experts.shape[2]))
+        for extra in (getattr(module, name, None) for name in ("gate_up_proj_bias", "down_proj_bias", "sinks")):
+            if isinstance(extra, torch.nn.Parameter):
+                draw(extra, 0.5)
+        if isinstance(correction := getattr(module, "e_score_correction_bias", None), torch.Tensor):
+            correction.normal_(0.0, 0.3, generator=generator)
         if isinstance(module, torch.nn.Embedding):
             draw(module.weight, 0.2)
         elif isinstance(module, torch.nn.Linear | transformers.Conv1D):
             num_in = module.weight.shape[0 if isinstance(module, transformers.Conv1D) else 1]
             draw(module.weight, 1.4 / math.sqrt(num_in))
         elif isinstance(getattr(module, "weight", None), torch.nn.Parameter):
-            draw(module.weight, 0.3, mean=1.0)  # a norm
+            router = module.weight.ndim == 2
+            draw(
+                module.weight, 1.4 / math.sqrt(module.weight.shape[1]) if router else 0.3, mean=1.0 - router
+            )  # or a norm
     if model.config.tie_word_embeddings:  # then the head, drawn as a Linear, is the token table
         draw(model.get_input_embeddings().weight, 0.2)

@@ -45,11 +45,10 @@ def _models() -> Iterator[str]:
 
 def _quantised(architecture: str) -> str:
     """Experts are no `Linear`, which is what a format of quantised weights replaces."""
-    return (
-        "linear layers, but not experts"
-        if "moe" in architecture.lower() or "Mixtral" in architecture
-        else "linear layers"
-    )
+    if architecture == "GptOssForCausalLM":
+        return "experts in MXFP4; linear layers"
+    with_experts = "moe" in architecture.lower() or architecture.startswith(("Mixtral", "Deepseek"))
+    return "linear layers, but not experts" if with_experts else "linear layers"
 
 
 def _page(title: str, lines: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kTile = 64;       // positions
 constexpr int kMostHeads = 4;   // of a group that are computed together
-constexpr int kMostVecs = 16;   // head widths up to 256
+constexpr int kMostVecs = kMostHeadWidth / kLanes;
 
 // Where the pages hold a position of a row, as a slot.
 inline int64_t slot_of(const Attention& a, int64_t row, int64_t position) {
@@ -91,7 +91,7 @@ struct Unit {
 template <typename Page, int kHeads>
 void attend_heads(const Attention& a, const Unit& unit, int64_t first_head) {
   const int64_t width = a.head_width, stride = a.num_kv_heads * width;
-  const int vecs = static_cast<int>(width / kLanes);
+  const int vecs = static_cast<int>(width / kLanes), value_vecs = static_cast<int>(a.value_width / kLanes);
   Vec q[kHeads][kMostVecs];
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < vecs; ++i)
@@ -100,7 +100,7 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t first_head) {
   for (int h = 0; h < kHeads; ++h) {
     state.most[h] = a.sinks ? a.sinks[first_head + h] : -std::numeric_limits<float>::infinity();
     state.total[h] = a.sinks ? 1.0f : 0.0f;
-    for (int i = 0; i < vecs; ++i) state.acc[h][i] = splat(0.0f);
+    for (int i = 0; i < value_vecs; ++i) state.acc[h][i] = splat(0.0f);
   }
   const auto* k_pages = static_cast<const typename Page::type*>(a.k_pages) + unit.kv_head * width;
   const auto* v_pages = static_cast<const typename Page::type*>(a.v_pages) + unit.kv_head * width;
@@ -158,21 +158,21 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t first_head) {
       }
       state.most[h] = most;
       state.total[h] = state.total[h] * correction + sum(added);
-      for (int i = 0; i < vecs; ++i) state.acc[h][i] *= splat(correction);
+      for (int i = 0; i < value_vecs; ++i) state.acc[h][i] *= splat(correction);
       if (a.v_scale)
         for (int j = begin; j < end; ++j) s[j] *= a.v_scale[slots[j] * a.num_kv_heads + unit.kv_head];
     }
     for (int j = begin; j < end; ++j) {
       const auto* v = v_pages + slots[j] * stride;
-      for (int i = 0; i < vecs; ++i) {
+      for (int i = 0; i < value_vecs; ++i) {
         Vec value = Load<Page>::at(v + i * kLanes);
         for (int h = 0; h < kHeads; ++h) state.acc[h][i] += splat(scores[h][j]) * value;
       }
     }
   }
   for (int h = 0; h < kHeads; ++h)
-    for (int i = 0; i < vecs; ++i)
-      store(a.query_type, a.out, (unit.token * a.num_heads + first_head + h) * width + i * kLanes,
+    for (int i = 0; i < value_vecs; ++i)
+      store(a.query_type, a.out, (unit.token * a.num_heads + first_head + h) * a.value_width + i * kLanes,
             state.acc[h][i] / splat(state.total[h]));
 }
 
@@ -207,12 +207,12 @@ void write(const Attention& a, int64_t token) {
   if (slot <= 0 || slot >= a.num_slots) return;  // slot 0 takes padding: nobody reads it, and threads would write it at once
   if (a.k_scale) {
     write_quantized(a, a.k_new, token, a.k_pages, a.k_scale, slot);
-    write_quantized(a, a.v_new, token, a.v_pages, a.v_scale, slot);
+    if (a.v_new) write_quantized(a, a.v_new, token, a.v_pages, a.v_scale, slot);
     return;
   }
   for (int64_t i = 0; i < width; i += kLanes) {
     store(a.page_type, a.k_pages, slot * width + i, load(a.query_type, a.k_new, token * width + i));
-    store(a.page_type, a.v_pages, slot * width + i, load(a.query_type, a.v_new, token * width + i));
+    if (a.v_new) store(a.page_type, a.v_pages, slot * width + i, load(a.query_type, a.v_new, token * width + i));
   }
 }
 

@@ -6,7 +6,7 @@
 namespace jaxpage {
 
 constexpr int kMostDrafts = 1024;     // query tokens of a row with a tree
-constexpr int kMostHeadWidth = 256;
+constexpr int kMostHeadWidth = 640;
 
 enum class Type : int { kF32, kBF16, kF16, kI8, kF8 };
 
@@ -17,7 +17,7 @@ struct Attention {
   const void* k_new;  // [T, K, H], in the queries' type
   const void* v_new;
   void* k_pages;  // [P, S, K, H]
-  void* v_pages;
+  void* v_pages;  // those of the keys, where values are the first numbers of these
   float* k_scale;  // [P, S, K] of quantised pages, else null
   float* v_scale;
   const int32_t* slots;          // [T]: where each token's key and value go
@@ -26,8 +26,8 @@ struct Attention {
   const int32_t* query_start;    // [B + 1]
   const uint8_t* tree_mask;      // [T, Q], or null: causal
   const float* sinks;            // [N], or null
-  void* out;                     // [T, N, H]
-  int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_width, num_slots, block_size, table_width, mask_width;
+  void* out;                     // [T, N, value_width]
+  int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_width, value_width, num_slots, block_size, table_width, mask_width;
   float scale, softcap;  // softcap 0: none
   int64_t window;        // 0: none
 };

@@ -105,11 +105,15 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   if (qd.size() != 3 || pd.size() != 4 || td.size() != 2) return ffi::Error::InvalidArgument("wrong number of axes");
   if (qd[2] % 16 || qd[2] > kMostHeadWidth) return ffi::Error::InvalidArgument("no kernel for this head width");
   a.num_tokens = qd[0], a.num_heads = qd[1], a.head_width = qd[2];
+  const bool within_keys = a.value_width > 0;
+  if (!within_keys) a.value_width = a.head_width;
+  if (a.value_width % 16 || a.value_width > a.head_width) return ffi::Error::InvalidArgument("no kernel for this width of values");
+  if (within_keys) a.v_pages = a.k_pages;
   a.num_rows = td[0], a.table_width = td[1];
   a.block_size = pd[1], a.num_kv_heads = pd[2], a.num_slots = pd[0] * pd[1];
   a.q = q.untyped_data(), a.out = out.untyped_data();
   const bool quantized = k_scale.element_count() > 0;
-  a.k_scale = quantized ? k_scale.typed_data() : nullptr, a.v_scale = quantized ? v_scale.typed_data() : nullptr;
+  a.k_scale = quantized ? k_scale.typed_data() : nullptr, a.v_scale = !quantized ? nullptr : within_keys ? a.k_scale : v_scale.typed_data();
   a.block_table = block_table.typed_data();
   a.context_len = context_len.typed_data(), a.query_start = query_start.typed_data();
   a.tree_mask = tree_mask.element_count() ? reinterpret_cast<const uint8_t*>(tree_mask.typed_data()) : nullptr;
@@ -120,7 +124,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   if (num_queries > a.num_tokens) num_queries = a.num_tokens;
   const Kernels& k = JAXPAGE_ISA::kKernels;
   in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
-  const int64_t item = a.num_heads * a.head_width * (a.query_type == Type::kF32 ? 4 : 2);
+  const int64_t item = a.num_heads * a.value_width * (a.query_type == Type::kF32 ? 4 : 2);
   std::memset(static_cast<char*>(a.out) + num_queries * item, 0, (a.num_tokens - num_queries) * item);  // padding
   // Units of one key/value head lie one behind the other, so that a prompt's queries find their keys in the cache.
   in_parallel(pool, num_queries * a.num_kv_heads, 1, [&](int64_t unit) {
@@ -140,17 +144,18 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
                             ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
                             ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
                             ffi::Result<ffi::AnyBuffer> out, Pages k_pages, Pages v_pages, Scales k_scale, Scales v_scale,
-                            float scale, float softcap, int64_t window) {
-  if (k_pages->untyped_data() != k_in.untyped_data() || v_pages->untyped_data() != v_in.untyped_data() ||
+                            float scale, float softcap, int64_t window, int64_t value_width) {
+  if (k_pages->untyped_data() != k_in.untyped_data() ||
+      (v_in.element_count() && v_pages->untyped_data() != v_in.untyped_data()) ||
       (k_scale_in.element_count() && (k_scale->untyped_data() != k_scale_in.untyped_data() ||
-                                      v_scale->untyped_data() != v_scale_in.untyped_data())))
+                                      (v_scale_in.element_count() && v_scale->untyped_data() != v_scale_in.untyped_data()))))
     return ffi::Error::InvalidArgument("the pages must be given away: they are written in place");
   if (k_new.element_type() != q.element_type() || v_new.element_type() != q.element_type())
     return ffi::Error::InvalidArgument("queries, keys and values must have one type");
   Attention a{};
-  a.k_new = k_new.untyped_data(), a.v_new = v_new.untyped_data(), a.slots = slots.typed_data();
+  a.k_new = k_new.untyped_data(), a.v_new = v_new.element_count() || !value_width ? v_new.untyped_data() : nullptr, a.slots = slots.typed_data();
   a.k_pages = k_in.untyped_data(), a.v_pages = v_in.untyped_data();
-  a.scale = scale, a.softcap = softcap, a.window = window;
+  a.scale = scale, a.softcap = softcap, a.window = window, a.value_width = value_width;
   return run(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table, context_len, query_start, tree_mask, sinks,
              *out);
 }
@@ -158,10 +163,10 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
 ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::Buffer<ffi::F32> k_scale,
                   ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> block_table, ffi::Buffer<ffi::S32> context_len,
                   ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::PRED> tree_mask, ffi::Buffer<ffi::F32> sinks,
-                  ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window) {
+                  ffi::Result<ffi::AnyBuffer> out, float scale, float softcap, int64_t window, int64_t value_width) {
   Attention a{};
   a.k_pages = k_pages.untyped_data(), a.v_pages = v_pages.untyped_data();
-  a.scale = scale, a.softcap = softcap, a.window = window;
+  a.scale = scale, a.softcap = softcap, a.window = window, a.value_width = value_width;
   return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, *out);
 }
 
@@ -211,7 +216,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_write_and_attend, write_and_attend,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
-                                  .Attr<int64_t>("window"));
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("value_width"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                               JAXPAGE_READ(ffi::Ffi::Bind()
@@ -223,7 +229,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                                .Arg<ffi::Buffer<ffi::F32>>())
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
-                                  .Attr<int64_t>("window"));
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("value_width"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
                               ffi::Ffi::Bind()

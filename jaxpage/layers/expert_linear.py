@@ -1,0 +1,97 @@
+"""A linear layer of each expert, stacked: what multiplies rows by the weights of one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpage.layers.parameter import Axis, Piece, Source, Stored, parameter, tensor
+from jaxpage.layers.product import Grouped, Weight, product
+
+MXFP4_GROUP = 32  # inputs that share a scale
+
+
+@dataclass(frozen=True)
+class ExpertLinearSpec:
+    """name: of the tensor that has all experts' weights, in checkpoints that stack them. sources: of weights [E, out, in].
+
+    bias: the tensor `{name}_bias` [E, out] is there too.
+    """
+
+    num_experts: int
+    num_in: int
+    num_out: int
+    input_axis: str
+    output_axis: Axis
+    name: str
+    sources: tuple[Source, ...]
+    bias: bool
+    dtype: DTypeLike
+
+    def declare_bias(self) -> nnx.Param[jax.Array] | None:
+        if not self.bias:
+            return None
+        shape = (self.num_experts, self.num_out)
+        sources = [tensor(f"{self.name}_bias", *shape)]
+        return parameter(shape, axes=("expert", self.output_axis), dtype=self.dtype, sources=sources)
+
+
+class ExpertLinear(nnx.Module):
+    """`y = x @ kernel[expert].T + bias[expert]`."""
+
+    def __init__(self, spec: ExpertLinearSpec):
+        self.spec = spec
+        self.kernel = parameter(
+            (spec.num_experts, spec.num_out, spec.num_in),
+            axes=("expert", spec.output_axis, spec.input_axis),
+            dtype=spec.dtype,
+            sources=spec.sources,
+        )
+        self.bias = spec.declare_bias()
+
+    def weight(self, expert: Int[Array, ""]) -> Weight:
+        return self.kernel[...][expert]
+
+    def __call__(self, expert: Int[Array, ""], x_PI: Float[Array, "P I"]) -> Float[Array, "P O"]:
+        y_PO = product(x_PI, self.weight(expert))
+        return y_PO if self.bias is None else y_PO + self.bias[...][expert][None, :]
+
+
+class MXFP4ExpertLinear(ExpertLinear):
+    """Weights of four bits, of which 32 share a scale that is a power of two, as GPT-OSS stores them: `{name}_blocks` [E, out, in / 32, 16]
+    with two numbers in a byte, the low nibble first, and `{name}_scales` [E, out, in / 32] with exponents."""
+
+    def __init__(self, spec: ExpertLinearSpec):
+        self.spec = spec
+        leading, num_groups = (spec.num_experts, spec.num_out), spec.num_in // MXFP4_GROUP
+
+        def declare(
+            name: str, stored_shape: tuple[int, ...], columns: int, dtype: str, stored: Stored
+        ) -> nnx.Param[jax.Array]:
+            shape = (*leading, columns)
+            source = Source(shape, (Piece(f"{spec.name}_{name}", stored_shape, shape, (0, 0, 0), stored=stored),))
+            axes = ("expert", spec.output_axis, spec.input_axis)
+            return parameter(shape, axes=axes, dtype=jnp.dtype(dtype), sources=[source], keeps_dtype=True)
+
+        blocks = (*leading, num_groups, MXFP4_GROUP // 2)
+        self.kernel = declare("blocks", blocks, spec.num_in // 2, "uint8", Stored(("uint8",)))
+        exponents = Stored(("uint8",), _powers_of_two, _wrong_exponents)
+        self.scale = declare("scales", (*leading, num_groups), num_groups, "bfloat16", exponents)
+        self.bias = spec.declare_bias()
+
+    def weight(self, expert: Int[Array, ""]) -> Weight:
+        return Grouped(self.kernel[...][expert], self.scale[...][expert], None, "fp4", MXFP4_GROUP)
+
+
+def _powers_of_two(exponents: np.ndarray) -> np.ndarray:
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
+
+
+def _wrong_exponents(exponents: np.ndarray) -> str | None:
+    return "has scales that are not finite" if (exponents == 255).any() else None

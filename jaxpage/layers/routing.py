@@ -1,0 +1,136 @@
+"""Which experts a token takes, and with which weights. All of it is in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpage.layers.parameter import Source, parameter
+from jaxpage.layers.product import product
+
+ROUTED_AT_ONCE = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Experts in groups of equal size, in order, of which a token takes those that are rated highest (DeepSeek).
+
+    best: how many of a group's experts are added up to rate it.
+    """
+
+    count: int
+    kept: int
+    best: int
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A token goes to the `per_token` experts that are rated highest.
+
+    normalized: the weights of those add up to one, before `factor` multiplies them. sigmoid: of each expert's logit alone, in place of a
+    softmax over all. bias: of the logits. corrected: ratings are scores plus a number of each expert, which has no part in the weights.
+    """
+
+    num_experts: int
+    per_token: int
+    normalized: bool
+    sigmoid: bool = False
+    bias: bool = False
+    corrected: bool = False
+    groups: Groups | None = None
+    factor: float = 1.0
+
+
+class Router(nnx.Module):
+    """weight, bias, correction: where they stand in a checkpoint; those that `Routing` does not have are not looked at."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        model_width: int,
+        *,
+        weight: Source,
+        bias: Source,
+        correction: Source,
+        dtype: DTypeLike,
+    ):
+        self.routing = routing
+        count = routing.num_experts
+        self.weight = parameter((count, model_width), axes=(None, "embed"), dtype=dtype, sources=[weight])
+        self.bias = parameter((count,), axes=(None,), dtype=dtype, sources=[bias]) if routing.bias else None
+        self.correction = (
+            parameter((count,), axes=(None,), dtype="float32", sources=[correction], keeps_dtype=True)
+            if routing.corrected
+            else None
+        )
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+        logits_TE = product(x_TD, self.weight[...], result=jnp.float32)
+        if self.bias is not None:
+            logits_TE = logits_TE + self.bias[...].astype(jnp.float32)[None, :]
+        expert_TX, weight_TX = jax.lax.platform_dependent(logits_TE, cpu=self._chosen_by_tiles, default=self._chosen)
+        return expert_TX, weight_TX.astype(x_TD.dtype)
+
+    def _chosen(self, logits_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+        routing = self.routing
+        if routing.sigmoid:
+            odds_TE = jax.nn.sigmoid(logits_TE)
+        else:
+            odds_TE = jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
+        rated_TE = odds_TE if self.correction is None else odds_TE + self.correction[...][None, :]
+        if routing.groups is not None:
+            rated_TE = _only_best(rated_TE, routing.groups)
+        weight_TX, expert_TX = _best(rated_TE, odds_TE, routing.per_token, corrected=routing.corrected)
+        if routing.normalized:
+            weight_TX = weight_TX / (_total(weight_TX) + 1e-20)
+        elif not routing.sigmoid:
+            weight_TX = weight_TX / _total(odds_TE)
+        return expert_TX, weight_TX if routing.factor == 1.0 else weight_TX * routing.factor
+
+    def _chosen_by_tiles(self, logits_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+        """In one shape for any number of tokens: what XLA makes of an exponential on CPU depends on the shape (docs/lab-log.md)."""
+        num_tokens, num_experts = logits_TE.shape
+        padded = jnp.pad(logits_TE, ((0, -num_tokens % ROUTED_AT_ONCE), (0, 0)))
+        tiles = jax.lax.map(self._chosen, padded.reshape(-1, ROUTED_AT_ONCE, num_experts))
+        expert_TX, weight_TX = (each.reshape(-1, self.routing.per_token)[:num_tokens] for each in tiles)
+        return expert_TX, weight_TX
+
+
+def _best(
+    rated_TE: Float[Array, "T E"], odds_TE: Float[Array, "T E"], count: int, *, corrected: bool
+) -> tuple[Float[Array, "T X"], Int[Array, "T X"]]:
+    """The odds of those that are rated highest, and which they are. Sorted along, since XLA on CPU computes them anew in a gather, and with
+    other bits."""
+    if not corrected:
+        best_TX, best_expert_TX = jax.lax.top_k(rated_TE, count)
+        return best_TX, best_expert_TX
+    expert_TE = jnp.broadcast_to(jnp.arange(rated_TE.shape[1]), rated_TE.shape)
+    _, sorted_TE, expert_TE = jax.lax.sort((-rated_TE, odds_TE, expert_TE), num_keys=1)
+    return sorted_TE[:, :count], expert_TE[:, :count]
+
+
+def _only_best(rated_TE: Float[Array, "T E"], groups: Groups) -> Float[Array, "T E"]:
+    """Minus infinity outside of the groups that a token takes."""
+    num_tokens = rated_TE.shape[0]
+    grouped = rated_TE.reshape(num_tokens, groups.count, -1)
+    best = jax.lax.top_k(grouped, groups.best)[0]
+    total = best[..., 0]
+    for place in range(1, groups.best):
+        total = total + best[..., place]
+    kept = jax.nn.one_hot(jax.lax.top_k(total, groups.kept)[1], groups.count, dtype=bool).any(axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(rated_TE.shape)
+
+
+def _total(x_TE: Float[Array, "T E"]) -> Float[Array, "T 1"]:
+    """The sum over the last axis, by halves: XLA on CPU adds up a reduction in an order that depends on the other axis."""
+    width = x_TE.shape[1]
+    if width == 1:
+        return x_TE
+    half = 1 << (width - 1).bit_length() - 1
+    rest = jnp.pad(x_TE[:, half:], ((0, 0), (0, 2 * half - width)))
+    return _total(x_TE[:, :half] + rest)

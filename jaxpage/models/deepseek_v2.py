@@ -1,0 +1,48 @@
+"""DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, and experts beside some that take all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.errors import UnsupportedError
+from jaxpage.models.deepseek_v3 import latent_knobs, read_groups
+from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+
+
+class Spec(RotaryDecoderSpec):
+    """`DeepseekV2Config`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "deepseek_v2", {"n_routed_experts": "num_experts"})
+        if fields.get("norm_topk_prob", False):
+            raise UnsupportedError("config.json: norm_topk_prob = true is not supported for this family")
+        method = fields.get("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise UnsupportedError(f"config.json: topk_method = {method!r} is not greedy or group_limited_greedy")
+        count, width = ("n_routed_experts", 64), ("moe_intermediate_size", 1407)
+        groups = None if method == "greedy" else read_groups(fields, count, best=1)
+        first = fields.integer("first_k_dense_replace", 0, least=0)
+        return cls._from_fields(
+            fields,
+            mlp_bias=fields.flag("mlp_bias", False),
+            experts=read_experts(
+                fields,
+                count=count,
+                per_token=None,
+                width=width,
+                normalized=False,
+                routing={"groups": groups, "factor": fields.number("routed_scaling_factor", 1.0)},
+                shared_width=fields.integer(*width) * fields.integer("n_shared_experts", 2),
+            ),
+            expert_names=DEEPSEEK_NAMES,
+            sparse_layers=tuple(index >= first for index in range(fields.integer("num_hidden_layers"))),
+            **latent_knobs(fields, longest=2048, query_rank=1536),
+        )

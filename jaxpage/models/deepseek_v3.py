@@ -1,0 +1,90 @@
+"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024): latent attention, and experts that are rated apart from each other, in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.layers.routing import Groups
+from jaxpage.models import rotary_decoder
+from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
+from jaxpage.models.fields import Fields
+from jaxpage.models.latent import read_latent
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+ignored = (*rotary_decoder.ignored, "model.layers.61.*")  # that layer predicts a second token ahead, and drafts
+
+
+class Spec(RotaryDecoderSpec):
+    """`DeepseekV3Config`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "deepseek_v3", {"n_routed_experts": "num_local_experts"})
+        first = fields.integer("first_k_dense_replace", 3, least=0)
+        return cls._from_fields(
+            fields,
+            experts=corrected_experts(fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5),
+            expert_names=DEEPSEEK_NAMES,
+            sparse_layers=tuple(index >= first for index in range(fields.integer("num_hidden_layers"))),
+            **latent_knobs(fields, longest=4096, query_rank=1536),
+        )
+
+
+def corrected_experts(
+    fields: Fields, *, count: int, per_token: int, width: int, groups: tuple[int, int], factor: float
+) -> ExpertsSpec:
+    """Defaults of the fields; those of a family."""
+    named_count, named_width = ("n_routed_experts", count), ("moe_intermediate_size", width)
+    return read_experts(
+        fields,
+        count=named_count,
+        per_token=per_token,
+        width=named_width,
+        normalized=fields.flag("norm_topk_prob", True),
+        routing={
+            "sigmoid": True,
+            "corrected": True,
+            "groups": read_groups(fields, named_count, best=2, default=groups),
+            "factor": fields.number("routed_scaling_factor", factor),
+        },
+        shared_width=fields.integer(*named_width) * fields.integer("n_shared_experts", 1),
+    )
+
+
+def read_groups(fields: Fields, count: tuple[str, int], *, best: int, default: Any = (None, None)) -> Groups | None:
+    """None: all experts are one group. count: the field of their number, and its default."""
+    number = fields.optional_integer("n_group", default[0]) or 1
+    kept = fields.optional_integer("topk_group", default[1]) or 1
+    num_experts = fields.integer(*count)
+    if num_experts % number or kept > number or (number > 1 and num_experts // number < best):
+        raise CheckpointError(
+            f"config.json: {num_experts} experts cannot be in n_group = {number} groups, of which topk_group = {kept} are taken"
+        )
+    per_token = fields.integer("num_experts_per_tok", 1)
+    if per_token > num_experts // number * kept:
+        raise CheckpointError(
+            f"config.json: topk_group = {kept} of n_group = {number} have fewer than num_experts_per_tok = {per_token} experts"
+        )
+    return Groups(number, kept, best) if kept < number else None
+
+
+def latent_knobs(fields: Fields, *, longest: int, query_rank: int) -> dict[str, Any]:
+    """Arguments of `RotaryDecoderSpec._from_fields`. longest, query_rank: defaults."""
+    for name, only in (("moe_layer_freq", 1), ("ep_size", 1)):
+        if fields.get(name, None) not in (None, only):
+            raise UnsupportedError(f"config.json: {name} = {fields.get(name)!r} is not supported")
+    latent, rope, length = read_latent(fields, longest=longest, query_rank=query_rank)
+    return {
+        "latent": latent,
+        "num_kv_heads": 1,
+        "head_width": latent.widths.kept,
+        "value_width": latent.widths.rank,
+        "max_position_embeddings": length,
+        "rope": (rope, length),
+    }

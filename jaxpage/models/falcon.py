@@ -1,0 +1,159 @@
+"""Falcon (Almazrouei et al., 2023), 7B, 40B, 180B and 11B: both halves of a layer side by side, few key/value heads, LayerNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.layers.attention import Attention
+from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.embedding import token_tables
+from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers.mlp import MLP
+from jaxpage.layers.norms import LayerNorm
+from jaxpage.layers.rope import Rope
+from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.models.fields import Fields
+
+prefix = "transformer."
+ignored = ("*rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """`FalconConfig`.
+
+    norms: before attention and before the feed-forward half, by their names; None: that half takes what the first one takes.
+    parallel: both halves start from what enters the layer; else the second starts from what the first has added.
+    """
+
+    vocab_size: int
+    model_width: int
+    feed_forward_width: int
+    num_query_heads: int
+    max_position_embeddings: int
+    kv: KVSpec
+    rope: Rope
+    norms: tuple[str, str | None]
+    parallel: bool
+    bias: bool
+    activation: str
+    norm_epsilon: float
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Spec:
+        fields = Fields(config, "falcon", {"hidden_size": "n_embed"})
+        if fields.flag("alibi", False):
+            raise UnsupportedError("config.json: alibi = true (biases of scores by distance) is not supported")
+        num_heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+        num_kv_heads, (norms, parallel) = _kv_heads(fields, num_heads), _form(fields)
+        if num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_kv_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}"
+            )
+        head_width = fields.divided("hidden_size", "num_attention_heads")
+        rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 2048))
+        num_layers = fields.integer("num_hidden_layers")
+        return cls(
+            vocab_size=fields.integer("vocab_size"),
+            model_width=width,
+            feed_forward_width=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
+            num_query_heads=num_heads,
+            max_position_embeddings=longest,
+            kv=KVSpec(num_layers, num_kv_heads, head_width, (None,) * num_layers),
+            rope=rope,
+            norms=norms,
+            parallel=parallel,
+            bias=fields.flag("bias", False),
+            activation=fields.activation("activation", "gelu"),
+            norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        )
+
+
+def _kv_heads(fields: Fields, num_heads: int) -> int:
+    if fields.flag("new_decoder_architecture", False):
+        return fields.optional_integer("num_kv_heads", None) or num_heads
+    return 1 if fields.flag("multi_query", True) else num_heads
+
+
+def _form(fields: Fields) -> tuple[tuple[str, str | None], bool]:
+    """`Spec.norms` and `Spec.parallel`."""
+    new, parallel = fields.flag("new_decoder_architecture", False), fields.flag("parallel_attn", True)
+    if new and not parallel:
+        raise UnsupportedError("config.json: parallel_attn = false with new_decoder_architecture is not supported")
+    if not parallel:
+        return ("input_layernorm", "post_attention_layernorm"), False
+    count = fields.optional_integer("num_ln_in_parallel_attn", None) or (2 if new else 1)
+    if count > 2 or (count == 2 and not new):
+        raise UnsupportedError(f"config.json: num_ln_in_parallel_attn = {count} is not supported for this form")
+    return (("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm", None)), True
+
+
+class DecoderLayer(nnx.Module):
+    """`x + attention(norm(x)) + mlp(norm(x))`, or one behind the other (see `Spec`)."""
+
+    def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
+        width, inner, head_width = spec.model_width, spec.feed_forward_width, spec.kv.head_width
+
+        def product(num_in: int, num_out: int, input_axis: str, axis: str, module: str) -> Linear:
+            part = Part(num_out, axis, f"{name}.{module}")
+            return linear(num_in, part, input_axis=input_axis, bias=spec.bias, dtype=dtype)
+
+        def norm(module: str) -> LayerNorm:
+            return LayerNorm(width, name=f"{name}.{module}", epsilon=spec.norm_epsilon, dtype=dtype)
+
+        before_attention, before_mlp = spec.norms
+        num_rows = (spec.num_query_heads + 2 * spec.kv.num_kv_heads) * head_width
+        self.attention_norm = norm(before_attention)
+        self.attention = Attention(
+            layer_index,
+            product(width, num_rows, "embed", "kv_heads", "self_attention.query_key_value"),
+            product(width, width, "heads", "embed", "self_attention.dense"),
+            head_width=head_width,
+            rope=spec.rope,
+            num_groups=spec.kv.num_kv_heads,
+        )
+        self.mlp_norm = None if before_mlp is None else norm(before_mlp)
+        self.mlp = MLP(
+            product(width, inner, "embed", "ffn", "mlp.dense_h_to_4h"),
+            product(inner, width, "ffn", "embed", "mlp.dense_4h_to_h"),
+            activation=spec.activation,
+        )
+        self.parallel = spec.parallel
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        normed_TD = self.attention_norm(x_TD)
+        attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
+        added_TD = x_TD + attended_TD
+        fed_TD = normed_TD if self.mlp_norm is None else self.mlp_norm(x_TD if self.parallel else added_TD)
+        return added_TD + self.mlp(fed_TD), layer_pages
+
+
+class Model(nnx.Module):
+    """See `models.base.Model`."""
+
+    def __init__(self, spec: Spec, *, dtype: DTypeLike):
+        width = spec.model_width
+        self.tokens, self.head = token_tables(
+            spec.vocab_size, width, name="transformer.word_embeddings", tied=spec.tie_word_embeddings, dtype=dtype
+        )
+        self.layers = nnx.List(
+            DecoderLayer(spec, index, name=f"transformer.h.{index}", dtype=dtype) for index in range(spec.kv.num_layers)
+        )
+        self.norm = LayerNorm(width, name="transformer.ln_f", epsilon=spec.norm_epsilon, dtype=dtype)
+
+    def __call__(self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext) -> Hidden:
+        return run_layers(self.layers, self.norm, self.tokens(token_ids_T), pages, context)
+
+    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        return (self.head or self.tokens).logits(hidden_BD)

@@ -1,0 +1,46 @@
+"""GLM-4.7 Flash (Z.ai, 2026): DeepSeek-V3's layers in another size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.errors import CheckpointError
+from jaxpage.models import rotary_decoder
+from jaxpage.models.deepseek_v3 import corrected_experts, latent_knobs
+from jaxpage.models.experts import DEEPSEEK_NAMES
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+ignored = (*rotary_decoder.ignored, "model.layers.47.*")  # that layer predicts a second token ahead, and drafts
+
+
+class Spec(RotaryDecoderSpec):
+    """`Glm4MoeLiteConfig`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "glm4_moe_lite", {"n_routed_experts": "num_local_experts"})
+        return cls._from_fields(
+            fields,
+            epsilon=("rms_norm_eps", 1e-5),
+            experts=corrected_experts(fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8),
+            expert_names=DEEPSEEK_NAMES,
+            sparse_layers=_sparse_layers(fields),
+            **latent_knobs(fields, longest=202_752, query_rank=768),
+        )
+
+
+def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    num_layers = fields.integer("num_hidden_layers")
+    types = fields.get("mlp_layer_types", None)
+    if types is None:
+        return tuple(index > 0 for index in range(num_layers))
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must say dense or sparse of {num_layers} layers, not {types!r}"
+        )
+    return tuple(kind == "sparse" for kind in types)

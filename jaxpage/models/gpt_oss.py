@@ -1,0 +1,66 @@
+"""GPT-OSS (OpenAI, 2025): experts with biases, attention sinks, and every other layer with a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.layers.experts import ClampedSwiGLU
+from jaxpage.models.experts import ExpertNames, read_experts
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    ignored,
+    key_value_heads,
+    layer_types,
+    prefix,
+    windows_of,
+)
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+NAMES = ExpertNames(router="router", only_stacked=True)
+ROPE = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "original_max_position_embeddings": 4096,
+}
+
+
+class Spec(RotaryDecoderSpec):
+    """`GptOssConfig`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        given = config.get("rope_parameters") or config.get("rope_scaling")
+        fields = Fields(
+            config if given else {**config, "rope_parameters": ROPE},
+            "gpt_oss",
+            {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+        )
+        head_width, num_layers = fields.integer("head_dim", 64), fields.integer("num_hidden_layers")
+        longest = fields.integer("max_position_embeddings", 131_072)
+        swiglu = ClampedSwiGLU(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, 8),
+            head_width=head_width,
+            max_position_embeddings=longest,
+            sliding_windows=windows_of(layer_types(fields, 2), fields.optional_integer("sliding_window", 128)),
+            attention_bias=fields.flag("attention_bias", True),
+            sinks=True,
+            rope=fields.rope(head_width, longest, theta=150_000.0),
+            epsilon=("rms_norm_eps", 1e-5),
+            experts=read_experts(
+                fields,
+                count=("num_local_experts", 128),
+                per_token=4,
+                width=("intermediate_size", 2880),
+                normalized=True,
+                routing={"bias": True},
+                swiglu=swiglu,
+            ),
+            expert_names=NAMES,
+            sparse_layers=(True,) * num_layers,
+        )

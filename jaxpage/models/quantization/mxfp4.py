@@ -1,0 +1,38 @@
+"""`quant_method: mxfp4`, as GPT-OSS is published: the weights of experts in four bits; all else is not quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from jaxpage.errors import CheckpointError
+from jaxpage.layers.expert_linear import MXFP4_GROUP, ExpertLinear, MXFP4ExpertLinear
+from jaxpage.models.quantization.scheme import Scheme, matches
+from jaxpage.models.replacing import Path
+
+NAME = "mxfp4"
+
+
+@dataclass(frozen=True)
+class ExpertScheme(Scheme):
+    """kept: names of modules that are not quantised (see `matches`)."""
+
+    kept: tuple[str, ...] = ()
+
+    def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
+        if not isinstance(module, ExpertLinear) or matches(module.spec.name, self.kept):
+            return None
+        if module.spec.num_in % MXFP4_GROUP:
+            raise CheckpointError(
+                f"config.json: {module.spec.name} has {module.spec.num_in} inputs, and in MXFP4 {MXFP4_GROUP} share a scale"
+            )
+        return MXFP4ExpertLinear(module.spec)
+
+
+def read(config: Mapping[str, Any]) -> Scheme:
+    """Of `quantization_config`."""
+    kept = tuple(config.get("modules_to_not_convert") or ())
+    return ExpertScheme(NAME, "experts in MXFP4", lambda name: None, kept=kept)
