@@ -12,6 +12,7 @@ import pytest
 from jaxpage import LLM
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.engine_config import EngineConfig
+from tests.support.reference import NOT_DIVIDED
 
 FILE = Path(__file__).parent / "on_four_devices.py"
 
@@ -51,14 +52,11 @@ def test_what_is_not_divided_is_refused_by_both_names(settings, named, name, val
         EngineConfig(model="demo", **{name: value}, **settings)
 
 
-@pytest.mark.parametrize(
-    ("model", "named"), [("gpt-oss-windows", "attention sinks"), ("falcon-grouped", "groups of heads"), ("deepseek-v3-groups", "")]
-)
-def test_layers_that_are_not_divided_are_refused(model, named, tmp_path):
+@pytest.mark.parametrize("family", NOT_DIVIDED)
+def test_layers_that_are_not_divided_are_refused(family, tmp_path):
     pytest.importorskip("torch", reason="the models are of transformers on torch")
     from tests.support.hf_models import MODELS, save_model
 
-    (name,) = (name for name in MODELS if name.startswith(model))
-    save_model(name, tmp_path)
-    with pytest.raises(UnsupportedError, match=f"tensor_parallel.*{named}"):
+    save_model(next(name for name, (of, _) in MODELS.items() if of == family), tmp_path)
+    with pytest.raises(UnsupportedError, match=r"^tensor_parallel_size: .* (not supported|not divide)"):
         LLM(str(tmp_path), tensor_parallel_reduction="invariant", max_model_len=64, use_tqdm=False)
