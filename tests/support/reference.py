@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
 
 
 def _models() -> Iterator[str]:
-    yield "What `architectures` of a config.json may name, and what each can be used with. What an empty cell stands for is refused by name."
+    yield "What `architectures` of a config.json may name, and what each can be used with. An empty cell: it is refused by name."
     yield "All have prefix caching, preemption, chunked prefill and speculation with n-grams. The tests of each column:"
     yield ""
     yield "- the architecture: logits and greedy tokens of transformers on random weights, `pytest tests/test_models.py"
@@ -43,8 +43,8 @@ def _models() -> Iterator[str]:
     yield "- GGUF: `pytest tests/test_gguf.py`; quantised weights: `pytest tests/test_quantization.py tests/test_experts.py`;"
     yield "- several devices: `pytest tests/test_tensor_parallel.py`; derivatives: `pytest tests/test_training.py`."
     yield ""
-    yield "Guides: [models and formats](../guides/models.md), [quantised weights](../guides/quantization.md), [several devices](../scale.md),"
-    yield "[training](../guides/weights.md)."
+    yield "Guides: [models and formats](../guides/models.md), [quantised weights](../guides/quantization.md), [several"
+    yield "devices](../scale.md), [training](../guides/weights.md)."
     yield ""
     rows = []
     for architecture, name in FAMILIES.items():
