@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -296,11 +297,39 @@ def test_behaviour_is_defined(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _in_process(change: str, cache: Path) -> subprocess.CompletedProcess[str]:
+@pytest.mark.sweep
+@pytest.mark.parametrize("beyond", [False, True], ids=["as it is", "one output too many"])
+def test_no_memory_beyond_the_arrays_is_touched(beyond: bool, tmp_path: Path) -> None:
+    """By AddressSanitizer, which must be loaded before Python is, with the C++ library whose functions it watches."""
+    sources = tmp_path / "src"
+    shutil.copytree(build.SOURCES, sources)
+    if beyond:
+        text, loop = (sources / "product.cc").read_text(), "for (; output < end; ++output) few_tokens"
+        assert text.count(loop) == 1
+        (sources / "product.cc").write_text(text.replace(loop, loop.replace("<", "<=", 1)))
+    found = [_of_compiler(name) for name in ("libasan.so", "libstdc++.so")]
+    change = f'build.FLAGS = (*build.FLAGS, "-fsanitize=address", "-O1")\n    library.SOURCES = Path({str(sources)!r})'
+    done = _in_process(
+        change, tmp_path, LD_PRELOAD=" ".join(found), ASAN_OPTIONS=f"detect_leaks=0:log_path={tmp_path}/log"
+    )
+    assert (done.returncode != 0) == beyond, done.stdout + done.stderr
+    logs = [path.read_text() for path in tmp_path.glob("log.*")]  # pytest captures what is written elsewhere
+    assert any("AddressSanitizer: heap-buffer-overflow" in log for log in logs) == beyond
+
+
+def _of_compiler(name: str) -> str:
+    command = [build.compiler(), f"-print-file-name={name}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if path == name:
+        pytest.skip(f"this compiler has no {name}")
+    return path
+
+
+def _in_process(change: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """The tests of one call, with another library."""
     plugin = "from pathlib import Path\ndef pytest_collection_finish():\n    from pallas_kernels.cpu import build, library\n    "
     (cache / "another_library.py").write_text(plugin + change)
-    variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}:{cache}"}
+    variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}:{cache}", **more}
     words = ("-n", "0", "-q", "-p", "another_library", "tests/test_cpu_kernels.py", "-k", "one_call")
     command = [sys.executable, "-m", "pytest", *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
