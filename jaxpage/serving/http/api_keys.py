@@ -15,7 +15,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class ApiKeys:
-    """Lets a request through whose `Authorization: Bearer` has one of the keys. Without any key everybody comes in.
+    """Lets a request through whose `Authorization: Bearer`, or else `x-api-key`, has one of the keys. Without any key everybody comes in.
 
     It decides on the path that the router sees, as it stands: what is no exact match of an open path is none. Host, query and other
     headers have no say. All keys are compared, each in constant time.
@@ -36,6 +36,7 @@ class ApiKeys:
 
     def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given = given or [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]  # Anthropic's
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer":
             return False
