@@ -14,8 +14,12 @@ import openai
 import pytest
 
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.wire.exchange import open_chat
+from jaxpage.serving.wire.messages import open_message
+from jaxpage.serving.wire.ollama import open_ollama_chat
+from jaxpage.serving.wire.responses import open_response
 from tests.support.running import Promises, Running, demo_with_template, running
-from tests.support.wire import CHATML
+from tests.support.wire import CHATML, context, with_template
 
 KEY = "a-key-of-this-test"
 SYSTEM, USER = {"role": "system", "content": "Tell it."}, {"role": "user", "content": "The old house"}
@@ -100,6 +104,101 @@ def text_of(answer: Any) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
+# What comes to the engine: the prompt and the parameters of a chat. The template shows reasoning, too.
+
+THINKING = with_template(
+    "{% for message in messages %}<{{ message.role }}>{% if message.reasoning_content %}({{ message.reasoning_content }})"
+    "{% endif %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SAID = [*MESSAGES, {"role": "assistant", "content": "It was", "reasoning_content": "Hm"}]
+MORE = {"role": "user", "content": "Go on"}
+TOLD = {"role": "assistant", "content": "It was"}
+
+
+@pytest.mark.parametrize(
+    ("opens", "body", "wanted"),
+    [
+        (
+            open_response,
+            {
+                "instructions": "Tell it.",
+                "input": [
+                    USER,
+                    {
+                        "type": "reasoning",
+                        "id": "rs_1",
+                        "summary": [],
+                        "content": [{"type": "reasoning_text", "text": "Hm"}],
+                    },
+                    {
+                        "type": "message",
+                        "id": "msg_1",
+                        "status": "completed",
+                        "role": "assistant",
+                        "content": [{"type": "output_text", "text": "It was", "annotations": [], "logprobs": []}],
+                    },
+                    {"role": "user", "content": [{"type": "input_text", "text": "Go on"}]},
+                ],
+                "top_p": 0.5,
+                "max_output_tokens": 7,
+                "user": "me",
+            },
+            {"messages": [*SAID, MORE], "top_p": 0.5, "max_tokens": 7, "user": "me"},
+        ),
+        (
+            open_message,
+            {
+                "system": [{"type": "text", "text": "Tell it.", "cache_control": {"type": "ephemeral"}}],
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "Hm", "signature": ""},
+                            {"type": "text", "text": "It was"},
+                        ],
+                    },
+                ],
+                "top_k": 3,
+                "top_p": 0.5,
+                "max_tokens": 7,
+                "stop_sequences": ["a", "b"],
+            },
+            {
+                "messages": SAID,
+                "continue_final_message": True,
+                **{"top_k": 3, "top_p": 0.5, "max_tokens": 7, "stop": ["a", "b"]},
+            },
+        ),
+        (
+            open_ollama_chat,
+            {
+                "messages": [*MESSAGES, {**TOLD, "thinking": "Hm"}, MORE],
+                "stream": False,
+                "think": False,
+                "keep_alive": "5m",
+                "options": {
+                    **{"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["a"]},
+                    **{"num_predict": 7, "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+                    **{"num_ctx": 512, "mirostat": 0, "repeat_last_n": -1, "num_gpu": None},
+                },
+            },
+            {
+                "messages": [*SAID, MORE],
+                **{"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["a"]},
+                **{"max_tokens": 7, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+            },
+        ),
+    ],
+    ids=["responses", "messages", "ollama"],
+)
+def test_a_translated_request_is_that_of_the_chat(opens: Any, body: dict[str, Any], wanted: dict[str, Any]) -> None:
+    known = context(tokenizer=THINKING, strict_requests=True)
+    found, chat = (open_({"model": "demo", **fields}, known) for open_, fields in ((opens, body), (open_chat, wanted)))
+    assert found.prompts == chat.prompts and "(Hm)" in chat.prompts[0].prompt
+    assert (found.stream, found.ignored_fields) == (False, ())
+
+
 # Responses
 
 
@@ -127,18 +226,13 @@ def test_a_response_is_the_chat(open_ai: openai.OpenAI, chat: Any) -> None:
 
 
 def test_a_response_is_sent_back(open_ai: openai.OpenAI, chat: Any) -> None:
-    """With its reasoning, which a template sees as that of the message: a conversation without anything kept."""
+    """As it came, in a conversation of which nothing was kept."""
     first = open_ai.responses.create(**RESPONSE)
-    again = {"role": "user", "content": [{"type": "input_text", "text": "Go on"}]}
-    reasoning = {
-        "type": "reasoning",
-        "id": "rs_1",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": "Hm"}],
-    }
-    asked: Any = [USER, reasoning, *[item.model_dump() for item in first.output], again]
     said = [*MESSAGES, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "Go on"}]
-    assert open_ai.responses.create(**{**RESPONSE, "input": asked}).output_text == text_of(chat(messages=said))
+    asked: Any = [USER, *[item.model_dump() for item in first.output], said[-1]]
+    answer, wanted = open_ai.responses.create(**{**RESPONSE, "input": asked}), chat(messages=said)
+    assert answer.output_text == text_of(wanted)
+    assert answer.usage is not None and answer.usage.input_tokens == wanted["usage"]["prompt_tokens"]
 
 
 def test_a_response_keeps_to_a_schema(open_ai: openai.OpenAI) -> None:
