@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from jaxpage.cli.flags import OneModel
 from jaxpage.settings.argument_checks import close_names
 
+# Metavars of arguments that may be a path.
 _PATHS = {"MODEL", "FILE", "LOG", "SRC", "DST"}
 
 
