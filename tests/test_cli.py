@@ -370,6 +370,29 @@ def test_help_lists_what_exists_and_nothing_else() -> None:
     assert process("--version").stdout == f"jaxpage {__version__}\n"
 
 
+COMPLETIONS = [
+    (["se"], "serve"),
+    (["serve", "--max-num-s"], "--max-num-seqs"),
+    (["bench", "thr"], "throughput"),
+    (["serve", "--config", "pyp"], "pyproject.toml"),
+    (["serve", "READ"], "README.md"),
+]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_commands_flags_and_files() -> None:
+    """By the function that it is told to call."""
+    script = process("--print-completion", "bash").stdout
+    program = script + "\nfunction=$(complete -p jaxpage | sed 's/.*-F \\([^ ]*\\) .*/\\1/')\n"
+    for words, _ in COMPLETIONS:
+        program += f'COMP_WORDS=(jaxpage {" ".join(words)}) COMP_CWORD={len(words)} COMPREPLY=(); $function; echo "${{COMPREPLY[@]}}"\n'
+    found = subprocess.run(
+        ["bash", "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=60, check=True
+    )
+    assert found.stdout.split() == [wanted for _, wanted in COMPLETIONS]
+    assert process("--print-completion", "zsh").stdout.startswith("#compdef jaxpage")
+
+
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     command = f"{sys.executable} -m jaxpage config show | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)

@@ -31,7 +31,9 @@ def test_without_a_directory_there_is_nothing() -> None:
 
 def test_one_trace_at_a_time(traces: list[str]) -> None:
     routes = profiling.profiler_routes(ServerConfig(profile_directory="/traces"))
-    app = Starlette(routes=routes, exception_handlers={ApiError: lambda request, error: error_answer(error)})
+    app = Starlette(
+        routes=routes, exception_handlers={ApiError: lambda request, error: error_answer(error, request.url.path)}
+    )
     with TestClient(app) as client:
         assert client.get("/start_profile").status_code == 405
         assert client.post("/stop_profile").status_code == 409

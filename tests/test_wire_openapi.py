@@ -8,11 +8,15 @@ from typing import Any
 import jsonschema
 import pytest
 
+from jaxpage.serving.wire.dialects import dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
+from jaxpage.serving.wire.messages import open_message
+from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate
 from jaxpage.serving.wire.openapi import openapi
+from jaxpage.serving.wire.responses import open_response
 from tests.support.wire import Scripted, context, output
-from tests.test_wire_requests import ACCEPTED, CHAT_REFUSED, COMMON_REFUSED, COMPLETION_REFUSED, chat, completion
+from tests.test_wire_requests import ACCEPTED, CHAT_REFUSED, COMMON_REFUSED, COMPLETION_REFUSED, USER, chat, completion
 
 DOCUMENT = openapi(context())
 
@@ -54,10 +58,22 @@ def test_whatever_it_forbids_is_refused(name: str, opens: Any, new: Any, table: 
 
 
 def test_the_answers_are_what_it_says() -> None:
-    for opens, body, name in ((open_completion, completion(), "Completion"), (open_chat, chat(), "ChatCompletion")):
+    for opens, body, name in (
+        (open_completion, completion(), "Completion"),
+        (open_chat, chat(), "ChatCompletion"),
+        (open_response, {"model": "demo", "input": "Hello"}, "Response"),
+        (open_message, {"model": "demo", "messages": [USER], "max_tokens": 5}, "Message"),
+        (open_ollama_chat, {"model": "demo", "messages": [USER]}, "OllamaChat"),
+        (open_ollama_generate, {"model": "demo", "prompt": "Hello"}, "OllamaGenerate"),
+    ):
         exchange = opens(body, context())
         validator(name).validate(exchange.whole([output(exchange, [Scripted(["x"])])]))
     validator("Tokens").validate(tokenize({"prompt": "x"}, context()).body)
     validator("Text").validate(detokenize({"tokens": [5]}, context()).body)
-    validator("Error").validate(ApiError(404, "x").body())
+    for path, name in (
+        ("/v1/chat/completions", "Error"),
+        ("/v1/messages", "MessagesError"),
+        ("/api/chat", "OllamaError"),
+    ):
+        validator(name).validate(dialect_of(path).error(ApiError(404, "x")))
     assert not validator("Error").is_valid({"error": "x"})

@@ -28,7 +28,16 @@ from jaxpage.serving.wire.fields import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from jaxpage.serving.wire.messages import open_message
 from jaxpage.serving.wire.neutral import LABELS, NEUTRAL
+from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate
+from jaxpage.serving.wire.responses import open_response
+from jaxpage.serving.wire.translated_fields import (
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ResponsesRequest,
+)
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.limits import StepLimits
 from tests.support.fake_device import make_group
@@ -440,6 +449,10 @@ ENDPOINTS = [
     (DetokenizeRequest, detokenize, {"tokens": [5]}),
     (EmbeddingRequest, open_embeddings, {"model": "demo", "input": "x"}),
     (ScoreRequest, open_score, {"model": "demo", "prompt": "x", "continuation": "y"}),
+    (ResponsesRequest, open_response, {"model": "demo", "input": "x"}),
+    (MessagesRequest, open_message, {"model": "demo", "messages": [USER], "max_tokens": 5}),
+    (OllamaChatRequest, open_ollama_chat, {"model": "demo", "messages": [USER]}),
+    (OllamaGenerateRequest, open_ollama_generate, {"model": "demo", "prompt": "x"}),
 ]
 
 

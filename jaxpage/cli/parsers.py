@@ -14,7 +14,7 @@ from jaxpage.cli.flags import (
     add_server_flags,
     byte_size,
 )
-from jaxpage.cli.parsing import Commands, Parser, add_command, add_model, add_verbosity, lazily
+from jaxpage.cli.parsing import Commands, Parser, PrintCompletion, add_command, add_model, add_verbosity, lazily
 
 
 def make_parser() -> Parser:
@@ -25,6 +25,12 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"jaxpage {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=("bash", "zsh"),
+        help="print a completion script: source <(jaxpage --print-completion bash)",
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_chat(commands)

@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from jaxpage.cli.flags import OneModel
 from jaxpage.settings.argument_checks import close_names
 
+# Metavars of arguments that may be a path.
+_PATHS = {"MODEL", "FILE", "LOG", "SRC", "DST"}
+
 
 class Parser(argparse.ArgumentParser):
     """As argparse, with the nearest name where a command or a flag is unknown."""
@@ -40,6 +43,26 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
         super()._check_value(action, value)
+
+
+class PrintCompletion(argparse.Action):
+    """Prints a shell's completion script for the whole command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        shtab = import_module("shtab")
+        _complete_files(parser, shtab.FILE)
+        print(shtab.complete(parser, shell=arguments[1]))
+        parser.exit()
+
+
+def _complete_files(parser: argparse.ArgumentParser, files: dict[str, str]) -> None:
+    """Arguments that may be a path are completed with the names of files."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete_files(command, files)
+        elif str(action.metavar) in _PATHS:
+            action.complete = files  # type: ignore[attr-defined]  # where shtab looks for it
 
 
 Commands = argparse._SubParsersAction

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,10 @@ from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, open_score, tokenize
+from jaxpage.serving.wire.messages import open_message
+from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate
 from jaxpage.serving.wire.openapi import openapi
+from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.tokenizing import Transformed
 
 logger = logging.getLogger(__name__)
@@ -76,6 +80,11 @@ class Server:
         self.routes: list[BaseRoute] = [
             post_route("/v1/completions", partial(self._exchange, open_completion)),
             post_route("/v1/chat/completions", partial(self._exchange, open_chat)),
+            post_route("/v1/responses", partial(self._exchange, open_response)),
+            post_route("/v1/messages", partial(self._exchange, open_message)),
+            post_route("/api/chat", partial(self._exchange, open_ollama_chat)),
+            post_route("/api/generate", partial(self._exchange, open_ollama_generate)),
+            Route("/api/tags", self._tags),
             post_route("/v1/embeddings", self._embed),
             post_route("/v1/score", partial(self._exchange, open_score)),
             post_route("/tokenize", partial(self._transform, tokenize)),
@@ -150,6 +159,11 @@ class Server:
             "max_model_len": max_len,
             **({"parent": self._context.model_names[0]} if name in self._context.adapters else {}),
         }
+
+    async def _tags(self, request: Request) -> Response:
+        """Ollama's list of models. Of files it says nothing: clients see none of this machine's."""
+        since = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
+        return json_answer({"models": [{"name": name, "model": name, "modified_at": since} for name in self._names]})
 
     async def _capable(self, request: Request) -> Response:
         return json_answer(self._capabilities)
@@ -229,4 +243,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = {404: "This path does not exist", 405: "This path does not support the method"}.get(
         error.status_code, error.detail
     )
-    return error_answer(ApiError(error.status_code, message, code=code, headers=error.headers))
+    refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
+    return error_answer(refusal, request.scope["path"])

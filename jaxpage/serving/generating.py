@@ -13,20 +13,17 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.engine.admission import PreparedRequest
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.http.answers import COMMENT, encoded, event, ignored_header, json_answer, refusal_of, to_api_error
+from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.request_handle import DeadlineExceeded, RequestHandle, ShuttingDown
+from jaxpage.serving.wire.dialects import Frame, dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
 MAX_PROMPT_LOGPROBS = 1_000_000  # in one answer: some hundred MB
 KEEP_ALIVE_SECONDS = 15.0  # a comment keeps proxies from taking a stream that is silent for dead
-_STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", ShuttingDown: "shutdown"}
 
 
@@ -84,22 +81,25 @@ class Generating:
     async def _stream(
         self, exchange: Exchange, submitted: list[RequestHandle], headers: dict[str, str], scope: Scope, send: Send
     ) -> None:
-        """Server-sent events. An error behind the headers is an event, too, and the stream ends as it always ends."""
-        raw_headers = [(name.encode(), value.encode()) for name, value in {**_STREAM_HEADERS, **headers}.items()]
+        """Events or lines. An error behind the headers is one, too, and the stream ends as it always ends."""
+        dialect = dialect_of(scope["path"])
+        frame = dialect.new_frame()
+        headers = {"content-type": dialect.media_type, **_STREAM_HEADERS, **headers}
+        raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
-        scope["state"]["comment"] = COMMENT  # for who looks whether the client is still there
+        scope["state"]["comment"] = dialect.comment  # for who looks whether the client is still there
         try:
             async with aclosing(updates_of(submitted)) as updates:
                 async for deltas in updates:
                     if any(delta.prompt_logprobs for _, delta in deltas):  # long, once
-                        part = await asyncio.to_thread(_events, exchange, deltas)
+                        part = await asyncio.to_thread(_events, exchange, deltas, frame)
                     else:
-                        part = _events(exchange, deltas) if deltas else COMMENT
+                        part = _events(exchange, deltas, frame) if deltas else dialect.comment
                     await _send_part(send, part)
             events = exchange.last_chunks()
         except Exception as error:
-            events = [self._failure_of(error).body()]
-        await send({"type": "http.response.body", "body": b"".join(map(_event, events)) + event(b"[DONE]")})
+            events = [dialect.stream_error(self._failure_of(error))]
+        await send({"type": "http.response.body", "body": b"".join(map(frame, events)) + dialect.end})
 
     def _failure_of(self, error: Exception) -> ApiError:
         """The client's error for a request that ran and did not finish."""
@@ -157,9 +157,5 @@ def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:
         )
 
 
-def _events(exchange: Exchange, deltas: Sequence[tuple[int, RequestOutput]]) -> bytes:
-    return b"".join(_event(chunk) for index, delta in deltas for chunk in exchange.chunks(index, delta))
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return event(encoded(value))
+def _events(exchange: Exchange, deltas: Sequence[tuple[int, RequestOutput]], frame: Frame) -> bytes:
+    return b"".join(frame(chunk) for index, delta in deltas for chunk in exchange.chunks(index, delta))

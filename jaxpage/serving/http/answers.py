@@ -1,8 +1,7 @@
-"""Answers as ASGI messages: JSON, and errors in OpenAI's shape."""
+"""Answers as ASGI messages: JSON, and errors in the shape of the API that was called."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +10,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.serving.request_handle import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown, WeightsReplaced
+from jaxpage.serving.wire.dialects import dialect_of, encoded
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 
 logger = logging.getLogger(__name__)
-COMMENT = b": keep-alive\n\n"  # server-sent, and of no meaning
-
-
-def encoded(value: Any) -> bytes:
-    """Compact JSON. NaN and infinities, which JSON does not have, are errors."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -31,13 +25,8 @@ def ignored_header(fields: Sequence[str]) -> dict[str, str]:
     return {"x-jaxpage-ignored-fields": ", ".join(fields)} if fields else {}
 
 
-def event(data: bytes) -> bytes:
-    """One server-sent event."""
-    return b"data: " + data + b"\n\n"
-
-
-def error_answer(error: ApiError) -> Response:
-    return json_answer(error.body(), error.status, error.headers)
+def error_answer(error: ApiError, path: str) -> Response:
+    return json_answer(dialect_of(path).error(error), error.status, error.headers)
 
 
 def refusal_of(error: Exception) -> ApiError | None:
@@ -68,4 +57,4 @@ def to_api_error(error: Exception) -> ApiError:
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     scope.setdefault("state", {}).update(refused_because=error.code, refused_param=error.param)
-    await error_answer(error)(scope, receive, send)
+    await error_answer(error, scope["path"])(scope, receive, send)

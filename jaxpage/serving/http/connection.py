@@ -11,8 +11,9 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxpage.serving.http.answers import encoded, send_error
+from jaxpage.serving.http.answers import send_error
 from jaxpage.serving.http.parser import Parser
+from jaxpage.serving.wire.dialects import encoded
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 MAX_BYTES_BEHIND = 1 << 16  # a request that is being answered: of the next ones, which wait

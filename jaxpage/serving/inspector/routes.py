@@ -17,8 +17,8 @@ from starlette.routing import BaseRoute, Route
 
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import JaxpageError
-from jaxpage.serving.http.answers import COMMENT, encoded, event
 from jaxpage.serving.inspector.state import Inspector, Snapshot
+from jaxpage.serving.wire.dialects import COMMENT, encoded, event
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 _Result = TypeVar("_Result")

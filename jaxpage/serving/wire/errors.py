@@ -67,6 +67,14 @@ class ApiError(Exception):
         self.args = (self.message,)
         return self
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Itself, for a client that knows the parameter by another name."""
+        if self.param is not None and (name := names.get(self.param)) is not None:
+            self._unscrubbed = re.sub(rf"^{re.escape(self.param)}\b", name, self._unscrubbed)
+            self.message = re.sub(rf"^{re.escape(self.param)}\b", name, self.message)
+            self.param, self.args = name, (self.message,)
+        return self
+
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 

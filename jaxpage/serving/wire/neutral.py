@@ -23,6 +23,18 @@ from jaxpage.serving.wire.fields import (
     TokenizeRequest,
     ToolCall,
 )
+from jaxpage.serving.wire.translated_fields import (
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+    ResponsesMessage,
+    ResponsesPart,
+    ResponsesReasoning,
+    ResponsesRequest,
+    TextBlock,
+)
 
 Values = tuple[Any, ...]  # of JSON; none: null alone asks for nothing
 
@@ -77,6 +89,14 @@ _OF_GENERATION: dict[str, Values] = {
     "length_penalty": (1,),
     "top_logprobs": (0,),
 }
+_OF_OLLAMA: dict[str, Values] = {
+    "format": ("",),
+    "images": ([],),
+    "logprobs": (False,),
+    "options": ({},),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
 NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
     CompletionRequest: {
         **_OF_GENERATION,
@@ -97,6 +117,67 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
     TokenizeChatRequest: _NOWHERE_HONOURED,
     DetokenizeRequest: _NOWHERE_HONOURED,
     AssistantMessage: {"annotations": ([],)},
+    ResponsesRequest: {
+        "access_programs": (),
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "include": ([],),
+        "max_tool_calls": (),
+        "moderation": (),
+        "parallel_tool_calls": (True, False),
+        "previous_response_id": (),
+        "prompt": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "reasoning": ({},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("auto", "none"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    },
+    MessagesRequest: {
+        "container": (),
+        "context_management": (),
+        "diagnostics": (),
+        "inference_geo": (),
+        "mcp_servers": ([],),
+        "output_config": ({},),
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+        "thinking": ({"type": "disabled"},),
+        "tool_choice": ({"type": "none"},),
+        "tools": ([],),
+    },
+    OllamaChatRequest: _OF_OLLAMA,
+    OllamaGenerateRequest: {
+        **_OF_OLLAMA,
+        "context": ([],),
+        "height": (),
+        "raw": (False,),
+        "steps": (),
+        "suffix": ("",),
+        "system": ("",),
+        "template": ("",),
+        "width": (),
+    },
+    OllamaOptions: {
+        **dict.fromkeys(("f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu", "num_keep"), ()),
+        **dict.fromkeys(("num_thread", "numa", "use_mlock", "use_mmap"), ()),
+        "embedding_only": (False,),
+        "mirostat": (0,),
+        "mirostat_eta": (),
+        "mirostat_tau": (),
+        "penalize_newline": (True,),
+        "repeat_last_n": (-1,),  # the whole context
+        "tfs_z": (1,),
+        "typical_p": (1,),
+        "vocab_only": (False,),
+    },
 }
 # Labels, and what clients add to an answer before they send it back. They ask for nothing, whatever they are.
 LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
@@ -104,6 +185,11 @@ ADDED: dict[type[BaseModel], frozenset[str]] = {
     AssistantMessage: frozenset({"parsed"}),
     ToolCall: frozenset({"index"}),
     CalledFunction: frozenset({"parsed_arguments"}),
+    ResponsesMessage: frozenset({"id", "phase", "status"}),
+    ResponsesPart: frozenset({"annotations", "logprobs", "parsed"}),
+    ResponsesReasoning: frozenset({"encrypted_content", "id", "status", "summary"}),
+    TextBlock: frozenset({"citations", "parsed_output"}),
+    OllamaMessage: frozenset({"tool_name"}),
 }
 
 

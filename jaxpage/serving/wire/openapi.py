@@ -18,12 +18,20 @@ from jaxpage.serving.wire.fields import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from jaxpage.serving.wire.translated_fields import (
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ResponsesRequest,
+)
 
 _REQUESTS: tuple[type[BaseModel], ...] = (
     *(CompletionRequest, ChatCompletionRequest, EmbeddingRequest, ScoreRequest),
     *(TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
+    *(ResponsesRequest, MessagesRequest, OllamaChatRequest, OllamaGenerateRequest),
 )
 _PLACE = "#/components/schemas/"
+_EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
 
 
 def openapi(context: ModelContext) -> dict[str, Any]:
@@ -40,10 +48,35 @@ def openapi(context: ModelContext) -> dict[str, Any]:
             "description": "An OpenAI-compatible server of one model.",
         },
         "paths": {
-            "/v1/completions": _post("Completes prompts.", ["CompletionRequest"], "Completion", streams=True),
+            "/v1/completions": _post("Completes prompts.", ["CompletionRequest"], "Completion", streams=_EVENTS),
             "/v1/chat/completions": _post(
-                "Answers a conversation.", ["ChatCompletionRequest"], "ChatCompletion", streams=True
+                "Answers a conversation.", ["ChatCompletionRequest"], "ChatCompletion", streams=_EVENTS
             ),
+            "/v1/responses": _post(
+                "Answers a conversation: OpenAI's Responses.", ["ResponsesRequest"], "Response", streams=_EVENTS
+            ),
+            "/v1/messages": _post(
+                "Answers a conversation: Anthropic's Messages.",
+                ["MessagesRequest"],
+                "Message",
+                streams=_EVENTS,
+                error="MessagesError",
+            ),
+            "/api/chat": _post(
+                "Answers a conversation: Ollama's.",
+                ["OllamaChatRequest"],
+                "OllamaChat",
+                streams=_LINES,
+                error="OllamaError",
+            ),
+            "/api/generate": _post(
+                "Answers a prompt: Ollama's.",
+                ["OllamaGenerateRequest"],
+                "OllamaGenerate",
+                streams=_LINES,
+                error="OllamaError",
+            ),
+            "/api/tags": _get("The names of the model: Ollama's.", "OllamaModels", error="OllamaError"),
             "/v1/embeddings": _post("Vectors of texts.", ["EmbeddingRequest"], "Embeddings"),
             "/v1/score": _post("Log probabilities of continuations.", ["ScoreRequest"], "Scores"),
             "/tokenize": _post("The tokens of a text.", ["TokenizeRequest", "TokenizeChatRequest"], "Tokens"),
@@ -62,26 +95,29 @@ def openapi(context: ModelContext) -> dict[str, Any]:
     }
 
 
-def _post(summary: str, requests: list[str], answer: str, *, streams: bool = False) -> dict[str, Any]:
+def _post(
+    summary: str, requests: list[str], answer: str, *, streams: str | None = None, error: str = "Error"
+) -> dict[str, Any]:
+    """streams: the media type of a stream, where there is one; error: the schema of one."""
     schemas = [_reference(name) for name in requests]
     content = _json(schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
-    responses = _responses(_json(_reference(answer)), 400, 404, 408, 413, 415, 429, 503, 504)
-    if streams:
+    responses = _responses(_json(_reference(answer)), 400, 404, 408, 413, 415, 429, 503, 504, error=error)
+    if streams is not None:
         # No type: OpenAPI 3.1 means the whole stream by it, and readers of events each event.
-        events = {"description": "Server-sent events: chunks as JSON, and [DONE] at the end"}
-        responses["200"]["content"]["text/event-stream"] = {"schema": events}
+        events = {"description": "What comes of the answer, part by part, as JSON"}
+        responses["200"]["content"][streams] = {"schema": events}
     return {"post": {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}}
 
 
-def _get(summary: str, answer: str | None, *errors: int) -> dict[str, Any]:
+def _get(summary: str, answer: str | None, *errors: int, error: str = "Error") -> dict[str, Any]:
     content = {"text/plain": {"schema": {"type": "string"}}} if answer is None else _json(_reference(answer))
-    return {"get": {"summary": summary, "responses": _responses(content, *errors)}}
+    return {"get": {"summary": summary, "responses": _responses(content, *errors, error=error)}}
 
 
-def _responses(content: dict[str, Any], *errors: int) -> dict[str, Any]:
+def _responses(content: dict[str, Any], *errors: int, error: str) -> dict[str, Any]:
     """401 without the key that the server may want; 500 is what never should be."""
     refused = {
-        str(status): {"description": "An error", "content": _json(_reference("Error"))} for status in (401, *errors)
+        str(status): {"description": "An error", "content": _json(_reference(error))} for status in (401, *errors)
     }
     return {"200": {"description": "The answer", "content": content}, **refused}
 
@@ -119,8 +155,34 @@ def _completion(kind: str, **choice: Any) -> dict[str, Any]:
     return _object(id=_STRING, object={"const": kind}, created=_INTEGER, model=_STRING, choices=choices, usage=_USAGE)
 
 
+_TURN = {"role": {"const": "assistant"}}
+_OLLAMA = {"model": _STRING, "created_at": _STRING, "done": {"type": "boolean"}, "done_reason": _STRING}
 _ANSWERS: dict[str, Any] = {
     "Error": _object(error=_object(message=_STRING, type=_STRING, param=_OPTIONAL, code=_OPTIONAL)),
+    "MessagesError": _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING)),
+    "OllamaError": _object(error=_STRING),
+    "Response": _object(
+        id=_STRING,
+        object={"const": "response"},
+        created_at=_INTEGER,
+        status={"enum": ["completed", "incomplete"]},
+        model=_STRING,
+        output=_list(_object(id=_STRING, type={"enum": ["message", "reasoning"]}, content=_list({"type": "object"}))),
+        usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER),
+    ),
+    "Message": _object(
+        id=_STRING,
+        type={"const": "message"},
+        model=_STRING,
+        content=_list(_object(type={"enum": ["text", "thinking"]})),
+        stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence"]},
+        stop_sequence=_OPTIONAL,
+        usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER),
+        **_TURN,
+    ),
+    "OllamaChat": _object(message=_object(content=_STRING, **_TURN), **_OLLAMA),
+    "OllamaGenerate": _object(response=_STRING, **_OLLAMA),
+    "OllamaModels": _object(models=_list(_object(name=_STRING, model=_STRING, modified_at=_STRING))),
     "Completion": _completion("text_completion", text=_STRING),
     "ChatCompletion": _completion("chat.completion", message=_object(role={"const": "assistant"}, content=_OPTIONAL)),
     "Embeddings": _object(

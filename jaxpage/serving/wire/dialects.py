@@ -1,0 +1,94 @@
+"""How each API that the server speaks writes its errors and its streams."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpage.serving.wire.errors import ApiError
+
+Frame = Callable[[dict[str, Any]], bytes]  # a part of a stream, as it is sent
+COMMENT = b": keep-alive\n\n"  # server-sent, and of no meaning
+_EVENTS = "text/event-stream; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One API's way to write. `new_frame` is called for each stream."""
+
+    error: Callable[[ApiError], dict[str, Any]]  # the body of an answer
+    stream_error: Callable[[ApiError], dict[str, Any]]  # a part of a stream, its last
+    new_frame: Callable[[], Frame]
+    end: bytes = b""  # of a stream
+    media_type: str = _EVENTS  # of a stream
+    comment: bytes = COMMENT  # keeps a silent stream open
+
+
+def dialect_of(path: str) -> Dialect:
+    """The API that a path belongs to: OpenAI's, if it is none of another one."""
+    if path.startswith("/api/"):
+        return OLLAMA
+    return {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(path, OPENAI)
+
+
+def encoded(value: Any) -> bytes:
+    """Compact JSON. NaN and infinities, which JSON does not have, are errors."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def _unnamed() -> Frame:
+    return lambda value: event(encoded(value))
+
+
+def _named() -> Frame:
+    """Events that are called what their `type` says."""
+    return lambda value: b"event: " + value["type"].encode() + b"\n" + event(encoded(value))
+
+
+def _numbered() -> Frame:
+    frame, numbers = _named(), itertools.count()
+    return lambda value: frame({**value, "sequence_number": next(numbers)})
+
+
+def _lines() -> Frame:
+    return lambda value: encoded(value) + b"\n"
+
+
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _messages_error(error: ApiError) -> dict[str, Any]:
+    kind = _MESSAGES_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _responses_error(error: ApiError) -> dict[str, Any]:
+    return {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
+
+
+def _ollama_error(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+OPENAI = Dialect(ApiError.body, ApiError.body, _unnamed, end=event(b"[DONE]"))
+RESPONSES = Dialect(ApiError.body, _responses_error, _numbered)
+MESSAGES = Dialect(_messages_error, _messages_error, _named)
+# White space may stand before a line's JSON, and every stream ends with a line.
+OLLAMA = Dialect(_ollama_error, _ollama_error, _lines, media_type="application/x-ndjson", comment=b" ")

@@ -1,0 +1,97 @@
+"""POST /v1/messages, which is Anthropic's, as a chat. Text alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.serving.wire.chat import open_chat
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import quotes
+from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.translated_fields import AssistantTurn, MessagesRequest, TextBlock, ThinkingBlock, UserTurn
+from jaxpage.serving.wire.translating import InBlocks
+
+
+@quotes
+def open_message(body: dict[str, Any], context: ModelContext) -> MessageAnswer:
+    """An `Exchange`. Raises ApiError."""
+    request, ignored = read(body, MessagesRequest, context)
+    return MessageAnswer(open_chat, _chat_of(request), context, request.model, ignored)
+
+
+def _chat_of(request: MessagesRequest) -> dict[str, Any]:
+    system = [] if request.system is None else [{"role": "system", "content": _text_of(request.system)}]
+    return {
+        "messages": [*system, *map(_message, request.messages)],
+        "continue_final_message": isinstance(request.messages[-1], AssistantTurn),
+        "stop": request.stop_sequences,
+        **{name: getattr(request, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")},
+    }
+
+
+def _message(turn: UserTurn | AssistantTurn) -> dict[str, Any]:
+    message = {"role": turn.role, "content": _text_of(turn.content)}
+    thoughts = [block.thinking for block in turn.content if isinstance(block, ThinkingBlock)]
+    return {**message, "reasoning_content": "".join(thoughts)} if thoughts else message
+
+
+def _text_of(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": block.text} for block in content if isinstance(block, TextBlock)]
+
+
+class MessageAnswer(InBlocks):
+    """One message; its blocks are content blocks."""
+
+    _prefix = "msg"
+    _names = {"prompt": "messages", "stop": "stop_sequences"}  # noqa: RUF012
+
+    def _answer(self) -> dict[str, Any]:
+        usage = self._usage
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [self._block(kind, "".join(texts)) for kind, texts in self._blocks],
+            **self._stop(),
+            "usage": {
+                "input_tokens": usage["prompt_tokens"] - num_cached,  # the API's sum is of both
+                "cache_read_input_tokens": num_cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": usage["completion_tokens"],
+            },
+        }
+
+    def _stop(self) -> dict[str, str | None]:
+        reason, stop = self._ending.get("finish_reason"), self._ending.get("stop_reason")
+        if reason == "stop" and isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": {"stop": "end_turn", "length": "max_tokens"}.get(reason or ""), "stop_sequence": None}
+
+    def _block(self, kind: str, text: str) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        return {"type": "text", "text": text}
+
+    def _begin(self) -> list[dict[str, Any]]:
+        return [{"type": "message_start", "message": self._answer()}]
+
+    def _open_block(self, kind: str) -> list[dict[str, Any]]:
+        return [self._of_block("start", content_block=self._block(kind, ""))]
+
+    def _more(self, kind: str, text: str) -> dict[str, Any]:
+        name = "thinking" if kind == "reasoning" else "text"
+        return self._of_block("delta", delta={"type": f"{name}_delta", name: text})
+
+    def _close_block(self) -> list[dict[str, Any]]:
+        return [self._of_block("stop")]
+
+    def _end(self) -> list[dict[str, Any]]:
+        usage = self._answer()["usage"]
+        return [{"type": "message_delta", "delta": self._stop(), "usage": usage}, {"type": "message_stop"}]
+
+    def _of_block(self, what: str, **fields: Any) -> dict[str, Any]:
+        return {"type": f"content_block_{what}", "index": len(self._blocks) - 1, **fields}

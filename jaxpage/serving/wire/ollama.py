@@ -1,0 +1,168 @@
+"""POST /api/chat and /api/generate, which are Ollama's, as a chat or a completion."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from jaxpage.outputs import RequestMetrics, RequestOutput
+from jaxpage.serving.wire.chat import open_chat
+from jaxpage.serving.wire.completions import open_completion
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.neutral import NEUTRAL, is_neutral
+from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.templates import template_of, variables_of
+from jaxpage.serving.wire.translated_fields import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaRequest,
+)
+from jaxpage.serving.wire.translating import Open, Translated, pieces
+
+_OPTIONS = {  # by their names in chats and completions
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
+    "repetition_penalty": "repeat_penalty",
+}
+
+
+@quotes
+def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswer:
+    """An `Exchange`. Raises ApiError."""
+    request, ignored = read(body, OllamaChatRequest, context)
+    messages = [
+        {"role": message.role, "content": message.content}
+        | ({"reasoning_content": message.thinking} if message.thinking and message.role == "assistant" else {})
+        for message in request.messages
+    ]
+    asked = {"messages": messages, **_common(request, context), **_thinking(request, context)}
+    return OllamaAnswer(open_chat, asked, context, request, ignored)
+
+
+@quotes
+def open_ollama_generate(body: dict[str, Any], context: ModelContext) -> OllamaAnswer:
+    """An `Exchange`. Raises ApiError."""
+    request, ignored = read(body, OllamaGenerateRequest, context)
+    if request.raw:
+        for name in ("system", "think"):
+            if getattr(request, name):
+                raise ApiError(400, f"{name} is not supported with raw=true", param=name)
+        asked = {"max_tokens": context.max_model_len, **_common(request, context), "prompt": request.prompt}
+        return OllamaAnswer(open_completion, asked, context, request, ignored)
+    system = [{"role": "system", "content": request.system}] if request.system else []
+    messages = [*system, {"role": "user", "content": request.prompt}]
+    asked = {"messages": messages, **_common(request, context), **_thinking(request, context)}
+    return OllamaAnswer(open_chat, asked, context, request, ignored)
+
+
+def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
+    options = request.options or OllamaOptions()
+    _check_options(options, context)
+    asked = {ours: value for ours, theirs in _OPTIONS.items() if (value := getattr(options, theirs)) is not None}
+    if options.num_predict is not None and options.num_predict >= 0:
+        asked["max_tokens"] = options.num_predict
+    if request.format == "json":
+        asked["response_format"] = {"type": "json_object"}
+    elif request.format:
+        asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "format", "schema": request.format}}
+    return {**asked, "stream": request.stream is not False}
+
+
+def _check_options(options: OllamaOptions, context: ModelContext) -> None:
+    for name, value in (options.model_extra or {}).items():
+        if name in NEUTRAL[OllamaOptions] and not is_neutral(OllamaOptions, name, value):
+            raise ApiError(400, f"options.{name} is not supported", param=f"options.{name}")
+    if (options.num_ctx or 0) > context.max_model_len:
+        message = f"options.num_ctx is {options.num_ctx}, and the server has max_model_len={context.max_model_len}"
+        raise ApiError(400, message, param="options.num_ctx")
+
+
+def _thinking(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
+    """A template that cannot think does not need to be told not to."""
+    is_wanted = request.think or (
+        request.think is False and "enable_thinking" in variables_of(template_of(context, []))
+    )
+    return {"chat_template_kwargs": {"enable_thinking": request.think}} if is_wanted else {}
+
+
+class OllamaAnswer(Translated):
+    """Of both paths: a stream has a line for each piece of text, and one more for the end."""
+
+    _prefix = "ollama"
+
+    def __init__(
+        self,
+        opens: Open,
+        asked: dict[str, Any],
+        context: ModelContext,
+        request: OllamaRequest,
+        ignored: tuple[str, ...],
+    ) -> None:
+        self._is_chat = isinstance(request, OllamaChatRequest)
+        self._names = {
+            **dict.fromkeys(("messages", "prompt"), "messages" if self._is_chat else "prompt"),
+            **{ours: f"options.{theirs}" for ours, theirs in _OPTIONS.items()},
+            "max_tokens": "options.num_predict",
+            "response_format": "format",
+            "response_format.json_schema.schema": "format",
+            "chat_template_kwargs": "think",
+        }
+        super().__init__(opens, asked, context, request.model, ignored)
+        self._usage: dict[str, Any] = {}
+        self._reason: str | None = None
+        self._metrics: RequestMetrics | None = None
+
+    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        self._metrics = delta.metrics
+        lines = []
+        for chunk in self._inner.chunks(job_index, delta):
+            self._usage = chunk["usage"]
+            for choice in chunk["choices"]:
+                self._reason = choice["finish_reason"] or self._reason
+                lines += [{**self._said({kind: text}), "done": False} for kind, text in pieces(choice)]
+        return lines
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        self._inner.last_chunks()
+        return [{**self._said({}), **self._end()}]
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        self._metrics = outputs[0].metrics
+        response = self._inner.whole(outputs)
+        self._usage, (choice,) = response["usage"], response["choices"]
+        self._reason = choice["finish_reason"]
+        return {**self._said(dict(pieces(choice))), **self._end()}
+
+    def _said(self, said: dict[str, str]) -> dict[str, Any]:
+        content, reasoning = said.get("content", ""), said.get("reasoning")
+        thinking = {} if reasoning is None else {"thinking": reasoning}
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        if self._is_chat:
+            message = {"role": "assistant", "content": content, **thinking}
+            return {"model": self._model, "created_at": now, "message": message}
+        return {"model": self._model, "created_at": now, "response": content, **thinking}
+
+    def _end(self) -> dict[str, Any]:
+        """How it ended, the tokens, and times in nanoseconds."""
+        return {
+            "done": True,
+            "done_reason": self._reason,
+            "prompt_eval_count": self._usage["prompt_tokens"],
+            "eval_count": self._usage["completion_tokens"],
+            **_durations(self._metrics),
+        }
+
+
+def _durations(times: RequestMetrics | None) -> dict[str, int]:
+    if times is None or times.first_scheduled_time is None or times.first_token_time is None:
+        return {}
+    end = times.last_token_time or times.first_token_time
+    spans = {
+        "total_duration": end - times.arrival_time,
+        "load_duration": 0.0,
+        "prompt_eval_duration": times.first_token_time - times.first_scheduled_time,
+        "eval_duration": end - times.first_token_time,
+    }
+    return {name: int(seconds * 1e9) for name, seconds in spans.items()}

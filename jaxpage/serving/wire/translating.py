@@ -1,0 +1,131 @@
+"""Exchanges of other APIs: each is a chat or a completion, whose chunks and answer are put in other terms."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxpage.outputs import RequestOutput
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.exchange import Exchange
+
+Open = Callable[[dict[str, Any], ModelContext], Exchange]
+# So that every chunk says how many tokens there were so far.
+COUNTED = {"include_usage": True, "continuous_usage_stats": True}
+
+
+class Translated:
+    """A chat or a completion with one choice. An `Exchange`."""
+
+    _prefix: str  # of the id
+    _names: Mapping[str, str]  # of the parameters that the client knows by another name
+
+    def __init__(
+        self, opens: Open, body: dict[str, Any], context: ModelContext, model: str, ignored_fields: tuple[str, ...]
+    ) -> None:
+        """body: of the chat or completion; model: as the client calls it. Raises ApiError in the client's terms."""
+        if body.get("stream"):
+            body = {**body, "stream_options": COUNTED}
+        try:
+            self._inner = opens({"model": model, **body}, context)
+        except ApiError as error:
+            raise error.renamed(self._names) from None
+        self.id = f"{self._prefix}_{uuid.uuid4().hex}"
+        self.stream = self._inner.stream
+        self.prompts = self._inner.prompts
+        self.ignored_fields = ignored_fields
+        self._model = model
+
+    def refusal(self, error: Exception) -> ApiError:
+        return self._inner.refusal(error).renamed(self._names)
+
+    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def pieces(choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a choice says, as ("reasoning" or "content", text)."""
+    said = {"content": choice["text"]} if "text" in choice else choice.get("delta", choice.get("message", {}))
+    for kind, name in (("reasoning", "reasoning_content"), ("content", "content")):
+        if text := said.get(name):
+            yield kind, text
+
+
+class InBlocks(Translated):
+    """An answer that is a list of blocks, each reasoning or content, which a stream opens and closes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._blocks: list[tuple[str, list[str]]] = []  # the last is open
+        self._ending: dict[str, Any] = {}  # the choice that said why it ended
+        self._usage: dict[str, Any] = {}
+        self._has_begun = False
+
+    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        events = []
+        for chunk in self._inner.chunks(job_index, delta):
+            self._usage = chunk["usage"]
+            if not self._has_begun:
+                self._has_begun = True
+                events += self._begin()
+            for choice in chunk["choices"]:
+                for kind, text in pieces(choice):
+                    events += self._said(kind, text)
+                if choice["finish_reason"] is not None:
+                    self._ending = choice
+        return events
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        self._inner.last_chunks()
+        events = [] if self._blocks and self._blocks[-1][0] == "content" else self._next_block("content")
+        return [*events, *self._close_block(), *self._end()]
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        response = self._inner.whole(outputs)
+        self._usage, (self._ending,) = response["usage"], response["choices"]
+        self._blocks = [(kind, [text]) for kind, text in pieces(self._ending)]
+        if not self._blocks or self._blocks[-1][0] != "content":
+            self._blocks.append(("content", []))
+        return self._answer()
+
+    def _said(self, kind: str, text: str) -> list[dict[str, Any]]:
+        events = [] if self._blocks and self._blocks[-1][0] == kind else self._next_block(kind)
+        self._blocks[-1][1].append(text)
+        return [*events, self._more(kind, text)]
+
+    def _next_block(self, kind: str) -> list[dict[str, Any]]:
+        events = self._close_block() if self._blocks else []
+        self._blocks.append((kind, []))
+        return [*events, *self._open_block(kind)]
+
+    def _begin(self) -> list[dict[str, Any]]:
+        """Events before all blocks."""
+        raise NotImplementedError
+
+    def _open_block(self, kind: str) -> list[dict[str, Any]]:
+        """Of the last block, which is empty."""
+        raise NotImplementedError
+
+    def _more(self, kind: str, text: str) -> dict[str, Any]:
+        """Of the last block."""
+        raise NotImplementedError
+
+    def _close_block(self) -> list[dict[str, Any]]:
+        """Of the last block."""
+        raise NotImplementedError
+
+    def _end(self) -> list[dict[str, Any]]:
+        """Events behind all blocks."""
+        raise NotImplementedError
+
+    def _answer(self) -> dict[str, Any]:
+        """The response as a whole."""
+        raise NotImplementedError

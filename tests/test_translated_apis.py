@@ -1,0 +1,429 @@
+"""The official clients of other APIs than completions and chat: what each reads is what the chat or completion says that it sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import jsonschema
+import ollama
+import openai
+import pytest
+
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.wire.exchange import open_chat
+from jaxpage.serving.wire.messages import open_message
+from jaxpage.serving.wire.ollama import open_ollama_chat
+from jaxpage.serving.wire.responses import open_response
+from tests.support.running import Promises, Running, demo_with_template, running
+from tests.support.wire import CHATML, context, with_template
+
+KEY = "a-key-of-this-test"
+SYSTEM, USER = {"role": "system", "content": "Tell it."}, {"role": "user", "content": "The old house"}
+MESSAGES: Any = [SYSTEM, USER]
+SCHEMA = {
+    "type": "object",
+    "properties": {"old": {"type": "boolean"}},
+    "required": ["old"],
+    "additionalProperties": False,
+}
+RESPONSE: Any = {
+    "model": "demo",
+    "instructions": "Tell it.",
+    "input": "The old house",
+    "temperature": 0,
+    "max_output_tokens": 12,
+}
+MESSAGE: Any = {
+    "model": "demo",
+    "system": "Tell it.",
+    "messages": [USER],
+    "max_tokens": 12,
+    "extra_body": {"temperature": 0},
+}
+OLLAMA: Any = {"model": "demo", "options": {"temperature": 0, "num_predict": 12}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    model = demo_with_template(tmp_path_factory.mktemp("models") / "demo", CHATML)
+    with running(ServerConfig(reasoning_parser="think"), model=model, api_keys=[KEY]) as found:
+        yield found
+        assert found.errors == []
+
+
+@pytest.fixture(scope="module")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def promises(http: httpx.Client) -> Promises:
+    return Promises(http)
+
+
+@pytest.fixture
+def open_ai(server: Running, promises: Promises) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=60) as found:
+        yield found
+    promises.check()
+
+
+@pytest.fixture
+def claude(server: Running, promises: Promises) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.address, api_key=KEY, max_retries=0, timeout=60) as found:
+        yield found
+    promises.check()
+
+
+@pytest.fixture
+def llama(server: Running, promises: Promises) -> Iterator[ollama.Client]:
+    with ollama.Client(server.address, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as found:
+        yield found
+    promises.check()
+
+
+@pytest.fixture(scope="module")
+def chat(http: httpx.Client) -> Any:
+    """The answer of the chat that the requests of this file are translated into."""
+
+    def asked(**fields: Any) -> Any:
+        body = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, **fields}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return asked
+
+
+def text_of(answer: Any) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+# What comes to the engine: the prompt and the parameters of a chat. The template shows reasoning, too.
+
+THINKING = with_template(
+    "{% for message in messages %}<{{ message.role }}>{% if message.reasoning_content %}({{ message.reasoning_content }})"
+    "{% endif %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SAID = [*MESSAGES, {"role": "assistant", "content": "It was", "reasoning_content": "Hm"}]
+MORE = {"role": "user", "content": "Go on"}
+TOLD = {"role": "assistant", "content": "It was"}
+
+
+@pytest.mark.parametrize(
+    ("opens", "body", "wanted"),
+    [
+        (
+            open_response,
+            {
+                "instructions": "Tell it.",
+                "input": [
+                    USER,
+                    {
+                        "type": "reasoning",
+                        "id": "rs_1",
+                        "summary": [],
+                        "content": [{"type": "reasoning_text", "text": "Hm"}],
+                    },
+                    {
+                        "type": "message",
+                        "id": "msg_1",
+                        "status": "completed",
+                        "role": "assistant",
+                        "content": [{"type": "output_text", "text": "It was", "annotations": [], "logprobs": []}],
+                    },
+                    {"role": "user", "content": [{"type": "input_text", "text": "Go on"}]},
+                ],
+                "top_p": 0.5,
+                "max_output_tokens": 7,
+                "user": "me",
+            },
+            {"messages": [*SAID, MORE], "top_p": 0.5, "max_tokens": 7, "user": "me"},
+        ),
+        (
+            open_message,
+            {
+                "system": [{"type": "text", "text": "Tell it.", "cache_control": {"type": "ephemeral"}}],
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "Hm", "signature": ""},
+                            {"type": "text", "text": "It was"},
+                        ],
+                    },
+                ],
+                "top_k": 3,
+                "top_p": 0.5,
+                "max_tokens": 7,
+                "stop_sequences": ["a", "b"],
+            },
+            {
+                "messages": SAID,
+                "continue_final_message": True,
+                **{"top_k": 3, "top_p": 0.5, "max_tokens": 7, "stop": ["a", "b"]},
+            },
+        ),
+        (
+            open_ollama_chat,
+            {
+                "messages": [*MESSAGES, {**TOLD, "thinking": "Hm"}, MORE],
+                "stream": False,
+                "think": False,
+                "keep_alive": "5m",
+                "options": {
+                    **{"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["a"]},
+                    **{"num_predict": 7, "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+                    **{"num_ctx": 512, "mirostat": 0, "repeat_last_n": -1, "num_gpu": None},
+                },
+            },
+            {
+                "messages": [*SAID, MORE],
+                **{"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["a"]},
+                **{"max_tokens": 7, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+            },
+        ),
+    ],
+    ids=["responses", "messages", "ollama"],
+)
+def test_a_translated_request_is_that_of_the_chat(opens: Any, body: dict[str, Any], wanted: dict[str, Any]) -> None:
+    known = context(tokenizer=THINKING, strict_requests=True)
+    found, chat = (open_({"model": "demo", **fields}, known) for open_, fields in ((opens, body), (open_chat, wanted)))
+    assert found.prompts == chat.prompts and "(Hm)" in chat.prompts[0].prompt
+    assert (found.stream, found.ignored_fields) == (False, ())
+
+
+# Responses
+
+
+def test_a_response_is_the_chat(open_ai: openai.OpenAI, chat: Any) -> None:
+    wanted = chat()
+    answer = open_ai.responses.create(**RESPONSE)
+    assert answer.output_text == text_of(wanted) and answer.id.startswith("resp_")
+    assert answer.status == "incomplete" and answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None
+    assert [answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens] == [
+        wanted["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    ]
+    with open_ai.responses.stream(**RESPONSE) as stream:
+        events: list[Any] = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type.removeprefix("response.") for event in events]
+    assert [name for name in names if name != "output_text.delta"] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer.output_text
+    last = events[-1].response
+    assert last.output_text == answer.output_text and last.usage.output_tokens == answer.usage.output_tokens
+
+
+def test_a_response_is_sent_back(open_ai: openai.OpenAI, chat: Any) -> None:
+    """As it came, in a conversation of which nothing was kept."""
+    first = open_ai.responses.create(**RESPONSE)
+    said = [*MESSAGES, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "Go on"}]
+    asked: Any = [USER, *[item.model_dump() for item in first.output], said[-1]]
+    answer, wanted = open_ai.responses.create(**{**RESPONSE, "input": asked}), chat(messages=said)
+    assert answer.output_text == text_of(wanted)
+    assert answer.usage is not None and answer.usage.input_tokens == wanted["usage"]["prompt_tokens"]
+
+
+def test_a_response_keeps_to_a_schema(open_ai: openai.OpenAI) -> None:
+    """And ends by itself: the client's helper gives the whole of it."""
+    wanted: Any = {"format": {"type": "json_schema", "name": "house", "schema": SCHEMA, "strict": True}}
+    asked: Any = {**RESPONSE, "max_output_tokens": 64, "text": wanted}
+    with open_ai.responses.stream(**asked) as stream:
+        answer = stream.get_final_response()
+    assert answer.status == "completed"
+    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
+
+
+def test_what_responses_do_not_have_is_refused(open_ai: openai.OpenAI) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0]"),
+        ({"input": "x" * 100_000}, "input"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "banana"}}}},
+            "text.format.schema",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ]
+    for fields, param in wrong:
+        with pytest.raises(openai.BadRequestError) as caught:
+            open_ai.responses.create(**{**RESPONSE, **fields})
+        assert caught.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        open_ai.responses.retrieve("resp_1")
+    assert open_ai.responses.create(**RESPONSE, store=False, tools=[], truncation="disabled").output_text
+
+
+# Messages
+
+
+def test_a_message_is_the_chat(claude: anthropic.Anthropic, chat: Any) -> None:
+    wanted = chat()
+    answer: Any = claude.messages.create(**MESSAGE)
+    assert [(block.type, block.text) for block in answer.content] == [("text", text_of(wanted))]
+    assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
+    usage = answer.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == wanted["usage"]["prompt_tokens"]
+    assert usage.output_tokens == wanted["usage"]["completion_tokens"]
+    with claude.messages.stream(**MESSAGE) as stream:
+        assert "".join(stream.text_stream) == text_of(wanted)
+        whole = stream.get_final_message()
+    assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == usage.output_tokens
+    names = [event.type for event in claude.messages.create(**MESSAGE, stream=True)]
+    assert [name for name in names if name != "content_block_delta"] == [
+        *("message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop")
+    ]
+
+
+def test_a_message_stops_and_goes_on(claude: anthropic.Anthropic, chat: Any) -> None:
+    """A stop sequence is told; a last message of the assistant is gone on with."""
+    whole = text_of(chat())
+    stop = whole[5:9]
+    asked: Any = {**MESSAGE, "stop_sequences": ["never said", stop], "system": [{"type": "text", "text": "Tell it."}]}
+    cut: Any = claude.messages.create(**asked)
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+    assert cut.content[0].text == whole[: whole.index(stop)]
+    with claude.messages.stream(**asked) as stream:
+        streamed: Any = stream.get_final_message()
+    assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stop)
+    begun = {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}
+    more: Any = claude.messages.create(**{**MESSAGE, "messages": [USER, begun]})
+    wanted = chat(messages=[*MESSAGES, {"role": "assistant", "content": "It was"}], continue_final_message=True)
+    assert more.content[0].text == text_of(wanted)
+
+
+def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, server: Running) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools is not supported"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content must be"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "max_model_len"),
+    ]
+    for fields, message in wrong:
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            claude.messages.create(**{**MESSAGE, **fields})
+        body: Any = caught.value.body
+        assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+        assert message in body["error"]["message"]
+    with pytest.raises(anthropic.NotFoundError) as lost:
+        claude.messages.create(**{**MESSAGE, "model": "claude"})
+    assert lost.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    with pytest.raises(anthropic.AuthenticationError) as outside:
+        claude.with_options(api_key="wrong").messages.create(**MESSAGE)
+    assert outside.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+
+
+def test_a_key_may_be_in_the_header_of_messages(server: Running, promises: Promises) -> None:
+    """As older clients send it. One in `Authorization` goes before it."""
+    body = {name: value for name, value in MESSAGE.items() if name != "extra_body"}
+    for headers, status in (
+        ({"x-api-key": KEY}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({"x-api-key": KEY, "authorization": "Bearer wrong"}, 401),
+    ):
+        assert httpx.post(f"{server.address}/v1/messages", json=body, headers=headers, timeout=60).status_code == status
+
+
+# Ollama
+
+
+def test_ollama_chats(llama: ollama.Client, chat: Any) -> None:
+    wanted = chat()
+    answer = llama.chat(messages=MESSAGES, **OLLAMA)
+    assert answer.message.role == "assistant" and answer.message.content == text_of(wanted)
+    assert (answer.done, answer.done_reason) == (True, "length")
+    assert answer.prompt_eval_count == wanted["usage"]["prompt_tokens"]
+    assert answer.eval_count == wanted["usage"]["completion_tokens"]
+    assert (answer.total_duration or 0) >= (answer.eval_duration or 0) > 0
+    *parts, last = llama.chat(messages=MESSAGES, stream=True, **OLLAMA)
+    assert len(parts) > 1 and not any(part.done for part in parts)
+    assert "".join(part.message.content or "" for part in parts) == answer.message.content
+    assert (last.done, last.done_reason, last.eval_count) == (True, "length", answer.eval_count)
+
+
+def test_ollama_thinks(llama: ollama.Client, chat: Any) -> None:
+    wanted = chat(chat_template_kwargs={"enable_thinking": True})["choices"][0]["message"]["reasoning_content"]
+    assert wanted
+    for think, thinking in ((True, wanted), (False, None)):
+        assert llama.chat(messages=MESSAGES, think=think, **OLLAMA).message.thinking == thinking
+    streamed = list(llama.chat(messages=MESSAGES, think=True, stream=True, **OLLAMA))
+    assert "".join(part.message.thinking or "" for part in streamed) == wanted
+
+
+def test_ollama_generates(llama: ollama.Client, http: httpx.Client, chat: Any) -> None:
+    """As a chat, or from the prompt as it is."""
+    asked: Any = {**OLLAMA, "prompt": "The old house"}
+    assert llama.generate(**asked, system="Tell it.").response == text_of(chat())
+    completion = {"model": "demo", "prompt": "The old house", "temperature": 0, "max_tokens": 12}
+    wanted = http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
+    assert llama.generate(**asked, raw=True).response == wanted
+    assert "".join(part.response or "" for part in llama.generate(**asked, raw=True, stream=True)) == wanted
+    formatted = llama.generate(**{**asked, "options": {"temperature": 0, "num_predict": 64}}, format=SCHEMA)
+    jsonschema.validate(json.loads(formatted.response or ""), SCHEMA)
+    assert [model.model for model in llama.list().models] == ["demo"]
+
+
+def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:
+    wrong: list[tuple[dict[str, Any], int, str]] = [
+        ({"options": {"mirostat": 1}}, 400, "options.mirostat is not supported"),
+        ({"options": {"num_ctx": 4096}}, 400, "options.num_ctx"),
+        ({"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools is not supported"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "max_model_len"),
+        ({"model": "llama3"}, 404, "llama3"),
+    ]
+    for fields, status, message in wrong:
+        for stream in (False, True):
+            with pytest.raises(ollama.ResponseError) as caught:
+                list(llama.chat(**{**OLLAMA, "messages": MESSAGES, **fields}, stream=stream))
+            assert caught.value.status_code == status and message in caught.value.error
+
+
+# Errors in streams
+
+
+@pytest.mark.parametrize("kind", ["responses", "messages", "ollama"])
+def test_an_error_within_a_stream_reaches_the_client(
+    kind: str,
+    open_ai: openai.OpenAI,
+    claude: anthropic.Anthropic,
+    llama: ollama.Client,
+    server: Running,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that fails on the device ends the stream as the client expects it; the server serves on."""
+    streams: dict[str, Any] = {
+        "responses": lambda: open_ai.responses.create(**{**RESPONSE, "max_output_tokens": 400}, stream=True),
+        "messages": lambda: claude.messages.create(**{**MESSAGE, "max_tokens": 400}, stream=True),
+        "ollama": lambda: llama.chat(model="demo", messages=MESSAGES, stream=True),
+    }
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a device at 0xdead in /home/somebody")
+
+    parts = iter(streams[kind]())
+    next(parts)
+    monkeypatch.setattr(server.loop.engine.runner, "run", failing)
+    if kind == "responses":  # its client hands the event on
+        *_, last = parts
+        assert (last.type, last.code) == ("error", "server_error") and last.message
+    else:
+        with pytest.raises((anthropic.APIError, ollama.ResponseError)) as caught:
+            list(parts)
+        assert "0x" not in str(caught.value)
+    monkeypatch.undo()
+    server.errors.clear()  # that it failed was logged, and had to be
