@@ -75,7 +75,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "new_requests_wait_until": "readmitted",
         "event_log": None,
         "prefix_cache_directory": None,
-        "prefix_cache_bytes": 8 * 2**30,
+        "prefix_cache_disk_bytes": 8 * 2**30,
     }
 
 

@@ -135,7 +135,7 @@ ENGINE_FLAGS = (
     Flag("tensor_parallel_size", int, "devices that share the model (docs/scale.md); default: 1"),
     Flag("tensor_parallel_reduction", str, "invariant: the same bits on 1, 2 and 4 devices; fast; or auto (default)"),
     Flag("prefix_cache_directory", str, "directory in which full KV blocks are kept for later starts"),
-    Flag("prefix_cache_bytes", byte_size, "size of the files there; default: 8GiB", "SIZE"),
+    Flag("prefix_cache_disk_bytes", byte_size, "size of the files there; default: 8GiB", "SIZE"),
     Flag("event_log", str, "new file for all events that a replay needs, prompts included"),
 )
 

@@ -42,4 +42,4 @@ def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixT
     layout = spec.layout, spec.groups, spec.attention, spec.sharding
     key = repr([[about[name] for name in names], [about["config"][name] for name in _OF_BLOCKS], layout])
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    return PrefixTier(built.engine, PrefixFiles(directory, digest, config.prefix_cache_bytes))
+    return PrefixTier(built.engine, PrefixFiles(directory, digest, config.prefix_cache_disk_bytes))

@@ -88,7 +88,7 @@ class EngineConfig(Settings):
     enable_prefix_caching: bool = True  # requests share the KV blocks of equal prefixes
     # Of the user's own: full blocks are kept here as files, for later starts with the same weights and layout. None: nowhere.
     prefix_cache_directory: _Name | None = None
-    prefix_cache_bytes: ByteSize = 8 * 2**30  # of the files there; the least recently used go first
+    prefix_cache_disk_bytes: ByteSize = 8 * 2**30  # of the files there; the least recently used go first
     attention_backend: str = "auto"  # a kernel set; "auto": the first that supports the model and the device
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # from which the seeds of requests without a seed are drawn
     speculative_config: SpeculativeConfig | None = None  # speculative decoding; None: off
