@@ -237,12 +237,23 @@ class EngineLoop:
             self._calls.shutdown()
         except BaseException as death:
             logger.critical("the engine's thread has died", exc_info=death)
-            error = EngineFailed("The engine has failed")
-            error.__cause__ = death  # not itself: event loops end when a SystemExit comes by
-            self.ended.set_exception(error)
+            self.fail(death)
+            return
+        self._close(error)
+
+    def fail(self, death: BaseException) -> None:
+        """Ends everything with EngineFailed: on any thread, also while a step is taken that may never end."""
+        error = EngineFailed("The engine has failed")
+        error.__cause__ = death  # not itself: event loops end when a SystemExit comes by
+        self._close(error)
+
+    def _close(self, error: JaxpageError) -> None:
+        """Only the first call does anything."""
         with self._lock:
+            if self._is_over:
+                return
             self._refusal, self._is_over = error, True
-        for one in self._live.values():
+        for one in list(self._live.values()):
             self._updates.append((one, copy_error(error)))
         self._send_updates()
         orders = self._held + ([self._replacement.order()] if self._replacement else [])
@@ -250,7 +261,10 @@ class EngineLoop:
             orders.append(self._inbox.get())
         for order in orders:
             order.refuse(copy_error(error))
-        if not self.ended.done():
+        self._inbox.put(Order(self._stop))  # for a thread that waits
+        if isinstance(error, EngineFailed):
+            self.ended.set_exception(error)
+        else:
             self.ended.set_result(None)
 
     def _turn(self) -> None:
