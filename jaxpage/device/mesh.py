@@ -151,6 +151,26 @@ def make_mesh(size: int = 1) -> DeviceMesh:
     return DeviceMesh(tuple(sorted(devices[:size], key=lambda device: device.process_index)))
 
 
+def join_processes(
+    coordinator: str, num_processes: int, process_id: int, join_seconds: float, leave_seconds: float
+) -> None:
+    """Has JAX see the devices of several processes, before it has opened any.
+
+    coordinator: HOST:PORT, of an interface of process 0, which listens there alone. leave_seconds: at the end, for the others.
+    Raises RuntimeError if they do not come together in time.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it keeps SIGTERM from ending a process
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        coordinator_bind_address=coordinator,
+        initialization_timeout=int(join_seconds),
+        shutdown_timeout_seconds=int(leave_seconds),
+    )
+
+
 def _in_turn(devices: list[jax.Device]) -> list[jax.Device]:
     """The first of each process, then the second of each, ..."""
     seen: Counter[int] = Counter()

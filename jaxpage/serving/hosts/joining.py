@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
-
 from jaxpage.checkpoints import resolve_model
+from jaxpage.device.mesh import join_processes
 from jaxpage.engine.build import Built
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.event_log import encoded
@@ -30,7 +29,7 @@ from jaxpage.settings.engine_config import EngineConfig
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 300.0  # for all hosts to be there
-LEAVE_SECONDS = 10  # at the end, for the others
+LEAVE_SECONDS = 10.0  # at the end, for the others
 _RETRY_SECONDS = 0.2
 _NOT_COMPARED = ("model", "tokenizer")  # where they are may differ; what they are is hashed
 
@@ -51,17 +50,8 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
         channels = {0: _join_leader(host, port + 1, secret, server.host_rank, about)}
     else:
         channels = _join_followers(host, port + 1, secret, server.num_hosts, about)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it keeps SIGTERM from ending a follower
     try:
-        jax.distributed.initialize(
-            server.coordinator,
-            server.num_hosts,
-            server.host_rank,
-            coordinator_bind_address=server.coordinator,
-            initialization_timeout=int(JOIN_SECONDS),
-            shutdown_timeout_seconds=LEAVE_SECONDS,
-        )
+        join_processes(server.coordinator or "", server.num_hosts, server.host_rank, JOIN_SECONDS, LEAVE_SECONDS)
     except RuntimeError as error:
         raise HostsError(f"coordinator {server.coordinator}: {error}") from None
     return channels
