@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -54,11 +55,25 @@ def greeted(theirs: bytes = SECRET) -> Iterator[tuple[Channel, Channel, socket.s
         try:
             rank, leader = greet_follower(ours, SECRET)
             assert rank == 1
-            yield leader, joined.result(), other
+            with contextlib.closing(leader), contextlib.closing(joined.result()) as follower:
+                yield leader, follower, other
         except Refused:
             with pytest.raises(Refused, match="another one"):
                 joined.result()
             raise
+
+
+class _Wire:
+    """In the place of a socket; the real one is closed by `greeted`."""
+
+    def __init__(self, sendall: Any) -> None:
+        self.sendall = sendall
+
+    def shutdown(self, how: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def test_lines_go_both_ways_and_none_can_be_changed_or_sent_again():
@@ -66,7 +81,7 @@ def test_lines_go_both_ways_and_none_can_be_changed_or_sent_again():
         leader.send({"event": "abort", "request_id": "a"})
         assert follower.receive() == {"event": "abort", "request_id": "a"}
         sent: list[bytes] = []
-        follower._connection = type("", (), {"sendall": lambda self, line: sent.append(line)})()
+        follower._connection = _Wire(sent.append)
         follower.send({"event": "pong"})
         follower.send({"event": "pong"})
         wire.sendall(sent[0])
@@ -75,9 +90,7 @@ def test_lines_go_both_ways_and_none_can_be_changed_or_sent_again():
         with pytest.raises(ConnectionError, match="not what was sent"):
             leader.receive()
     with greeted() as (leader, follower, wire):
-        follower._connection = type(
-            "", (), {"sendall": lambda self, line: wire.sendall(line.replace(b"pong", b"ping"))}
-        )()
+        follower._connection = _Wire(lambda line: wire.sendall(line.replace(b"pong", b"ping")))
         follower.send({"event": "pong"})
         with pytest.raises(ConnectionError, match="not what was sent"):
             leader.receive()
@@ -221,10 +234,12 @@ ASKED: dict[str, Any] = {"max_tokens": 16, "temperature": 0.9, "seed": 3, "ignor
 
 
 def free_ports() -> int:
-    """The first of two that nobody has."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-    return port if port < 65_000 else port - 5000
+    """The first of two that nobody has, below those that the system gives to connections."""
+    for port in random.Random(os.getpid()).sample(range(20_000, 30_000), 100):
+        first, second = ("127.0.0.1", port), ("127.0.0.1", port + 1)
+        with contextlib.suppress(OSError), socket.create_server(first), socket.create_server(second):
+            return port
+    raise AssertionError("no ports are free")
 
 
 class Host:
@@ -251,7 +266,7 @@ class Host:
             time.sleep(0.05)
         return found[0]
 
-    def ended(self, seconds: float = 60) -> int:
+    def ended(self, seconds: float = 120) -> int:
         status = self.process.wait(seconds)
         self._reader.join(10)
         return status

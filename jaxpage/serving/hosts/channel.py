@@ -5,6 +5,7 @@ Each line has a code made of the secret, the connection and the line's number, s
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
@@ -54,7 +55,15 @@ class Channel:
         record: Record = json.loads(body)
         return record
 
+    def shut(self) -> None:
+        """Both sides find that it has ended, who receives included."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
+        """Nobody receives any more."""
+        self.shut()
+        self._lines.close()
         self._connection.close()
 
     def _code(self, way: bytes, number: int, line: bytes) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -97,6 +96,5 @@ class Leader(Recorder):
         self._ended.set()
         logger.critical("the hosts cannot go on together: %s", why)
         for channel in self._channels.values():  # the others see that this one is gone
-            with contextlib.suppress(OSError):
-                channel.close()
+            channel.shut()
         self._tell(HostLost(why))
