@@ -18,6 +18,10 @@ def serve(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "serve which model? jaxpage serve demo, a directory, a GGUF file, a hub id, or --config FILE with a model"
         )
+    if server.config.host_rank:
+        from jaxpage.serving.startup import follow
+
+        return follow(settings.config, server.config)
     with bound_socket(server.config) as listener:
         from jaxpage.serving.startup import start  # once settings and address are known to be right: this imports jax
 

@@ -90,6 +90,7 @@ class Executables:
             stored: where executables of earlier starts are; None: nowhere.
         """
         self.options = options
+        self._mesh = mesh
         self.num_swapped = menu.num_swapped  # blocks that `gather` and `scatter` take
         self._compilations = _watch_compilations()
         self._num_before = self._compilations.count
@@ -148,12 +149,13 @@ class Executables:
         """Copies blocks of a cache group: see `copy_step`."""
         return self._moved(pages, group, f"copy {group}", pairs)
 
-    def gather(self, pages: KVPages, group: int, blocks: Any) -> jax.Array:
-        contents: jax.Array = self._executable(f"gather {group}")(self._of_group(pages, group), blocks)
-        return contents
+    def gather(self, pages: KVPages, group: int, blocks: Any) -> Any:
+        """The blocks' contents that are on devices of this process."""
+        return self._mesh.of_process(self._executable(f"gather {group}")(self._of_group(pages, group), blocks), 1)
 
     def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
-        return self._moved(pages, group, f"scatter {group}", blocks, contents)
+        """As `gather` gives them."""
+        return self._moved(pages, group, f"scatter {group}", blocks, self._mesh.from_process(contents, 1))
 
     def _moved(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
         """All layers, after an executable moved blocks of those of one group."""

@@ -7,6 +7,7 @@ layers and kernels see arrays of the size that a device holds. What is not divid
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +27,22 @@ class DeviceMesh:
 
     @property
     def first(self) -> jax.Device:
-        """What the devices are: they are all alike."""
-        return self.devices[0]
+        """Of this process. What it is, all are: they are alike."""
+        return next(device for device in self.devices if device.process_index == jax.process_index())
 
     @property
     def size(self) -> int:
         return len(self.devices)
+
+    @functools.cached_property
+    def is_one_process(self) -> bool:
+        """Whether it has all devices, and can read what is on them."""
+        return self.num_local == self.size
+
+    @property
+    def num_local(self) -> int:
+        """Devices of this process."""
+        return sum(device.process_index == jax.process_index() for device in self.devices)
 
     @functools.cached_property
     def _mesh(self) -> jax.sharding.Mesh:
@@ -44,8 +55,11 @@ class DeviceMesh:
         return NamedSharding(self._mesh, PartitionSpec() if axis is None else _spec(axis))
 
     def put(self, array: Any) -> jax.Array:
-        """An array of the host, on every device."""
-        return jax.device_put(array, self._along(None))
+        """An array of the host, on every device. Each process has the same one, and puts it on its own devices."""
+        if self.is_one_process:
+            return jax.device_put(array, self._along(None))
+        held = np.asarray(array)
+        return jax.make_array_from_callback(held.shape, self._along(None), lambda index: held[index])
 
     def put_shards(self, shape: tuple[int, ...], dtype: Any, make: Callable[[int], np.ndarray]) -> jax.Array:
         """An array of which each device has a part of this shape, `make(place of the device)`, one below the other."""
@@ -57,6 +71,17 @@ class DeviceMesh:
             return make((index[0].start or 0) // shape[0])
 
         return jax.make_array_from_callback((self.size * shape[0], *shape[1:]), self._along(0), part, dtype=dtype)
+
+    def of_process(self, array: jax.Array, axis: int) -> Any:
+        """What this process has of an array that is divided along an axis, as one."""
+        if self.is_one_process:
+            return array
+        parts = sorted(array.addressable_shards, key=lambda shard: shard.index[axis].start or 0)
+        return np.concatenate([np.asarray(part.data) for part in parts], axis)
+
+    def from_process(self, array: np.ndarray, axis: int) -> Any:
+        """The whole array, of which each process has what `of_process` gave it."""
+        return array if self.is_one_process else jax.make_array_from_process_local_data(self._along(axis), array)
 
     def whole(self, shapes: Any) -> Any:
         """Shapes and types, in a tree, of arrays that are the same on every device."""
@@ -110,8 +135,8 @@ def _spec_of(array: Any) -> PartitionSpec:
 
 
 def make_mesh(size: int = 1) -> DeviceMesh:
-    """Of the first devices that JAX has. Raises ConfigError where it has too few."""
-    devices = jax.devices()
+    """Of the first devices that JAX has, as many of each process. Raises ConfigError where it has too few."""
+    devices = _in_turn(jax.devices())
     if len(devices) < size:
         hint = (
             f"; XLA_FLAGS=--xla_force_host_platform_device_count={size} makes as many of a CPU"
@@ -121,7 +146,39 @@ def make_mesh(size: int = 1) -> DeviceMesh:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but JAX has {len(devices)} {devices[0].platform} device(s){hint}"
         )
-    return DeviceMesh(tuple(devices[:size]))
+    if size % (count := jax.process_count()):
+        raise ConfigError(f"tensor_parallel_size is {size}; {count} hosts need a multiple of {count}")
+    return DeviceMesh(tuple(sorted(devices[:size], key=lambda device: device.process_index)))
+
+
+def join_processes(
+    coordinator: str, num_processes: int, process_id: int, join_seconds: float, leave_seconds: float
+) -> None:
+    """Has JAX see the devices of several processes, before it has opened any.
+
+    coordinator: HOST:PORT, of an interface of process 0, which listens there alone. leave_seconds: at the end, for the others.
+    Raises RuntimeError if they do not come together in time.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it keeps SIGTERM from ending a process
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        coordinator_bind_address=coordinator,
+        initialization_timeout=int(join_seconds),
+        shutdown_timeout_seconds=int(leave_seconds),
+    )
+
+
+def _in_turn(devices: list[jax.Device]) -> list[jax.Device]:
+    """The first of each process, then the second of each, ..."""
+    seen: Counter[int] = Counter()
+    places = {}
+    for device in devices:
+        places[device] = seen[device.process_index]
+        seen[device.process_index] += 1
+    return sorted(devices, key=lambda device: (places[device], device.process_index))
 
 
 def shapes_of(arrays: Any) -> Any:

@@ -126,7 +126,7 @@ def build_engine(
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
     chosen: EngineParts = {"speculator": speculator, **(parts or {})}
-    runner = Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec))
+    runner = Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec, mesh.num_local))
     engine = Engine(
         scheduler=_scheduler(config, spec),
         builder=_builder(spec, lora.num_slots if lora else 0),
@@ -264,9 +264,10 @@ def _builder(spec: EngineSpec, max_loras: int) -> BatchBuilder:
     )
 
 
-def _host_pages(spec: EngineSpec) -> list[HostPages]:
+def _host_pages(spec: EngineSpec, num_devices: int) -> list[HostPages]:
+    """num_devices: of this process."""
     return [
-        HostPages(len(blocks), spec.sharding.num_devices * group.block_bytes)
+        HostPages(len(blocks), num_devices * group.block_bytes)
         for group, blocks in zip(spec.groups, spec.host_blocks, strict=True)
     ]
 
@@ -279,13 +280,12 @@ def compile_cache_directory() -> Path:
 
 
 def _stored(mesh: DeviceMesh) -> StoredExecutables | None:
-    """Where executables are files: in our own cache, on a CPU; not tried on other devices."""
+    """Where executables are files: in our own cache, on CPUs of one process; not tried on other devices."""
     directory = compile_cache_directory()
     is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
     is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ
-    return (
-        StoredExecutables(directory / "executables", mesh.devices) if is_ours and mesh.first.platform == "cpu" else None
-    )
+    is_tried = mesh.first.platform == "cpu" and mesh.is_one_process
+    return StoredExecutables(directory / "executables", mesh.devices) if is_ours and is_tried else None
 
 
 def _use_compile_cache() -> None:

@@ -36,13 +36,17 @@ def header(config: EngineConfig, engine: Engine, spec: EngineSpec) -> Record:
     return {
         "event": "header",
         "format": FORMAT,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": versions(),
         "device": f"{spec.memory.device} of {platform.machine()}",
         "config": config.model_dump(),
         "config_hash": config_hash(config.model_dump()),
         "weights_hash": weights_hash(target if parameters["drafter"] is None else parameters),
         "engine": spec.record(),
     }
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
 def read_header(log: LogReader) -> Record:

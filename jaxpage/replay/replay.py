@@ -155,7 +155,7 @@ class Replay:
     def _add(self, record: Record) -> None:
         try:
             words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
-            checked = self._engine.admission.check_params(_params(record))
+            checked = self._engine.admission.check_params(given_params(without_text(record)))
             checked = checked._replace(bad_word_token_ids=self._engine.admission.checked_words(words))
             self._engine.add(record["request_id"], self._engine.prepare(None, record["prompt_token_ids"], checked))
         except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
@@ -287,9 +287,9 @@ class _LoggedBeams(BeamStrategy):
         return list(ends) if ends and all(draw.token_id >= 0 for draw in draws) else super().advance(draws)
 
 
-def _params(record: Record) -> SamplingParams | BeamSearchParams:
+def given_params(record: Record) -> SamplingParams | BeamSearchParams:
     """What an arrival asked for. Raises LookupError, TypeError or ValueError if it makes no sense."""
-    fields = without_text(record)["beam" if "beam" in record else "params"]
+    fields = record["beam" if "beam" in record else "params"]
     given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return BeamSearchParams(**given) if "beam" in record else SamplingParams(**given, seed=record["seed"])
 

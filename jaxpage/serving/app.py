@@ -75,6 +75,7 @@ class Server:
         self._capabilities = capabilities
         self._generating = Generating(loop, self.preparing, metrics)
         self._embedding = Embedding(loop, self.preparing, context, loop.built.new_embedder())
+        self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
         self._created = int(time.time())
         self.routes: list[BaseRoute] = [
@@ -107,6 +108,8 @@ class Server:
             await self._generating.answer(lambda: self._opened(opened, raw), arrived, scope, receive, send)
 
     async def _embed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._num_hosts > 1:
+            raise ApiError(400, f"embeddings are not supported by a server on {self._num_hosts} hosts")
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)

@@ -39,6 +39,7 @@ class ServerConfig(Settings):
 
     plain_text: ClassVar[frozenset[str]] = frozenset(
         {"host", "api_key_file", "lora_directory", "weights_directory", "incident_directory", "profile_directory"}
+        | {"coordinator", "hosts_secret_file"}
     )
 
     host: _Text = "127.0.0.1"  # address that it listens on; by default only this machine can connect
@@ -74,6 +75,16 @@ class ServerConfig(Settings):
     incident_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # kept for /debug/incident; None: none
     incident_directory: _Text = "."  # where they are written, on request and after a failed step
     incident_token_ids: bool = False  # with prompts and outputs, as token ids: only then they can be run again
+    num_hosts: Annotated[int, Field(ge=1, le=1024)] = (
+        1  # that share tensor_parallel_size devices, each with a process of its own
+    )
+    host_rank: Annotated[int, Field(ge=0, lt=1024)] = 0  # of this one; 0 is the server
+    # HOST:PORT of rank 0, an address of the network between the hosts; the port behind it is used too.
+    coordinator: Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x20/]+:[0-9]{1,5}$")] | None = None
+    hosts_secret_file: _Text | None = None  # see `read_secret`
+    host_timeout_seconds: Annotated[float, Field(ge=1, le=86_400)] = (
+        60.0  # that a host may be silent; a step must be shorter
+    )
     profile_directory: _Text | None = None  # where traces of the JAX profiler go; None: there are none
 
     def contradictions(self) -> Iterable[Problem]:
@@ -89,6 +100,10 @@ class ServerConfig(Settings):
         for name in ("kv_events_replay", "kv_events_topic"):
             if getattr(self, name) and self.kv_events is None:
                 yield name, "needs kv_events"
+        if self.host_rank >= self.num_hosts:
+            yield "host_rank", f"is {self.host_rank}, and num_hosts is {self.num_hosts}: ranks begin with 0"
+        if self.num_hosts > 1 and self.coordinator is None:
+            yield "coordinator", f"is needed with num_hosts = {self.num_hosts}: HOST:PORT of rank 0"
         if self.incident_token_ids and self.incident_steps is None:
             yield "incident_token_ids", "cannot be true without incident_steps"
 
@@ -143,6 +158,24 @@ def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageE
         errors.append(
             UnsupportedError("weights_directory is not supported with event_log: a log has one set of weights")
         )
+    return errors + (_of_several_hosts(engine, server) if server.num_hosts > 1 else [])
+
+
+def _of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
+    num_hosts, size = server.num_hosts, engine.tensor_parallel_size
+    errors: list[JaxpageError] = []
+    if size % num_hosts:
+        errors.append(
+            ConfigError(f"num_hosts: {num_hosts} hosts need a tensor_parallel_size that they can share, not {size}")
+        )
+    given = {name: getattr(engine, name) for name in ("speculative_config", "event_log", "prefix_cache_directory")}
+    given |= {name: getattr(server, name) for name in ("weights_directory", "incident_steps")}
+    given["num_scheduler_steps"] = engine.num_scheduler_steps if engine.num_scheduler_steps > 1 else None
+    errors += [
+        UnsupportedError(f"{name} is not supported with num_hosts = {num_hosts}")
+        for name, value in given.items()
+        if value is not None
+    ]
     return errors
 
 

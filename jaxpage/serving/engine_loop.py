@@ -235,23 +235,33 @@ class EngineLoop:
                 self._turn()
             self._end_all(error)
             self._calls.shutdown()
+            self._close(error)
         except BaseException as death:
             logger.critical("the engine's thread has died", exc_info=death)
-            error = EngineFailed("The engine has failed")
-            error.__cause__ = death  # not itself: event loops end when a SystemExit comes by
-            self.ended.set_exception(error)
+            self.fail(death)
+
+    def fail(self, death: BaseException) -> None:
+        """Ends everything with EngineFailed: on any thread, also while a step is taken that may never end."""
+        error = EngineFailed("The engine has failed")
+        error.__cause__ = death  # not itself: event loops end when a SystemExit comes by
+        self._close(error)
+
+    def _close(self, error: JaxpageError) -> None:
+        """Only the first call does anything."""
         with self._lock:
+            if self._is_over:
+                return
             self._refusal, self._is_over = error, True
-        for one in self._live.values():
-            self._updates.append((one, copy_error(error)))
+        self._updates += [(one, copy_error(error)) for one in list(self._live.values())]
         self._send_updates()
         orders = self._held + ([self._replacement.order()] if self._replacement else [])
-        while not self._inbox.empty():
-            orders.append(self._inbox.get())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                orders.append(self._inbox.get_nowait())
         for order in orders:
             order.refuse(copy_error(error))
-        if not self.ended.done():
-            self.ended.set_result(None)
+        self._inbox.put(Order(self._stop))  # for a thread that waits
+        self.ended.set_exception(error if isinstance(error, EngineFailed) else None)
 
     def _turn(self) -> None:
         """What others ask, a step, and what came of it."""
@@ -308,10 +318,8 @@ class EngineLoop:
         self.engine.abort_all()
         self.engine.recover()
         stats = self.engine.stats()
-        if (
-            self.engine.has_unfinished
-            or stats["num_blocks_free"] + stats["num_blocks_pinned"] != stats["num_blocks_total"]
-        ):
+        num_left = stats["num_blocks_free"] + stats["num_blocks_pinned"]
+        if self.engine.has_unfinished or num_left != stats["num_blocks_total"]:
             raise RuntimeError("KV blocks were not freed after a failed step") from error
 
     def _add(self, submitted: list[RequestHandle], name: str) -> None:

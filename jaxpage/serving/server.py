@@ -22,6 +22,7 @@ from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.engine_loop import EngineLoop
+from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.http.connection import Connection, no_room
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.logs import log_activity
@@ -47,12 +48,14 @@ def run_server(
     api_keys: Sequence[str],
     announce: Callable[[], None],
     incidents: Incidents | None = None,
+    hosts: Leader | None = None,
 ) -> int:
     """Serves until a signal comes or the engine dies. The first SIGINT or SIGTERM lets finish what runs, the second ends it at once.
 
     Args:
         listener: bound, not listening.
         announce: called once connections are answered.
+        hosts: the others, of several.
 
     Returns: the exit status. 0: it was asked to end, and did, at its deadline at the latest; 1: it was hurried, or the engine has died.
     """
@@ -62,6 +65,8 @@ def run_server(
         request_timeout_seconds=config.request_timeout_seconds,
     )
     app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys, incidents=incidents)
+    if hosts is not None:
+        hosts.start(loop.fail)
     # For the next one: what its connections leave behind.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

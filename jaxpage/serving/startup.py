@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -26,6 +27,9 @@ from jaxpage.serving import logs
 from jaxpage.serving.adapters import open_lora_modules
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
+from jaxpage.serving.hosts.follower import Follower
+from jaxpage.serving.hosts.joining import agree, join
+from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.incidents import open_incidents
 from jaxpage.serving.kv_events import KVEvents
 from jaxpage.serving.listening import address_of
@@ -167,12 +171,17 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             )
         # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
+            channels = join(engine, server) if server.num_hosts > 1 else {}
             built = open_engine(engine, progress=not server.log_json, phase=start_up.phase)
+            agree(built, channels, leads=True)
+        hosts = Leader(channels, server.host_timeout_seconds) if channels else None
+        if hosts is not None:
+            built.engine.events = hosts
         publish_kv_events(built, server)
         incidents = open_incidents(built, engine, server)
         context, address = model_context(built, engine, server), address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
-        return run_server(
+        status = run_server(
             built,
             server,
             context,
@@ -182,4 +191,23 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             api_keys=api_keys,
             incidents=incidents,
             announce=lambda: start_up.ready(text, address),
+            hosts=hosts,
         )
+        if hosts is not None and hosts.has_lost:
+            os._exit(status)  # at its exit JAX would wait for the host that is gone
+        return status
+
+
+def follow(engine: EngineConfig, server: ServerConfig) -> int:
+    """Of several hosts one that is not rank 0: no server, an engine that does what that of rank 0 does. Returns the exit status, when rank
+    0 ends. Raises as `start`."""
+    logs.configure(server)
+    start_up = StartUp(as_records=server.log_json)
+    channels = join(engine, server)
+    built = open_engine(engine, progress=not server.log_json, phase=start_up.phase)
+    agree(built, channels, leads=False)
+    start_up.ready(f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or "")
+    status = Follower(built.engine, channels[0], server.host_timeout_seconds).run()
+    if status:
+        os._exit(status)  # without the others, for which JAX would wait
+    return status

@@ -17,7 +17,9 @@ from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.settings.yaml_file import Located, load_mapping, parse_scalar
 
 PREFIX = "JAXPAGE_"
-OTHER_VARIABLES = frozenset({"JAXPAGE_DEBUG", "JAXPAGE_CACHE_DIR", "JAXPAGE_API_KEY"})  # read elsewhere; no settings
+OTHER_VARIABLES = frozenset(  # read elsewhere; no settings
+    {"JAXPAGE_DEBUG", "JAXPAGE_CACHE_DIR", "JAXPAGE_API_KEY", "JAXPAGE_HOSTS_SECRET"}
+)
 SECTIONS = ("server",)  # of a file: mappings with the settings of something else
 BUILT_IN = "built-in"
 _OF_A_SERVICE = re.compile(r"(tcp|udp|sctp)://")

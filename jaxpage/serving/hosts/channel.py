@@ -1,0 +1,127 @@
+"""Lines of JSON between two hosts over TCP, of which both have shown that they know a secret. Nothing is encrypted.
+
+Each line has a code made of the secret, the connection and the line's number, so that none can be changed, left out or sent again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+from typing import Any
+
+from jaxpage.replay.event_log import MAX_LINE_BYTES, encoded
+from jaxpage.replay.recorder import Record
+
+GREETING_SECONDS = 5.0  # for each line of it
+_GREETING_BYTES = 1024
+
+
+class Refused(Exception):
+    """The other side does not take part, or may not."""
+
+
+class Channel:
+    """One thread may receive; any may send. All raise OSError when the other side is gone, is silent for too long or is not who it was."""
+
+    def __init__(self, connection: socket.socket, key: bytes, *, leads: bool) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("rb")
+        self._key = key
+        self._ways = (b"down", b"up") if leads else (b"up", b"down")  # what is sent, and what comes
+        self._num_sent = self._num_received = 0
+        self._lock = threading.Lock()
+
+    def set_timeout(self, seconds: float | None) -> None:
+        self._connection.settimeout(seconds)
+
+    def send(self, record: Record) -> None:
+        line = encoded(record)
+        with self._lock:
+            self._connection.sendall(self._code(self._ways[0], self._num_sent, line) + b" " + line)
+            self._num_sent += 1
+
+    def receive(self) -> Record:
+        line = self._lines.readline(MAX_LINE_BYTES)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the connection has ended")
+        code, _, body = line.partition(b" ")
+        if not hmac.compare_digest(code, self._code(self._ways[1], self._num_received, body)):
+            raise ConnectionError("a line is not what was sent")
+        self._num_received += 1
+        record: Record = json.loads(body)
+        return record
+
+    def shut(self) -> None:
+        """Both sides find that it has ended, who receives included."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nobody receives any more."""
+        self.shut()
+        self._lines.close()
+        self._connection.close()
+
+    def _code(self, way: bytes, number: int, line: bytes) -> bytes:
+        return _digest(self._key, way, str(number).encode(), line).encode()
+
+
+def greet_follower(connection: socket.socket, secret: bytes) -> tuple[int, Channel]:
+    """The rank that has connected. Raises Refused if it does not know the secret, OSError if it is gone or says nothing."""
+    connection.settimeout(GREETING_SECONDS)
+    nonce = secrets.token_hex(16)
+    _say(connection, {"nonce": nonce})
+    theirs = _heard(connection, {"nonce": str, "rank": int, "code": str})
+    about = f"{nonce} {theirs['nonce']} {theirs['rank']}".encode()
+    if not hmac.compare_digest(theirs["code"].encode(), _digest(secret, b"follower", about).encode()):
+        _say(connection, {"refused": "the secret is another one"})
+        raise Refused("the secret is another one")
+    _say(connection, {"code": _digest(secret, b"leader", about)})
+    return theirs["rank"], Channel(connection, _key(secret, about), leads=True)
+
+
+def greet_leader(connection: socket.socket, secret: bytes, rank: int) -> Channel:
+    """Raises Refused if one of both does not know the secret of the other."""
+    connection.settimeout(GREETING_SECONDS)
+    nonce = secrets.token_hex(16)
+    about = f"{_heard(connection, {'nonce': str})['nonce']} {nonce} {rank}".encode()
+    _say(connection, {"nonce": nonce, "rank": rank, "code": _digest(secret, b"follower", about)})
+    answer = _heard(connection, {"code": str})
+    if not hmac.compare_digest(answer["code"].encode(), _digest(secret, b"leader", about).encode()):
+        raise Refused("the secret of rank 0 is another one")
+    return Channel(connection, _key(secret, about), leads=False)
+
+
+def _key(secret: bytes, about: bytes) -> bytes:
+    return hmac.digest(secret, b"lines\0" + about, "sha256")
+
+
+def _digest(key: bytes, *parts: bytes) -> str:
+    return hmac.new(key, b"\0".join(parts), "sha256").hexdigest()
+
+
+def _say(connection: socket.socket, record: Record) -> None:
+    connection.sendall(encoded(record))
+
+
+def _heard(connection: socket.socket, fields: dict[str, type]) -> dict[str, Any]:
+    """A line, byte by byte: what is behind it is for the channel."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(line) > _GREETING_BYTES:
+            raise ConnectionError("the connection has ended before the greeting")
+        line += byte
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise Refused("this is no host of jaxpage") from None
+    if isinstance(record, dict) and isinstance(why := record.get("refused"), str):
+        raise Refused(why)
+    if not isinstance(record, dict) or any(type(record.get(name)) is not kind for name, kind in fields.items()):
+        raise Refused("this is no host of jaxpage")
+    return record

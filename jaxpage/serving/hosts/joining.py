@@ -1,0 +1,190 @@
+"""How hosts come together: a connection of each follower to rank 0, then `jax.distributed`, then an engine on each, of the same shapes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxpage.checkpoints import resolve_model
+from jaxpage.device.mesh import join_processes
+from jaxpage.engine.build import Built
+from jaxpage.errors import JaxpageError
+from jaxpage.replay.event_log import encoded
+from jaxpage.replay.log_header import versions
+from jaxpage.replay.recorder import Record
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
+from jaxpage.serving.hosts.secret import read_secret
+from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.engine_config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+JOIN_SECONDS = 300.0  # for all hosts to be there
+LEAVE_SECONDS = 10.0  # at the end, for the others
+_RETRY_SECONDS = 0.2
+_NOT_COMPARED = ("model", "tokenizer")  # where they are may differ; what they are is hashed
+
+
+class HostsError(JaxpageError):
+    """The hosts do not come together."""
+
+
+def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
+    """Waits for all hosts, and has JAX see the devices of all. Returns the channels to the others by rank: a follower's is to rank 0.
+
+    Before JAX has opened its devices. Raises ConfigError without a secret; HostsError if one does not come, or this one is refused.
+    """
+    secret = read_secret(server)
+    host, port = coordinator_of(server)
+    about = _about(engine, server)
+    if server.host_rank:
+        channels = {0: _join_leader(host, port + 1, secret, server.host_rank, about)}
+    else:
+        channels = _join_followers(host, port + 1, secret, server.num_hosts, about)
+    try:
+        join_processes(server.coordinator or "", server.num_hosts, server.host_rank, JOIN_SECONDS, LEAVE_SECONDS)
+    except RuntimeError as error:
+        raise HostsError(f"coordinator {server.coordinator}: {error}") from None
+    return channels
+
+
+def agree(built: Built, channels: Mapping[int, Channel], *, leads: bool) -> None:
+    """That all engines have the same pool and shapes. Raises HostsError."""
+    ours = json.loads(encoded({"event": "engine", "engine": built.spec.record()}))
+    for rank, channel in channels.items():
+        channel.set_timeout(None)  # models are read from disks of different speed
+        try:
+            if not leads:
+                channel.send(ours)
+            theirs = channel.receive()
+            if leads:
+                channel.send(ours)
+        except OSError as error:
+            raise HostsError(f"rank {rank} has ended while it started: {error}") from None
+        of_leader, of_other = (ours, theirs) if leads else (theirs, ours)
+        if difference := _difference(of_other["engine"], of_leader["engine"]):
+            raise HostsError(f"rank {rank} has another engine: {difference}")
+
+
+def coordinator_of(server: ServerConfig) -> tuple[str, int]:
+    host, _, port = (server.coordinator or "").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _join_followers(host: str, port: int, secret: bytes, num_hosts: int, about: Record) -> dict[int, Channel]:
+    channels: dict[int, Channel] = {}
+    deadline = time.monotonic() + JOIN_SECONDS
+    try:
+        listener = socket.create_server((host, port), family=_family(host, port))
+    except OSError as error:
+        raise HostsError(f"cannot listen on {host} port {port} for other hosts: {error.strerror}") from None
+    with listener:
+        while len(channels) < num_hosts - 1:
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                connection, address = listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, num_hosts)) - set(channels))
+                raise HostsError(f"rank {missing} of {num_hosts} hosts did not join in {JOIN_SECONDS:g} s") from None
+            try:
+                rank, channel = _admitted(connection, secret, channels, num_hosts, about)
+                channels[rank] = channel
+            except (OSError, ValueError, Refused) as error:
+                logger.warning("the host at %s was refused: %s", address[0], error)
+                connection.close()
+    return channels
+
+
+def _admitted(
+    connection: socket.socket, secret: bytes, known: Mapping[int, Channel], num_hosts: int, about: Record
+) -> tuple[int, Channel]:
+    rank, channel = greet_follower(connection, secret)
+    theirs = channel.receive()
+    why = _difference(theirs, about)
+    if rank in known or not 0 < rank < num_hosts:
+        why = f"rank {rank} is taken or none of 1 to {num_hosts - 1}"
+    channel.send({"event": "refused", "why": why} if why else {"event": "welcome"})
+    if why:
+        raise Refused(f"rank {rank}: {why}")
+    return rank, channel
+
+
+def _join_leader(host: str, port: int, secret: bytes, rank: int, about: Record) -> Channel:
+    connection = _connected(host, port)
+    try:
+        channel = greet_leader(connection, secret, rank)
+        channel.send(about)
+        channel.set_timeout(JOIN_SECONDS)  # rank 0 takes one host after the other
+        answer = channel.receive()
+    except Refused as error:
+        raise HostsError(f"rank 0 at {host} port {port}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise HostsError(f"rank 0 at {host} port {port} has not answered: {error}") from None
+    if why := answer.get("why"):
+        raise HostsError(f"rank 0 at {host} port {port} refuses this rank: {why}")
+    return channel
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=_RETRY_SECONDS * 10)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise HostsError(f"rank 0 is not at {host} port {port}: {error}") from None
+            time.sleep(_RETRY_SECONDS)
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+
+
+def _about(engine: EngineConfig, server: ServerConfig) -> Record:
+    """What must be the same on all hosts and is known before a model is loaded: the header of an event log, with hashes of files."""
+    config = {name: value for name, value in engine.model_dump().items() if name not in _NOT_COMPARED}
+    record = {
+        "event": "header",
+        "versions": {**versions(), "machine": platform.machine()},
+        "config": {**config, "num_hosts": server.num_hosts},
+        "model": model_hash(resolve_model(engine.model, engine.revision)),
+        "tokenizer": None if engine.tokenizer is None else model_hash(resolve_model(engine.tokenizer)),
+    }
+    described: Record = json.loads(encoded(record))
+    return described
+
+
+def model_hash(model: Path) -> str:
+    """Of the names and bytes of all files of a model, hidden ones left out. Reads them once."""
+    paths = [model] if model.is_file() else [path for path in sorted(model.rglob("*")) if path.is_file()]
+    names = ["" if path == model else path.relative_to(model).as_posix() for path in paths]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        digests = pool.map(_file_hash, paths)
+        told = [(name, digest) for name, digest in zip(names, digests, strict=True) if not name.startswith(".")]
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _difference(theirs: Record, ours: Record) -> str | None:
+    """The first, in words; ours: of rank 0."""
+    for name, value in ours.items():
+        other = theirs.get(name)
+        if isinstance(value, dict) and isinstance(other, dict):
+            if (why := _difference(other, value)) is not None:
+                return why if name == "config" else f"{name}: {why}"
+        elif other != value:
+            return f"{name} is {shown(other)}, on rank 0 {shown(value)}"
+    return None

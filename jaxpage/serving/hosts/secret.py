@@ -1,0 +1,36 @@
+"""What the hosts of a server show each other that they know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxpage.errors import ConfigError
+from jaxpage.serving.config import ServerConfig
+
+SECRET_VARIABLE = "JAXPAGE_HOSTS_SECRET"
+_LEAST_BYTES = 16
+
+
+def read_secret(config: ServerConfig, environment: Mapping[str, str] | None = None) -> bytes:
+    """From `hosts_secret_file`, or else from $JAXPAGE_HOSTS_SECRET; spaces and line ends around it do not count.
+
+    Raises ConfigError if there is none, or it is short.
+    """
+    environment = os.environ if environment is None else environment
+    if config.hosts_secret_file is not None:
+        source = f"hosts_secret_file {config.hosts_secret_file}"
+        try:
+            secret = Path(config.hosts_secret_file).read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"hosts_secret_file: cannot read {config.hosts_secret_file}: {error.strerror}") from None
+    else:
+        source = SECRET_VARIABLE
+        secret = environment.get(SECRET_VARIABLE, "").strip().encode()
+    if len(secret) < _LEAST_BYTES:
+        raise ConfigError(
+            f"several hosts need a secret of at least {_LEAST_BYTES} bytes, and {source} has {len(secret)}; "
+            "openssl rand -hex 32 makes one, for --hosts-secret-file on every host"
+        )
+    return secret

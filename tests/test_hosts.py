@@ -1,0 +1,337 @@
+"""Several hosts: what rank 0 sends and what the others make of it, and two processes on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.engine.events import Events
+from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.replay.differences import Differs
+from jaxpage.replay.recorder import Recorder
+from jaxpage.serving.config import ServerConfig, resolve_both
+from jaxpage.serving.hosts import joining
+from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
+from jaxpage.serving.hosts.follower import Follower
+from jaxpage.serving.hosts.leader import HostLost, Leader
+from jaxpage.serving.hosts.secret import read_secret
+from tests.support.engines import LLAMA, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint
+
+SECRET = b"a secret of this test alone"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("hosts"), LLAMA)
+
+
+# ---- lines
+
+
+@contextlib.contextmanager
+def greeted(theirs: bytes = SECRET) -> Iterator[tuple[Channel, Channel, socket.socket]]:
+    """The channel of rank 0, that of rank 1, and the latter's socket."""
+    ours, other = socket.socketpair()
+    with ours, other, ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(greet_leader, other, theirs, 1)
+        try:
+            rank, leader = greet_follower(ours, SECRET)
+            assert rank == 1
+            with contextlib.closing(leader), contextlib.closing(joined.result()) as follower:
+                yield leader, follower, other
+        except Refused:
+            with pytest.raises(Refused, match="another one"):
+                joined.result()
+            raise
+
+
+class _Wire:
+    """In the place of a socket; the real one is closed by `greeted`."""
+
+    def __init__(self, sendall: Any) -> None:
+        self.sendall = sendall
+
+    def shutdown(self, how: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_lines_go_both_ways_and_none_can_be_changed_or_sent_again():
+    with greeted() as (leader, follower, wire):
+        leader.send({"event": "abort", "request_id": "a"})
+        assert follower.receive() == {"event": "abort", "request_id": "a"}
+        sent: list[bytes] = []
+        follower._connection = _Wire(sent.append)
+        follower.send({"event": "pong"})
+        follower.send({"event": "pong"})
+        wire.sendall(sent[0])
+        assert leader.receive() == {"event": "pong"}
+        wire.sendall(sent[0])
+        with pytest.raises(ConnectionError, match="not what was sent"):
+            leader.receive()
+    with greeted() as (leader, follower, wire):
+        follower._connection = _Wire(lambda line: wire.sendall(line.replace(b"pong", b"ping")))
+        follower.send({"event": "pong"})
+        with pytest.raises(ConnectionError, match="not what was sent"):
+            leader.receive()
+
+
+def test_another_secret_is_refused_on_both_sides():
+    with pytest.raises(Refused, match="another one"), greeted(b"a secret of somebody else"):
+        pass
+
+
+def test_a_secret_is_needed(tmp_path):
+    (tmp_path / "secret").write_text("short\n")
+    with pytest.raises(ConfigError, match=r"at least 16 bytes, and JAXPAGE_HOSTS_SECRET has 0; openssl"):
+        read_secret(ServerConfig(), {})
+    with pytest.raises(ConfigError, match=r"hosts_secret_file .*secret has 5"):
+        read_secret(ServerConfig(hosts_secret_file=str(tmp_path / "secret")), {"JAXPAGE_HOSTS_SECRET": "x" * 32})
+
+
+@pytest.mark.parametrize(
+    ("engine", "server", "message"),
+    [
+        ({}, {"host_rank": 1}, "host_rank: is 1, and num_hosts is 1"),
+        ({"tensor_parallel_size": 2}, {"num_hosts": 2}, "coordinator: is needed with num_hosts = 2"),
+        (
+            {},
+            {"num_hosts": 2, "coordinator": "a:1"},
+            "num_hosts: 2 hosts need a tensor_parallel_size that they can share",
+        ),
+        *(
+            ({"tensor_parallel_size": 2, **engine}, {"num_hosts": 2, "coordinator": "a:1", **server}, message)
+            for engine, server, message in (
+                ({"event_log": "log"}, {}, "event_log is not supported with num_hosts = 2"),
+                ({"prefix_cache_directory": "d"}, {}, "prefix_cache_directory is not supported with num_hosts = 2"),
+                ({"num_scheduler_steps": 4}, {}, "num_scheduler_steps is not supported with num_hosts = 2"),
+                ({"speculative_config": {"method": "ngram"}}, {}, "speculative_config is not supported with num_hosts"),
+                ({}, {"weights_directory": "d"}, "weights_directory is not supported with num_hosts = 2"),
+                ({}, {"incident_steps": 4}, "incident_steps is not supported with num_hosts = 2"),
+            )
+        ),
+    ],
+)
+def test_what_several_hosts_cannot_do_is_refused_by_name(engine, server, message):
+    with pytest.raises((ConfigError, UnsupportedError), match=re.escape(message)):
+        resolve_both(None, engine, server, environment={})
+
+
+def test_the_hash_of_a_model_is_that_of_its_files(tmp_path):
+    for name in ("a", "b"):
+        random_checkpoint(tmp_path / name, LLAMA)
+    assert joining.model_hash(tmp_path / "a") == joining.model_hash(tmp_path / "b")
+    weights = tmp_path / "b" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    assert joining.model_hash(tmp_path / "a") != joining.model_hash(tmp_path / "b")
+
+
+# ---- two engines of one process, without a network
+
+
+class _Silent:
+    """A channel of which nothing is asked but to be there."""
+
+    def set_timeout(self, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def told(directory):
+    """What an engine tells of two samples, a request that is aborted, and a reset."""
+    records: list[Any] = []
+    with make_llm(directory) as llm:
+        engine = llm._engine
+        engine.events = Recorder(lambda record: records.append(json.loads(json.dumps(record))))
+        params = SamplingParams(temperature=0.9, seed=5, n=2, max_tokens=6, ignore_eos=True, logprobs=1)
+        engine.add("two", engine.prepare(None, (3, 4, 5), params))
+        engine.step()
+        engine.add("one", engine.prepare(None, tuple(range(1, 30)), SamplingParams(max_tokens=40, ignore_eos=True)))
+        engine.step()
+        engine.step()
+        engine.abort("one")
+        engine.reset_prefix_cache()
+        while engine.has_unfinished:
+            engine.step()
+        engine.events = Events()
+    return records
+
+
+def followed(directory: Path, records: list[Any]) -> None:
+    with make_llm(directory) as llm:
+        follower = Follower(llm._engine, _Silent(), 1.0)  # type: ignore[arg-type]
+        for record in records:
+            follower.follow(json.loads(json.dumps(record)))
+        assert not follower._ours and not llm._engine.has_unfinished
+        invariants(llm)
+
+
+def test_a_follower_does_what_it_is_told(told, directory):
+    assert {"arrival", "plan", "result", "abort", "reset"} <= {record["event"] for record in told}
+    followed(directory, told)
+
+
+@pytest.mark.parametrize(
+    ("event", "field", "named"),
+    [("plan", "tables", r"tables\[0\] of its plan"), ("result", "tokens", r"tokens\[0\] of sequence 0 of its result")],
+)
+def test_the_first_difference_is_told_by_its_step(told, directory, event, field, named):
+    records = json.loads(json.dumps(told))
+    step, changed = next((record["step"], record) for record in records if record["event"] == event and record[field])
+    changed[field][0] = [0, 1, [0, 9]] if field == "tables" else 999
+    with pytest.raises(Differs, match=f"First difference: step {step}, {named}\n  rank 0: +.*9.*\n  this rank: "):
+        followed(directory, records)
+
+
+def test_rank_0_sees_who_is_gone_silent_or_of_another_mind():
+    def lost(act: Any) -> str:
+        heard: list[BaseException] = []
+        with greeted() as (ours, theirs, wire):
+            leader = Leader({1: ours}, 1.0)
+            done = threading.Event()
+            leader.start(lambda why: (heard.append(why), done.set()))
+            act(theirs, wire)
+            assert done.wait(10) and leader.has_lost
+            leader._send({"event": "ping"})  # nobody is told twice
+        (why,) = heard
+        assert isinstance(why, HostLost)
+        return str(why)
+
+    assert lost(lambda theirs, wire: wire.shutdown(socket.SHUT_RDWR)).startswith("rank 1 is gone")
+    assert lost(lambda theirs, wire: None) == "rank 1 has not answered for 1 s"
+    different = {"event": "differs", "difference": "First difference: step 3"}
+    assert "First difference: step 3" in lost(lambda theirs, wire: theirs.send(different))
+
+
+# ---- two processes
+
+SETTINGS = {
+    **{"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60},
+    **{"dtype": "float32", "preemption_mode": "swap"},
+}
+PROMPTS = [[(7 * i + 3) % 250 + 1 for i in range(length)] for length in (41, 17)]
+ASKED: dict[str, Any] = {"max_tokens": 16, "temperature": 0.9, "seed": 3, "ignore_eos": True, "logprobs": 1}
+
+
+def free_ports() -> int:
+    """The first of two that nobody has, below those that the system gives to connections."""
+    for port in random.Random(os.getpid()).sample(range(20_000, 30_000), 100):
+        first, second = ("127.0.0.1", port), ("127.0.0.1", port + 1)
+        with contextlib.suppress(OSError), socket.create_server(first), socket.create_server(second):
+            return port
+    raise AssertionError("no ports are free")
+
+
+class Host:
+    def __init__(self, model: Path, port: int, rank: int, secret: bytes = SECRET, *words: str) -> None:
+        flags = [word for name, value in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        hosts = ["--num-hosts", "2", "--host-rank", str(rank), "--coordinator", f"127.0.0.1:{port}"]
+        command = [sys.executable, "-m", "jaxpage", "serve", str(model), *flags, *hosts]
+        command += ["--tensor-parallel-size", "2", "--host-timeout-seconds", "30", "--port", "0", *words]
+        environment = {**os.environ, "JAXPAGE_HOSTS_SECRET": secret.decode()}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.said = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said += line
+
+    def wait_for(self, pattern: str, seconds: float = 240) -> str:
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.said)):
+            assert self._reader.is_alive() and time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+        return found[0]
+
+    def ended(self, seconds: float = 120) -> int:
+        status = self.process.wait(seconds)
+        self._reader.join(10)
+        return status
+
+
+@contextlib.contextmanager
+def started(*arguments: Any) -> Iterator[Host]:
+    host = Host(*arguments)
+    try:
+        yield host
+    finally:
+        host.process.kill()
+        host.ended()
+        assert host.process.stderr is not None
+        host.process.stderr.close()
+
+
+def wanted(directory: Path) -> list[tuple[list[int], list[float]]]:
+    """Of one process."""
+    params = SamplingParams(**ASKED)
+    with LLM(str(directory), **SETTINGS, tensor_parallel_reduction="invariant", use_tqdm=False) as llm:
+        outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in PROMPTS]
+    return [
+        (one.token_ids, [entries[token].logprob for token, entries in zip(one.token_ids, one.logprobs, strict=True)])
+        for output in outputs
+        for one in output.outputs
+    ]
+
+
+def answered(url: str) -> list[tuple[list[int], list[float]]]:
+    body = {"model": "m", "prompt": PROMPTS, **ASKED, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+
+
+def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tmp_path):
+    other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
+    port = free_ports()
+    with (
+        started(directory, port, 0, SECRET, "--served-model-name", "m") as leader,
+        started(directory, port, 1, b"a secret of somebody else") as stranger,
+        started(other, port, 1) as mistaken,
+    ):
+        assert stranger.ended() == 1 and "the secret is another one" in stranger.said
+        assert mistaken.ended() == 1 and re.search("refuses this rank: model is '.*', on rank 0 '", mistaken.said)
+        with started(directory, port, 1) as follower:  # it joins late
+            want = wanted(directory)  # compiled meanwhile
+            url = leader.wait_for(r"http://[^\s/\"]+")
+            assert answered(url) == want, "to the last bit"
+            swapped = re.search(
+                r'^jaxpage.num_preemptions_total\S*mode="swap"\S* (\d+)', httpx.get(f"{url}/metrics").text, re.M
+            )
+            assert swapped and int(swapped[1]) > 0
+            refusal = httpx.post(f"{url}/v1/embeddings", json={"model": "m", "input": [1, 2]})
+            assert refusal.status_code == 400 and "on 2 hosts" in refusal.text
+            assert httpx.get(f"{url}/health").status_code == 200
+            follower.process.send_signal(signal.SIGSTOP)  # or what is asked next would have ended before it is killed
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(httpx.post, f"{url}/v1/completions", json={"model": "m", "prompt": [1]}, timeout=60)
+                time.sleep(3)  # the request is there by then, also on a busy machine
+                follower.process.send_signal(signal.SIGKILL)
+                killed = time.monotonic()
+                failed = asked.result()
+            assert failed.status_code == 500 and "The engine has failed" in failed.text
+            with contextlib.suppress(httpx.TransportError):
+                assert httpx.get(f"{url}/health").status_code == 503
+            assert leader.ended() == 1 and time.monotonic() - killed < 20
+            assert "rank 1 is gone" in leader.said
