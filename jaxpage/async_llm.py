@@ -98,7 +98,7 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """Ends a request; who reads it gets a last output, with the finish reason "abort". An id that is not running is ignored."""
         if (handle := self._running.get(request_id)) is not None:
-            await self._loop.snapshot(lambda engine: engine.abort(handle.request_id))
+            await self._loop.abort(handle)
 
     async def stats(self) -> Mapping[str, Any]:
         """The current values of all metrics, by name."""

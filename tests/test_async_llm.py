@@ -44,6 +44,12 @@ def test_coroutines_share_an_engine(tmp_path: Any) -> None:
                     await anext(llm.generate([5], endless, "long"))
                 await llm.abort("long")
             assert seen[-1].outputs[0].finish_reason == "abort"
+            for _ in range(40):  # also between two steps, when nothing is new
+                async with asyncio.timeout(60):
+                    async for output in llm.generate([5], endless, "long"):
+                        await llm.abort("long")
+                        seen.append(output)
+                    assert seen[-1].outputs[0].finish_reason == "abort"
             async for _ in llm.generate([5], endless):
                 break  # leaving ends it
             await llm.abort("unknown")

@@ -302,6 +302,7 @@ def answered(url: str) -> list[tuple[list[int], list[float]]]:
     return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
 
 
+@pytest.mark.sweep  # half a minute of processes that wait for each other, on a machine that may be busy
 def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tmp_path):
     other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
     port = free_ports()

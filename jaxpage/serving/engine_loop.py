@@ -106,6 +106,10 @@ class EngineLoop:
         """What a function finds between two steps. It is quick, or everybody waits. Raises what `call` raises, and what it raises."""
         return await asyncio.wrap_future(self.call(function))
 
+    async def abort(self, submitted: RequestHandle) -> None:
+        """Ends a request whose reader gets a last output, whether a step has news of it or not."""
+        await self.snapshot(lambda engine: self._updated(submitted, aborted=True))
+
     async def stats(self) -> dict[str, Any]:
         return await self.snapshot(Engine.stats)
 
@@ -113,17 +117,11 @@ class EngineLoop:
         self, requests: Sequence[PreparedRequest], *, stream: bool, name: str = "request", arrived: float | None = None
     ) -> list[RequestHandle]:
         """Gives requests to the engine, all or none.
+        stream: whether what is new will be asked of them, again and again, or `whole`. name: what their ids begin with, before a
+        number of the engine's own. arrived: when, by `time.monotonic`; None: now.
 
-        Args:
-            stream: whether what is new will be asked of them, copy_error and copy_error, or `whole`.
-            name: what their ids begin with. They end with a number of the engine's own.
-            arrived: when, by `time.monotonic`; None: now.
-
-        Raises:
-            QueueFull, ShuttingDown, EngineFailed.
-            CapacityError: so many could never be there at once.
-            UnsupportedError: of a beam search or of `best_of` nothing can be shown before the end.
-            What `Engine.add` raises: CapacityError, if one could never run.
+        Raises QueueFull, ShuttingDown, EngineFailed; CapacityError if so many could never be there at once, or one could never run;
+        UnsupportedError: of a beam search or of `best_of` nothing can be shown before the end.
         """
         if stream:
             for request in requests:
@@ -165,10 +163,7 @@ class EngineLoop:
     async def replace_weights(self, weights: Any, *, abort: bool) -> int:
         """Takes other weights once nothing runs, and returns their version. Requests that come in meanwhile wait, and get the new ones.
         Who stops waiting takes it back.
-
-        Args:
-            weights: as on the device.
-            abort: end what runs or waits with WeightsReplaced, instead of waiting for it.
+        weights: as on the device. abort: end what runs or waits with WeightsReplaced, instead of waiting for it.
 
         Raises RuntimeError if others are on their way already, or a prefix is pinned, and what `call` raises.
         """
@@ -308,8 +303,7 @@ class EngineLoop:
             return
         for group in groups:
             if (one := self._live.get(group.request.request_id)) is not None:
-                one.is_updated = True
-                self._offer(one)
+                self._updated(one)
 
     def _recover(self, error: Exception) -> None:
         """After a step that could neither be taken nor be failed: all requests end, and the engine is empty and whole, or dies."""
@@ -335,6 +329,12 @@ class EngineLoop:
 
     def _wanted(self, one: RequestHandle) -> None:
         one.is_wanted = True
+        self._offer(one)
+
+    def _updated(self, one: RequestHandle, *, aborted: bool = False) -> None:
+        if aborted:
+            self.engine.abort(one.request_id)
+        one.is_updated = True
         self._offer(one)
 
     def _offer(self, one: RequestHandle) -> None:
