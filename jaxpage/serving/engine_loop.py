@@ -247,6 +247,7 @@ class EngineLoop:
             if self._is_over:
                 return
             self._refusal, self._is_over = error, True
+            self.ended.set_exception(error if isinstance(error, EngineFailed) else None)  # before anybody hears of it
         self._updates += [(one, copy_error(error)) for one in list(self._live.values())]
         self._send_updates()
         orders = self._held + ([self._replacement.order()] if self._replacement else [])
@@ -256,7 +257,6 @@ class EngineLoop:
         for order in orders:
             order.refuse(copy_error(error))
         self._inbox.put(Order(self._stop))  # for a thread that waits
-        self.ended.set_exception(error if isinstance(error, EngineFailed) else None)
 
     def _turn(self) -> None:
         """What others ask, a step, and what came of it."""
