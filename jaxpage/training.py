@@ -21,7 +21,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, ForwardContext
 from jaxpage.layers.experts import Experts
-from jaxpage.models.base import abstract_model, make_model
+from jaxpage.models.base import abstract, make_model
 
 Parameters = dict[Any, Any]  # a nested dict of arrays, some of them several of the checkpoint's in one
 
@@ -53,7 +53,7 @@ class TrainableModel:
         model = make_model(files.family, files.spec, dtype, None)
         if any(isinstance(module, Experts) for _, module in nnx.iter_modules(model)):
             raise UnsupportedError("mixtures of experts cannot be trained: their loop has no derivative")
-        graph, _ = abstract_model(files.family, files.spec, dtype)
+        graph, _ = abstract(model)
         return cls(files, graph, dtype), load_weights(files.plan, dtype, jnp.asarray)
 
     def named(self, parameters: Parameters) -> dict[str, jax.Array]:

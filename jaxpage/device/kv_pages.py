@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxpage.device.mesh import DeviceMesh
 from jaxpage.models.base import KVSpec
 from pallas_kernels import is_quantized
 
@@ -52,6 +53,12 @@ def page_shapes(kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dt
     """The pages as shapes, for compiling ahead of time. num_blocks: P of every layer, or of each."""
     of_layers = [num_blocks] * kv.num_layers if isinstance(num_blocks, int) else num_blocks
     return tuple(_layer_shapes(kv, count, block_size, dtype) for count in of_layers)
+
+
+def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPages:
+    """Of all devices: each layer's pages in each of the `num_local` shards of a device. of_shard: shapes of all layers, in one shard."""
+    each = tuple(layer for layer in of_shard for _ in range(num_local))
+    return tuple(mesh.divided(each, KV_HEAD_AXIS))
 
 
 def _layer_shapes(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike) -> LayerPages:

@@ -20,7 +20,7 @@ from jaxpage.device.backends import attention_set, choose_backend
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.host_pages import HostPages
-from jaxpage.device.kv_pages import KV_HEAD_AXIS, KVPages
+from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
@@ -209,11 +209,10 @@ def _pages_of_shard(spec: EngineSpec, files: ModelFiles) -> KVPages:
 
 def _pages(spec: EngineSpec, files: ModelFiles, drafting: Drafting, mesh: DeviceMesh) -> KVPages:
     """Shapes of all layers; of a divided model each layer's in each of a device's shards."""
-    own, count = files.spec.kv.num_layers, spec.sharding.num_local
-    of_model = tuple(layer for layer in _pages_of_shard(spec, files) for _ in range(count))
-    behind = [spec.num_blocks[group] for group in spec.layer_groups[own:]]
+    of_model = kv_pages.divided_shapes(_pages_of_shard(spec, files), spec.sharding.num_local, mesh)
+    behind = [spec.num_blocks[group] for group in spec.layer_groups[files.spec.kv.num_layers :]]
     drafters = drafting.pages(spec.menu, behind, spec.memory.block_size, spec.page_dtype)
-    return tuple(mesh.divided(of_model, KV_HEAD_AXIS)) + drafters
+    return of_model + drafters
 
 
 def _step_options(

@@ -69,8 +69,7 @@ class Embedder:
 
     def _page_shapes(self, width: int) -> kv_pages.KVPages:
         layers = kv_pages.page_shapes(self._kv, width + 1, self._block_size, self._page_dtype)
-        each = tuple(layer for layer in layers for _ in range(self._options.sharding.num_local))
-        return tuple(self._mesh.divided(each, kv_pages.KV_HEAD_AXIS))
+        return kv_pages.divided_shapes(layers, self._options.sharding.num_local, self._mesh)
 
     def _compiled(self, width: int) -> Any:
         tables = TableShape(1, width)

@@ -12,7 +12,6 @@ import os
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -72,8 +71,9 @@ class PrefixFiles:
         except OSError as error:
             raise ConfigError(f"prefix_cache_directory {str(directory)!r} cannot be used: {error}") from None
         self.counts = FileCounts()
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # of the next three
         self._sizes: OrderedDict[str, int] = OrderedDict((path, size) for _, path, size in found)
+        self._num_bytes = sum(self._sizes.values())
         self._pending: set[bytes] = set()
         self._waiting: queue.Queue[tuple[StoredBlock, Contents] | None] = queue.Queue(_WAITING)
         self._writer = threading.Thread(target=self._write_all, name="prefix cache", daemon=True)
@@ -82,7 +82,7 @@ class PrefixFiles:
     @property
     def num_bytes(self) -> int:
         with self._lock:
-            return sum(self._sizes.values())
+            return self._num_bytes
 
     def has(self, digest: bytes) -> bool:
         """Whether the block is there, or about to be written."""
@@ -134,9 +134,10 @@ class PrefixFiles:
             block, contents = item
             path = self._path(block.digest)
             temporary = path.with_suffix(f".{os.getpid()}")
+            tensors = {"pages": contents, "token_ids": np.array(block.token_ids, np.int32)}
+            written = save(tensors, _about(block, contents))
             try:
-                tensors = {"pages": contents, "token_ids": np.array(block.token_ids, np.int32)}
-                temporary.write_bytes(save(tensors, _about(block, contents)))
+                temporary.write_bytes(written)
                 temporary.replace(path)
             except OSError as error:
                 logger.warning("a block of the prefix cache cannot be written to %s: %s", path, error)
@@ -144,7 +145,8 @@ class PrefixFiles:
                 self._give_up(block)
                 continue
             with self._lock:
-                self._sizes[str(path)] = path.stat().st_size
+                self._num_bytes += len(written) - self._sizes.pop(str(path), 0)
+                self._sizes[str(path)] = len(written)
                 self._pending.discard(block.digest)
             self.counts.written += 1
             self._tidy()
@@ -152,10 +154,10 @@ class PrefixFiles:
     def _tidy(self) -> None:
         """Deletes the least recently used until what is left fits."""
         with self._lock:
-            total, taken = sum(self._sizes.values()), []
-            while total > self._max_bytes and self._sizes:
+            taken = []
+            while self._num_bytes > self._max_bytes and self._sizes:
                 path, size = self._sizes.popitem(last=False)
-                total -= size
+                self._num_bytes -= size
                 taken.append(path)
         for path in taken:
             Path(path).unlink(missing_ok=True)
@@ -167,13 +169,13 @@ class PrefixFiles:
 
     def _forget(self, path: Path) -> None:
         with self._lock:
-            self._sizes.pop(str(path), None)
+            self._num_bytes -= self._sizes.pop(str(path), 0)
 
     def _path(self, digest: bytes) -> Path:
         return self._own / f"{digest.hex()}{_SUFFIX}"
 
 
-def _about(block: StoredBlock, contents: Sequence[int] | Contents) -> dict[str, str]:
+def _about(block: StoredBlock, contents: Contents) -> dict[str, str]:
     """The metadata of a block's file."""
     checksum = hashlib.blake2b(np.ascontiguousarray(contents).data, digest_size=16).hexdigest()
     return {"format": "jaxpage prefix block 1", "before": block.before.hex(), "blake2b": checksum}

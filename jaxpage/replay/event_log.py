@@ -65,6 +65,11 @@ def encoded(record: Record) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
+def is_after(record: Record, until: int | None) -> bool:
+    """Whether the step after `until` begins with this record. None: no step is after it."""
+    return until is not None and record["event"] == "plan" and record.get("step", 0) > until
+
+
 def write_log(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
     """A whole log at once. Raises OSError, also if there is such a file already."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

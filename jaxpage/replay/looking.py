@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpage.errors import EventLogError
 from jaxpage.replay.differences import Differs, differ
-from jaxpage.replay.event_log import LogReader
+from jaxpage.replay.event_log import LogReader, is_after
 from jaxpage.replay.log_header import read_header
 from jaxpage.replay.recorder import Record, usual_draws
 from jaxpage.replay.walk import SequenceWalk, Walk
@@ -26,7 +26,7 @@ def records_of(path: Path, until: int | None = None) -> Iterator[Record]:
         read_header(log)
         log.take()
         while (record := log.next) is not None:
-            if until is not None and record["event"] == "plan" and record.get("step", 0) > until:
+            if is_after(record, until):
                 return
             yield record
             log.take()

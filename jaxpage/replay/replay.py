@@ -22,7 +22,7 @@ from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.differences import Differs, Leave, differ, without_text
-from jaxpage.replay.event_log import LogReader, encoded
+from jaxpage.replay.event_log import LogReader, encoded, is_after
 from jaxpage.replay.log_header import check_replayable, compare_engines, header, logged_config, read_header
 from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.settings.argument_checks import shown
@@ -110,7 +110,7 @@ class Replay:
         ending: str | None = "The log ends without a shutdown"
         try:
             while (record := self._log.next) is not None:
-                if until is not None and record["event"] == "plan" and record.get("step", 0) > until:
+                if is_after(record, until):
                     ending = None
                     break
                 self._follow(record)
@@ -154,10 +154,7 @@ class Replay:
 
     def _add(self, record: Record) -> None:
         try:
-            words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
-            checked = self._engine.admission.check_params(given_params(without_text(record)))
-            checked = checked._replace(bad_word_token_ids=self._engine.admission.checked_words(words))
-            self._engine.add(record["request_id"], self._engine.prepare(None, record["prompt_token_ids"], checked))
+            add_arrival(self._engine, without_text(record))
         except (AttributeError, LookupError, TypeError, ValueError, JaxpageError) as error:
             self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
 
@@ -287,7 +284,15 @@ class _LoggedBeams(BeamStrategy):
         return list(ends) if ends and all(draw.token_id >= 0 for draw in draws) else super().advance(draws)
 
 
-def given_params(record: Record) -> SamplingParams | BeamSearchParams:
+def add_arrival(engine: Engine, record: Record) -> None:
+    """Raises what `Engine.add` raises, and AttributeError, LookupError, TypeError or ValueError for a record that makes no sense."""
+    words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
+    checked = engine.admission.check_params(_given_params(record))
+    checked = checked._replace(bad_word_token_ids=engine.admission.checked_words(words))
+    engine.add(record["request_id"], engine.prepare(None, record["prompt_token_ids"], checked))
+
+
+def _given_params(record: Record) -> SamplingParams | BeamSearchParams:
     """What an arrival asked for. Raises LookupError, TypeError or ValueError if it makes no sense."""
     fields = record["beam" if "beam" in record else "params"]
     given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

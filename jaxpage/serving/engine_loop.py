@@ -96,10 +96,10 @@ class EngineLoop:
         """Whether requests are taken in."""
         return self.healthy and self._refusal is None
 
-    def call(self, function: Callable[[Engine], _Result]) -> Future[_Result]:
+    def call(self, function: Callable[[Engine], _Result], *, adds_requests: bool = False) -> Future[_Result]:
         """Runs a function of the engine between two steps. Raises EngineFailed or ShuttingDown when there is no thread to do it."""
         future: Future[_Result] = Future()
-        self._post(Order(function, future))
+        self._post(Order(function, future, adds_requests))
         return future
 
     async def snapshot(self, function: Callable[[Engine], _Result]) -> _Result:
@@ -117,6 +117,7 @@ class EngineLoop:
         self, requests: Sequence[PreparedRequest], *, stream: bool, name: str = "request", arrived: float | None = None
     ) -> list[RequestHandle]:
         """Gives requests to the engine, all or none.
+
         stream: whether what is new will be asked of them, again and again, or `whole`. name: what their ids begin with, before a
         number of the engine's own. arrived: when, by `time.monotonic`; None: now.
 
@@ -130,9 +131,7 @@ class EngineLoop:
         submitted = [RequestHandle(self, request, stream=stream, deadline=deadline) for request in requests]
         self._take_places(len(submitted))
         try:
-            added: Future[None] = Future()
-            self._post(Order(lambda engine: self._add(submitted, name), added, adds_requests=True))
-            await asyncio.wrap_future(added)
+            await asyncio.wrap_future(self.call(lambda engine: self._add(submitted, name), adds_requests=True))
         except BaseException:  # cancelled as well, whether the engine has them by now or not
             for one in submitted:
                 one.cancel()
@@ -163,6 +162,7 @@ class EngineLoop:
     async def replace_weights(self, weights: Any, *, abort: bool) -> int:
         """Takes other weights once nothing runs, and returns their version. Requests that come in meanwhile wait, and get the new ones.
         Who stops waiting takes it back.
+
         weights: as on the device. abort: end what runs or waits with WeightsReplaced, instead of waiting for it.
 
         Raises RuntimeError if others are on their way already, or a prefix is pinned, and what `call` raises.

@@ -14,7 +14,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.replay.differences import Differs, differ
 from jaxpage.replay.event_log import encoded
 from jaxpage.replay.recorder import Record, Recorder
-from jaxpage.replay.replay import given_params
+from jaxpage.replay.replay import add_arrival
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.settings.argument_checks import shown
 from jaxpage.step.plan import StepPlan
@@ -85,10 +85,7 @@ class Follower:
 
     def _add(self, record: Record) -> None:
         try:
-            words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
-            checked = self._engine.admission.check_params(given_params(record))
-            checked = checked._replace(bad_word_token_ids=self._engine.admission.checked_words(words))
-            self._engine.add(record["request_id"], self._engine.prepare(None, record["prompt_token_ids"], checked))
+            add_arrival(self._engine, record)
         except (LookupError, TypeError, ValueError, TimeoutError, JaxpageError) as error:
             why = f"{type(error).__name__}: {error}"
             raise Differs(f"this rank refuses request {shown(record.get('request_id'))}: {why}") from error

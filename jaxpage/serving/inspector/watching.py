@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Events
+from jaxpage.engine.events import Both, Events
 from jaxpage.outputs import RequestMetrics
 from jaxpage.step.plan import Row, StepPlan
 from jaxpage.step.report import StepReport
@@ -78,7 +78,7 @@ def is_chunk(row: Row, num_prompt_tokens: int) -> bool:
     return row.start < num_prompt_tokens or len(row.token_ids) - len(row.parents) > 1
 
 
-class Watcher(Events):
+class Watcher(Both):
     """Listens to an engine in front of whoever listens already, and tells that one everything. Leaves when nobody has looked for a while.
 
     What goes wrong in here costs the page its history and no request anything.
@@ -90,6 +90,7 @@ class Watcher(Events):
         self.steps: deque[dict[str, Any]] = deque(maxlen=NUM_STEPS)
         self.last_look = now = time.monotonic()
         self._engine = engine
+        super().__init__(engine.events, Events())
         self._listener = engine.events
         self._began = now
         self._group_of: dict[int, SequenceGroup] = {}  # of the step that is under way, by sequence id
@@ -112,28 +113,25 @@ class Watcher(Events):
             self.finished[-1].timeline.close(self.last_look)
 
     def arrived(self, group: SequenceGroup) -> None:
-        self._listener.arrived(group)
+        super().arrived(group)
         track = self.tracks[group.request.request_id] = Track(group, Timeline())
         track.timeline.wait("queued", time.monotonic())
 
     def aborted(self, group: SequenceGroup) -> None:
-        self._listener.aborted(group)
+        super().aborted(group)
         self._close(group)
 
     def pinned(self, group: SequenceGroup, pin_id: int) -> None:
-        self._listener.pinned(group, pin_id)
+        super().pinned(group, pin_id)
         self._close(group)
 
-    def unpinned(self, pin_id: int) -> None:
-        self._listener.unpinned(pin_id)
-
     def planned(self, plan: StepPlan) -> None:
-        self._listener.planned(plan)
+        super().planned(plan)
         self._began = time.monotonic()
         self._group_of = {s.sequence_id: group for group in self._engine.scheduler.running for s in group.unfinished}
 
     def stepped(self, report: StepReport) -> None:
-        self._listener.stepped(report)
+        super().stepped(report)
         now = time.monotonic()
         if now - self.last_look > PATIENCE_SECONDS:
             self._leave()
@@ -143,21 +141,6 @@ class Watcher(Events):
         except Exception:
             logger.exception("the page's history of the engine ends here; it begins anew at the next look")
             self._leave()
-
-    def failed(self, plan: StepPlan, error: Exception) -> None:
-        self._listener.failed(plan, error)
-
-    def pages_rebuilt(self) -> None:
-        self._listener.pages_rebuilt()
-
-    def prefix_cache_reset(self) -> None:
-        self._listener.prefix_cache_reset()
-
-    def weights_replaced(self) -> None:
-        self._listener.weights_replaced()
-
-    def closed(self) -> None:
-        self._listener.closed()
 
     def _leave(self) -> None:
         if self.is_listening:
