@@ -6,6 +6,7 @@ import json
 import math
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +34,7 @@ expect = playwright.expect
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
 
 KEY = "correct-horse"
-INCIDENT_STEPS = 40
+INCIDENT_STEP, INCIDENT_STEPS = 150, 40
 
 
 CONFIG = EngineConfig(model="demo", max_num_batched_tokens=64, swap_space_blocks=24, **POOL)
@@ -60,17 +61,23 @@ def crowd_of_several_steps() -> tuple[str, list[Any]]:
 
 
 def crowd_of(built: Built) -> tuple[str, list[Any], str]:
-    """An event log of a crowd, the engine's snapshots of the same steps, and an incident of the last of them."""
+    """An event log of a crowd, the engine's snapshots of the same steps, and an incident of some of them."""
     engine, inspector, snapshots = built.engine, Inspector(), []
     records = [header(EngineConfig(model="demo", **POOL), engine, built.spec)]
     ring = IncidentRing(INCIDENT_STEPS, keeps_token_ids=False)
     silent = engine.events
     engine.events = Both(Recorder(records.append), ring)
     inspector.inspect(engine)
-    run_crowd(engine, 8, lambda: snapshots.append(json.loads(json.dumps(inspector.inspect(engine)))))
+    incident = [{**records[0], "incident": {"reason": "asked for"}}]
+
+    def after_step() -> None:
+        snapshots.append(json.loads(json.dumps(inspector.inspect(engine))))
+        if len(snapshots) == INCIDENT_STEP:
+            incident.extend(ring.taken("asked for").records)
+
+    run_crowd(engine, 8, after_step)
     engine.events = silent
     engine.reset_prefix_cache()
-    incident = [{**records[0], "incident": {"reason": "asked for"}}, *ring.taken("asked for").records]
     return as_lines(records), snapshots, as_lines(incident)
 
 
@@ -108,7 +115,8 @@ def open_live(page: Any, server: str, kind: str = "Completion") -> None:
     page.goto(f"{server}/ui/")
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#numbers")).to_contain_text("cached")  # of the first event, which comes a moment later
-    page.get_by_label(kind, exact=True).check(force=True)
+    for one in ("chat", "completion", kind.lower()):
+        page.locator(f"[name=kind][value={one}]").check(force=True)
     page.locator(".parameters-box summary").click()
 
 
@@ -209,6 +217,11 @@ def test_beams_side_by_side(page: Any, server: str) -> None:
     assert all(texts) and len(set(texts)) == 3
 
 
+def squeezed(text: str) -> str:
+    """As Markdown shows white space."""
+    return " ".join(text.split())
+
+
 def test_a_chat_goes_on_from_top_to_bottom(page: Any, server: str) -> None:
     open_live(page, server, "Chat")
     bodies = posted(page)
@@ -219,11 +232,12 @@ def test_a_chat_goes_on_from_top_to_bottom(page: Any, server: str) -> None:
         page.locator("#prompt").press("Enter")
         expect(page.locator("#prompt")).to_have_value("")
         expect(page.locator(".exchange").nth(index)).to_have_attribute("aria-busy", "false")
-    streamed = [event for event in page.evaluate("performance.getEntriesByType('resource').map((one) => one.name)")]
-    assert sum("chat/completions" in name for name in streamed) == 2
     said = [(one["role"], one["content"]) for one in bodies[1]["messages"]]
-    assert [role for role, _ in said] == ["system", "user", "assistant", "user"] and said[3][1] == "And then"
-    squeezed = lambda text: " ".join(text.split())  # noqa: E731: Markdown joins lines
+    assert (
+        len(bodies) == 2
+        and [role for role, _ in said] == ["system", "user", "assistant", "user"]
+        and said[3][1] == "And then"
+    )
     assert squeezed(said[2][1]) == squeezed(page.locator(".exchange .text").first.inner_text())
     shown = page.locator(".said").all_inner_texts()
     assert [squeezed(text) for text in shown] == ["system Be brief", "user Once upon a time", "user And then"]
@@ -261,7 +275,7 @@ def test_what_nobody_sets_is_the_model_s(
     bodies = posted(page)
     page.fill("#max_tokens", "2")
     for kind, sent in (("Completion", {}), ("Chat", chat_sends)):
-        page.get_by_label(kind, exact=True).check(force=True)
+        page.locator(f"[name=kind][value={kind.lower()}]").check(force=True)
         assert [page.get_attribute(f"#{name}", "placeholder") for name in DRAWN] == shown[kind]
         page.fill("#prompt", "Once upon a time")
         page.click("#send")
@@ -315,20 +329,23 @@ def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: Engine
     assert 0 < int(outcome.split()[0]) <= gained["copy_on_write_blocks_total"]
     outcome, gained = played("Force a preemption")
     assert gained["preempted"] >= outcome.count("#") >= 1 and "finished" in outcome
-    assert page.locator(".note").count() == 7 and page.locator(".note.problem").count() == 0
+    assert page.locator(".note").count() == 5 and page.locator(".note.problem").count() == 0
     page.get_by_role("button", name="Speculate").click(force=True)
     expect(page.locator("#tour-text")).to_contain_text("speculation is off")
 
 
-def test_slow_motion_lasts_as_long_as_somebody_looks(page: Any, server: str, loop: EngineLoop) -> None:
+def test_slow_motion_lasts_as_long_as_somebody_looks(
+    page: Any, server: str, loop: EngineLoop, built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, step = [], built.engine.step
+    monkeypatch.setattr(built.engine, "step", lambda: begun.append(time.monotonic()) or step())
     open_live(page, server)
     page.select_option("#pace", "0.25")
     expect(page.locator("#status")).to_have_text("live, 0.25 s per step")
     page.fill("#max_tokens", "4")
     page.click("#send")
     expect(page.locator(".note")).to_contain_text("4 tokens")
-    rate = float(re.findall(r"([\d.]+) tokens/s", page.locator(".note").inner_text())[0])
-    assert 3 < rate < 6, "4 tokens in three waits"
+    assert len(begun) >= 4 and min(np.diff(begun)) > 0.24
     expect(page.locator("#step-numbers")).to_contain_text("decode")
     page.fill("#max_tokens", "200")
     page.click("#send")
@@ -415,7 +432,11 @@ def comparable(snapshot: Any) -> Any:
     for request in requests:
         for one in request["sequences"]:
             one.pop("sample", None)
-    step = {name: value for name, value in snapshot["step"].items() if name not in ("seconds", "draws", "results", "accepted")}
+    step = {
+        name: value
+        for name, value in snapshot["step"].items()
+        if name not in ("seconds", "draws", "results", "accepted")
+    }
     return {
         "pool": snapshot["pool"],
         "requests": sorted(requests, key=lambda one: one["number"]),
@@ -519,8 +540,8 @@ def test_an_incident_shows_the_last_steps(
         incident,
     )
     num_compared = 0
-    for one, want in zip(shown, snapshots[-INCIDENT_STEPS:], strict=True):
-        assert one["step"]["step"] == want["step"]["step"] and one["step"]["rows"] and running(one) <= running(want)
+    for one, want in zip(shown, snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP], strict=True):
+        assert one["step"]["step"] == want["step"]["step"] and one["step"]["rows"]
         by_id = {request["id"]: request for request in want["requests"]}
         rows = {row[1] for row in one["step"]["rows"]}
         for request in one["requests"]:

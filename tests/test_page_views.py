@@ -74,8 +74,8 @@ Unclosed **strong and `code, a < b && c > d.
 
 SERIALISE = """async (text) => {
     const { markdown } = await import("/ui/markdown.js");
-    const of = (node) => node.nodeType === 3 ? node.data
-        : [node.tagName.toLowerCase(), Object.fromEntries([...node.attributes].map((one) => [one.name, one.value])), [...node.childNodes].map(of)];
+    const attributes = (node) => Object.fromEntries([...node.attributes].map((one) => [one.name, one.value]));
+    const of = (node) => node.nodeType === 3 ? node.data : [node.tagName.toLowerCase(), attributes(node), [...node.childNodes].map(of)];
     return markdown(text).map(of);
 }"""
 
@@ -96,7 +96,8 @@ class Tree(html.parser.HTMLParser):
             self._open.append(element)
 
     def handle_endtag(self, tag: str) -> None:
-        self._open.pop()
+        if tag not in ("hr", "br"):
+            self._open.pop()
 
     def handle_data(self, data: str) -> None:
         self._open[-1][2].append(data)
@@ -122,7 +123,8 @@ def plain(nodes: list[Any]) -> list[Any]:
 
 
 def test_markdown_is_what_a_library_makes_of_it(page: Any, files: str) -> None:
-    page.goto(f"{files}/ui/style.css")
+    page.allowed.append("404")
+    page.goto(f"{files}/ui/")
     oracle = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
     shown = page.evaluate(SERIALISE, TEXT)
     assert plain(shown) == plain(Tree(oracle.render(TEXT)).root[2])
@@ -130,7 +132,15 @@ def test_markdown_is_what_a_library_makes_of_it(page: Any, files: str) -> None:
         page.evaluate(SERIALISE, TEXT[:end])
 
 
-ADDRESSES = ("javascript:alert(1)", "JaVaScRiPt:alert(1)", "data:text/html,<script>", " javascript:a", "vbscript:a", "//x.y", "file:///etc")
+ADDRESSES = (
+    "javascript:alert(1)",
+    "JaVaScRiPt:alert(1)",
+    "data:text/html,<script>",
+    " javascript:a",
+    "vbscript:a",
+    "//x.y",
+    "file:///etc",
+)
 HOSTILE = [
     *(f"[a]({one}) ![b]({one}) <{one}>" for one in ADDRESSES),
     '<img src=x onerror="window.broken=1">',
@@ -158,7 +168,7 @@ def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"{files}/ui/")
-    page.get_by_label("Chat", exact=True).first.check(force=True)
+    page.locator("[name=kind][value=chat]").check(force=True)
     chunk = {"choices": [{"index": 0, "delta": {"content": "\n\n".join(HOSTILE)}, "finish_reason": "stop"}]}
     body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
@@ -203,7 +213,14 @@ def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, 
             counts[block] += 1
         kept += blocks[:5]
         known = 16 * len(blocks) - 3
-        sequence = {"id": number, "sample": 0, "known": known, "computed": known - 1, "blocks": blocks, "host_blocks": []}
+        sequence = {
+            "id": number,
+            "sample": 0,
+            "known": known,
+            "computed": known - 1,
+            "blocks": blocks,
+            "host_blocks": [],
+        }
         timeline = [["queued", 0.0, 0.5, 0], ["chunk", 0.5, 1.0, 64], ["decode", 1.0, None, known - 64]]
         requests.append(
             {
@@ -223,7 +240,13 @@ def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, 
         )
     further = {"window": 64, "num_blocks": 50, "num_free": 50 - num_requests, "first_block": num_blocks, "kept": []}
     further["ref_counts"] = [1] * num_requests + [0] * (50 - num_requests)
-    pool = {"block_size": 16, "num_blocks": num_blocks, "num_host_blocks": 0, "ref_counts": counts, "kept": sorted(set(kept))}
+    pool = {
+        "block_size": 16,
+        "num_blocks": num_blocks,
+        "num_host_blocks": 0,
+        "ref_counts": counts,
+        "kept": sorted(set(kept)),
+    }
     step = {
         "step": 9,
         "kind": "decode",
@@ -278,16 +301,19 @@ def test_thirty_thousand_blocks_are_as_readable_as_a_hundred(page: Any, files: s
     assert 100 < cells(page) < 3000 and int(page.get_attribute("#grid", "data-size")) >= 12
     box = page.locator("#minimap").bounding_box()
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    sight = "() => { const box = document.querySelector('#grid').closest('.scroll'); return box.scrollTop / (box.scrollHeight - box.clientHeight); }"
-    page.wait_for_function(f"Math.abs(({sight})() - 0.5) < 0.1")
+    sight = """() => {
+        const box = document.querySelector("#grid").closest(".scroll");
+        return box.scrollTop / (box.scrollHeight - box.clientHeight);
+    }"""
+    page.wait_for_function(f"() => Math.abs(({sight})() - 0.5) < 0.1")
     before = cells(page)
     page.click("#nearer")
     page.click("#nearer")
-    page.wait_for_function(f"Number(document.querySelector('#grid').dataset.cells) < {before / 1.5}")
+    page.wait_for_function(f"() => Number(document.querySelector('#grid').dataset.cells) < {before / 1.5}")
     assert abs(page.evaluate(sight) - 0.5) < 0.1, "what was in the middle is there still"
     for _ in range(12):
         page.click("#further")
-    page.wait_for_function(f"Number(document.querySelector('#grid').dataset.cells) > {4 * before}")
+    page.wait_for_function(f"() => Number(document.querySelector('#grid').dataset.cells) > {4 * before}")
     page.click("#fit")
     page.select_option("#group", "1")
     expect(page.locator("#numbers")).to_contain_text("40 in use")
@@ -301,6 +327,7 @@ def test_timelines_answer_to_pointer_touch_and_keyboard(browser: Any, files: str
     with opened(browser, has_touch=True) as page:
         open_faked(page, files, state(513, num_requests=5))
         lane = page.locator(".timeline").nth(1)
+        lane.scroll_into_view_if_needed()
         box = lane.bounding_box()
         tip = page.locator("#tooltip")
         page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 9)  # 0.75 s of 3
@@ -325,30 +352,37 @@ def test_timelines_answer_to_pointer_touch_and_keyboard(browser: Any, files: str
         expect(tip).to_have_text("step 9 · 40 of 64 tokens · 10.0 ms")
 
 
-SMALL = """() => {
-    const isSeen = (one) => one.checkVisibility({ visibilityProperty: true }) && !one.closest(".visually-hidden, .skip");
+SEEN = """
+    const seen = (selector) => [...document.querySelectorAll(selector)]
+        .filter((one) => one.checkVisibility({ visibilityProperty: true }) && !one.closest(".visually-hidden, .skip"));
+    const controls = "button, input, select, textarea, summary";
+"""
+SMALL = f"""() => {{
+    {SEEN}
     const target = (one) => one.matches("[type=checkbox], [type=radio], [type=file]") ? one.closest("label") : one;
-    const controls = [...document.querySelectorAll("button, input, select, textarea, summary")].filter(isSeen);
-    return controls.map(target).filter((one) => one.getBoundingClientRect().height < 40 || one.getBoundingClientRect().width < 40).map((one) => one.id || one.textContent);
-}"""
-NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, summary, canvas[tabindex], [role=group], [role=radiogroup]")]
-    .filter((one) => one.checkVisibility())
-    .filter((one) => !(one.getAttribute("aria-label") || [...(one.labels ?? [])].some((label) => label.textContent.trim()) || (one.matches("button, summary") && one.textContent.trim())))
-    .map((one) => one.outerHTML.slice(0, 80))"""
+    const isSmall = ({{ width, height }}) => Math.min(width, height) < 40;
+    return seen(controls).map(target).filter((one) => isSmall(one.getBoundingClientRect())).map((one) => one.id || one.textContent);
+}}"""
+NAMELESS = f"""() => {{
+    {SEEN}
+    const isNamed = (one) => one.getAttribute("aria-label") || [...(one.labels ?? [])].some((label) => label.textContent.trim())
+        || (one.matches("button, summary") && one.textContent.trim());
+    return seen(`${{controls}}, canvas[tabindex], [role=group], [role=radiogroup]`).filter((one) => !isNamed(one)).map((one) => one.id);
+}}"""
 
 
 def test_a_phone_has_room_for_all_of_it(browser: Any, files: str) -> None:
     with opened(browser, viewport={"width": 390, "height": 844}, has_touch=True) as page:
         open_faked_on_phone(page, files)
-        for pane in ("Chat", "KV cache"):
-            page.locator(".panes").get_by_text(pane, exact=True).click()
+        for pane in ("chat", "cache"):
+            page.locator(f"[name=pane][value={pane}]").check(force=True)
             page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
             assert page.evaluate("document.documentElement.scrollWidth") <= 390, pane
             assert page.evaluate(SMALL) == [], pane
             assert page.evaluate(NAMELESS) == [], pane
         expect(page.locator("#grid")).to_be_visible()
-        assert page.locator("#grid").bounding_box()["width"] > 330
-        page.locator(".panes").get_by_text("Chat", exact=True).click()
+        assert page.locator("#grid").bounding_box()["width"] > 300
+        page.locator("[name=pane][value=chat]").check(force=True)
         prompt = page.locator("#prompt").bounding_box()
         assert prompt["y"] + prompt["height"] < 844, "the input is in sight below the conversation"
 
@@ -364,7 +398,7 @@ def open_faked_on_phone(page: Any, files: str) -> None:
     body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     page.goto(f"{files}/ui/")
-    page.locator("#form").get_by_text("Chat", exact=True).click()
+    page.locator("[name=kind][value=chat]").check(force=True)
     page.fill("#prompt", long)
     page.click("#send")
     expect(page.locator(".markdown table")).to_have_count(3)

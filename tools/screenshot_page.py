@@ -2,8 +2,8 @@
 
     python -m tools.screenshot_page [--out docs/images] [--chromium /usr/bin/chromium]
 
-Needs `pip install '.[test]'` and Chromium. Servers with the demo model do what is seen; only the answer in Markdown is a sample text, because the
-demo model writes none.
+Needs `pip install '.[test]'` and Chromium. Servers with the demo model do what is seen; only the answer in Markdown is a sample text,
+because the demo model writes none.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 
-DESKTOP, PHONE = (1440, 900), (390, 844)
+DESKTOP, PHONE = (1440, 1200), (390, 844)
 SECONDS = 120.0  # that a server may take to start
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 SMALL_POOL = ("--num-blocks", "97", "--max-model-len", "256", "--swap-space-blocks", "32")
@@ -52,7 +53,18 @@ def serving(*flags: str) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "jaxpage", "serve", "demo", "--ui", "--ui-show-prompts", "--port", str(port), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpage",
+        "serve",
+        "demo",
+        "--ui",
+        "--ui-show-prompts",
+        "--port",
+        str(port),
+        *flags,
+    ]
     with subprocess.Popen(command) as server:
         try:
             wait_for(f"{address}/ready")
@@ -82,8 +94,8 @@ def opened(browser: Browser, address: str, scheme: str, size: tuple[int, int]) -
         has_touch=width < 1000,
     )
     page.goto(f"{address}/ui/")
-    page.wait_for_function("document.querySelector('#status').textContent.startsWith('live')")
-    page.wait_for_function("!document.querySelector('#tour').hidden")
+    page.wait_for_function("() => document.querySelector('#status').textContent.startsWith('live')")
+    page.wait_for_function("() => !document.querySelector('#tour').hidden")
     yield page
     page.close()
 
@@ -93,33 +105,31 @@ def start_tour(page: Page, name: str) -> None:
 
 
 def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
-    """Three samples that fork, in slow motion, with the block table of one selected."""
+    """Three samples that fork, in slow motion, at the moment of the copies."""
     with opened(browser, address, scheme, DESKTOP) as page:
         start_tour(page, "Fork three samples")
-        page.wait_for_function("/ [2-9] shared|[0-9]+ shared/.test(document.querySelector('#numbers').textContent)")
-        page.wait_for_timeout(2500)
-        page.locator(".requests button").first.click()
-        page.wait_for_timeout(300)
+        page.wait_for_function("() => document.querySelector('#step-numbers').textContent.includes('copied')")
+        page.wait_for_timeout(150)
         page.screenshot(path=out / f"page-{scheme}.png")
 
 
 def take_preemption(browser: Browser, address: str, scheme: str, out: Path) -> None:
     """Host memory in use, on a phone."""
-    with opened(browser, address, scheme, PHONE) as page:
-        page.locator(".panes").get_by_text("KV cache").click()
+    with opened(browser, address, scheme, (PHONE[0], 1400)) as page:
+        page.locator("[name=pane][value=cache]").check(force=True)
         start_tour(page, "Force a preemption")
-        page.wait_for_function("/[1-9][0-9]* (preempted|swapped)/.test(document.querySelector('#queue').textContent)")
+        page.wait_for_function(
+            "() => /[1-9][0-9]* (preempted|swapped)/.test(document.querySelector('#queue').textContent)"
+        )
         page.wait_for_timeout(500)
-        page.screenshot(path=out / f"page-phone-cache-{scheme}.png", full_page=True)
+        page.screenshot(path=out / f"page-phone-cache-{scheme}.png")
 
 
 def take_chat(browser: Browser, address: str, scheme: str, out: Path) -> None:
     with opened(browser, address, scheme, PHONE) as page:
         chunk = {"choices": [{"index": 0, "delta": {"content": MARKDOWN}, "finish_reason": "stop"}]}
         body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-        page.route(
-            "**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream")
-        )
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
         page.fill("#prompt", "What is paged attention?")
         page.click("#send")
         page.wait_for_selector(".markdown table")
@@ -133,13 +143,12 @@ def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> N
         page.select_option("#pace", "0.5")
         page.evaluate(
             """() => {
-                for (let number = 0; number < 40; number++) {
-                    const body = { model: "demo", prompt: Array(200 + 3 * number).fill(number + 5), max_tokens: 200, ignore_eos: true };
-                    fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
-                }
+                const prompt = Array.from({ length: 40 }, (_, number) => Array(200 + 3 * number).fill(number + 5));
+                const body = JSON.stringify({ model: "demo", prompt, max_tokens: 200, ignore_eos: true });
+                fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body });
             }"""
         )
-        page.wait_for_function("parseInt(document.querySelector('#numbers').textContent.replace(',', '')) > 500")
+        page.wait_for_function("() => parseInt(document.querySelector('#numbers').textContent.replace(',', '')) > 500")
         page.wait_for_timeout(1500)
         page.locator(".requests button").nth(2).hover()
         page.wait_for_timeout(300)
@@ -158,8 +167,14 @@ def take_log(browser: Browser, address: str, scheme: str, log: Path, out: Path) 
 
 def record(path: Path) -> None:
     """A beam search and two samples, with probabilities."""
-    sizes = {"block_size": 4, "num_blocks": 61, "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    params = [
+    sizes: dict[str, Any] = {
+        "block_size": 4,
+        "num_blocks": 61,
+        "max_model_len": 96,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    params: list[SamplingParams | BeamSearchParams] = [
         BeamSearchParams(beam_width=3, max_tokens=16),
         SamplingParams(n=2, seed=1, max_tokens=20, logprobs=4),
         SamplingParams(temperature=0.0, max_tokens=24, logprobs=4),

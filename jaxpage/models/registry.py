@@ -85,8 +85,12 @@ def _register_installed(architecture: str) -> None:
         )
     packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in found))
     if len(found) > 1:
-        raise UnsupportedError(f"config.json: several packages have architecture {architecture!r}: {packages}; keep one")
+        raise UnsupportedError(
+            f"config.json: several packages have architecture {architecture!r}: {packages}; keep one"
+        )
     try:
         register_model(architecture, next(iter(found)).load())
     except Exception as error:
-        raise UnsupportedError(f"config.json: {architecture!r} of the package {packages} cannot be used: {error}") from error
+        raise UnsupportedError(
+            f"config.json: {architecture!r} of the package {packages} cannot be used: {error}"
+        ) from error

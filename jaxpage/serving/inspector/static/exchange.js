@@ -10,13 +10,14 @@ const REASONS = { length: "stopped at max tokens", stop: "", abort: "aborted" };
 export class Exchange {
   /**
    * prompt: [{role, content}, ...], shown as they were sent; a completion has one, of the role "prompt".
+   * names: of the answers, if there are several.
    * showsTokens: texts appear as coloured tokens, as far as there are probabilities. Otherwise a chat's are Markdown.
    */
-  constructor(prompt, { numColumns = 1, isBeam = false, isChat = false, showsTokens = false, title = "" }) {
+  constructor(prompt, { names = [""], isBeam = false, isChat = false, showsTokens = false, title = "" }) {
     Object.assign(this, { isBeam, isChat, showsTokens, numTokens: 0, frame: 0 });
     this.began = this.last = performance.now();
     this.first = null; // when the first token came
-    this.columns = Array.from({ length: numColumns }, (_, index) => newColumn(index, numColumns, isBeam));
+    this.columns = names.map(newColumn);
     this.note = el("p", { class: "note mono", role: "status" }, "waiting…");
     const said = prompt.map(({ role, content }) => el("div", { class: `said ${role}` }, el("span", { class: "role" }, title || role), content));
     const columns = el("div", { class: "columns" }, ...this.columns.map(({ box }) => box));
@@ -93,8 +94,7 @@ export class Exchange {
   }
 }
 
-function newColumn(index, numColumns, isBeam) {
-  const name = numColumns > 1 ? `${isBeam ? "Beam" : "Sample"} ${index + 1}` : "";
+function newColumn(name) {
   const text = el("div", { class: "text", tabindex: "0", role: "group", "aria-label": name || "Output", keydown: walkTokens });
   const reason = el("p", { class: "muted small" });
   return { box: el("div", { class: "column" }, name && el("h3", {}, name), text, reason), text, reason, pieces: [], numDrawn: 0 };

@@ -12,7 +12,7 @@ const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)])( +|$)/;
-const STYLES = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
+const STYLES = [["***", "em", "strong"], ["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
 
 /** Elements for a text. What is not closed yet, as while a text streams, reads as if it were closed at the end or were plain. */
 export function markdown(text) {
@@ -175,14 +175,16 @@ function closing(text, mark, from, dead, isFit) {
 function styledAt(text, at, level, dead) {
   const style = STYLES.find(([mark]) => text.startsWith(mark, at));
   if (!style) return null;
-  const [mark, tag] = style;
+  const [mark, tag, inner] = style;
   const isWord = (place) => /[\p{L}\p{N}]/u.test(text[place] ?? "");
   const from = at + mark.length;
   if (/\s|^$/.test(text[from] ?? "") || (mark[0] === "_" && isWord(at - 1))) return null;
   const isFit = (end) =>
     end > from && !/\s/.test(text[end - 1]) && !(mark[0] === "_" && isWord(end + mark.length)) && (mark.length > 1 || (text[end + 1] !== mark && text[end - 1] !== mark));
   const end = closing(text, mark, from, dead, isFit);
-  return end < 0 ? null : [el(tag, {}, ...inline(text.slice(from, end), level + 1)), end + mark.length];
+  if (end < 0) return null;
+  const nodes = inline(text.slice(from, end), level + 1);
+  return [el(tag, {}, ...(inner ? [el(inner, {}, ...nodes)] : nodes)), end + mark.length];
 }
 
 const LINK = /\[([^[\]\n]*)\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)?)>?(?:\s+"[^"\n]*")?\s*\)/y;

@@ -3,8 +3,10 @@
 import { fitted } from "./dom.js";
 import { requestColor, themed } from "./colors.js";
 
-const SIDES = [6, 5, 4, 3, 2, 1]; // of a block, in px
-const MAX_HEIGHT = 48;
+const MAX_SIDE = 6; // of a block, in px
+const MIN_SIDE = 1; // below it several blocks share a cell
+const MAX_HEIGHT = 60;
+const MARGIN = 3; // for the frame
 
 export class Minimap {
   constructor(canvas, grid) {
@@ -12,7 +14,7 @@ export class Minimap {
     this.grid = grid;
     this.blocks = [];
     const go = ({ offsetX, offsetY }) => {
-      const place = Math.floor(offsetY / this.side) * this.columns + Math.floor(offsetX / this.side);
+      const place = Math.max(0, Math.floor((offsetY - MARGIN) / this.side)) * this.columns + Math.floor(offsetX / this.side);
       const block = this.blocks[Math.min(place * this.perCell, this.blocks.length - 1)];
       if (block) grid.scrollTo(block.id);
     };
@@ -51,19 +53,20 @@ export class Minimap {
       while (end < Math.min(endOfRow, cells) && isSame(this.lookOf(end, colorOf))) end += 1;
       context.globalAlpha = isPale ? 0.3 : 1;
       context.fillStyle = color;
-      context.fillRect((start % this.columns) * this.side, Math.floor(start / this.columns) * this.side, (end - start) * this.side, this.side);
+      if (color) context.fillRect((start % this.columns) * this.side, MARGIN + Math.floor(start / this.columns) * this.side, (end - start) * this.side, this.side);
       start = end;
     }
     context.globalAlpha = 1;
-    this.frameSight(context, height);
+    this.frameSight(context);
   }
 
   layout() {
     const width = this.canvas.clientWidth;
-    this.side = SIDES.find((side) => Math.ceil(this.blocks.length / Math.floor(width / side)) * side <= MAX_HEIGHT) ?? 1;
-    this.columns = Math.floor(width / this.side);
+    const side = Math.sqrt((width * MAX_HEIGHT) / this.blocks.length);
+    this.columns = Math.ceil(width / Math.min(Math.max(side, MIN_SIDE), MAX_SIDE));
+    this.side = width / this.columns;
     this.perCell = Math.ceil(this.blocks.length / (this.columns * Math.floor(MAX_HEIGHT / this.side)));
-    return Math.ceil(this.blocks.length / this.perCell / this.columns) * this.side;
+    return Math.ceil(this.blocks.length / this.perCell / this.columns) * this.side + 2 * MARGIN;
   }
 
   /** Of the blocks of a cell, the one that is marked or most in use: its colour, and whether others are meant. */
@@ -74,12 +77,12 @@ export class Minimap {
       const other = this.blocks[cell * this.perCell + index];
       if (other && rank(other) > rank(best)) best = other;
     }
-    const color = best.kind === "used" ? colorOf(best) : themed(best.kind === "cached" ? "cached-line" : "cell-free");
+    const color = best.kind === "used" ? colorOf(best) : best.kind === "cached" ? themed("cached-line") : "";
     return [color, Boolean(this.marked) && !this.marked.has(best.id)];
   }
 
   /** A frame around what the grid has in sight. */
-  frameSight(context, height) {
+  frameSight(context) {
     const [first, behind] = this.grid.sight;
     if (first >= behind) return;
     const origin = this.blocks[0].id;
@@ -87,6 +90,6 @@ export class Minimap {
     const [top, bottom] = [rowOf(this.grid.blocks[first]), rowOf(this.grid.blocks[behind - 1]) + this.side];
     context.strokeStyle = themed("accent");
     context.lineWidth = 2;
-    context.strokeRect(1, Math.max(1, top - 1), this.canvas.clientWidth - 2, Math.min(height - 1, bottom + 1) - Math.max(1, top - 1));
+    context.strokeRect(1, top + 1, this.canvas.clientWidth - 2, bottom - top + 2 * MARGIN - 2);
   }
 }

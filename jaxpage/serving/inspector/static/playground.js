@@ -57,7 +57,7 @@ export class Playground {
   turn() {
     $("form").classList.toggle("chat", this.isChat);
     $("prompt-label").textContent = this.isChat ? "Message" : "Prompt";
-    $("hint").textContent = this.isChat ? "Enter sends, Shift + Enter is a new line" : "Ctrl + Enter sends";
+    $("hint").textContent = this.isChat ? "(Enter sends, Shift + Enter is a new line)" : "(Ctrl + Enter sends)";
     $("send").textContent = this.isChat ? "Send" : "Generate";
     if (!this.isChat && !$("prompt").value && !this.exchanges.length) $("prompt").value = FIRST_PROMPT;
     if (this.isChat && $("prompt").value === FIRST_PROMPT) $("prompt").value = "";
@@ -121,10 +121,12 @@ export class Playground {
   }
 
   /** Sends a request and shows what comes. The exchange, once it has ended, however it did. */
-  async run(path, body, { prompt, signal, title, onText = () => {} }) {
+  async run(path, body, { prompt, signal, title, names, onText = () => {} }) {
     const isChat = path.includes("chat");
     const isBeam = Boolean(body.use_beam_search);
-    const exchange = new Exchange(prompt, { numColumns: body.n ?? 1, isBeam, isChat, title, showsTokens: this.showsTokens[isChat ? "chat" : "completion"] });
+    const numbered = Array.from({ length: body.n ?? 1 }, (_, index) => `${isBeam ? "Beam" : "Sample"} ${index + 1}`);
+    const showsTokens = this.showsTokens[isChat ? "chat" : "completion"];
+    const exchange = new Exchange(prompt, { names: names ?? (body.n > 1 ? numbered : [""]), isBeam, isChat, title, showsTokens });
     this.exchanges.push(exchange);
     const add = (part) => {
       exchange.add(part);

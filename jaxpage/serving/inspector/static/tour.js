@@ -48,10 +48,10 @@ const PRESETS = [
     why: (facts, pool) => crowdOf(facts, pool).why ?? null,
     async run(tour) {
       const { numRequests, numTokens, growth } = crowdOf(tour.facts, tour.pool);
-      const numbers = Array.from({ length: numRequests }, (_, index) => index);
-      const prompts = await Promise.all(numbers.map((number) => tour.ids(`Story ${number + 1}. ${STORY}`, numTokens)));
-      const sent = prompts.map((prompt, index) => tour.send(`Request ${"ABCDEFGHIJKLMNOP"[index] ?? index + 1}`, { prompt, max_tokens: growth, min_tokens: growth, ignore_eos: true }, numTokens));
-      await Promise.all(sent.map(({ ended }) => ended));
+      const names = Array.from({ length: numRequests }, (_, index) => `Request ${index + 1}`);
+      const prompt = await Promise.all(names.map((name) => tour.ids(`${name}. ${STORY}`, numTokens)));
+      const shown = `${names.length} stories, of ${count(numTokens, "token")} each`;
+      await tour.send("One prompt for each request", { prompt, max_tokens: growth, min_tokens: growth, ignore_eos: true }, { shown, names }).ended;
     },
     outcome: (requests) => {
       const preempted = requests.filter(({ num_preemptions }) => num_preemptions);
@@ -183,13 +183,13 @@ export class Tour {
     for (const button of this.buttons) button.disabled = Boolean(controller);
   }
 
-  /** A request of a preset, shown in the conversation. `started`: its first token is there. numIds: of a prompt of token ids. */
-  send(title, body, numIds = 0) {
+  /** A request of a preset, shown in the conversation. `started`: its first token is there. Of several prompts, each has a name: a browser
+   *  opens only six connections to a server, so they are one HTTP request. */
+  send(title, body, { shown = body.prompt, names } = {}) {
     const whole = { model: this.playground.model, stream: true, stream_options: body.stream === false ? undefined : { include_usage: true }, ...body };
-    const shown = numIds ? `${count(numIds, "token")} of a story` : body.prompt;
     let onText = null;
     const first = new Promise((resolve) => (onText = resolve));
-    const ended = this.playground.run("/v1/completions", whole, { prompt: [{ role: "prompt", content: shown }], title, signal: this.running.signal, onText });
+    const ended = this.playground.run("/v1/completions", whole, { prompt: [{ role: "prompt", content: shown }], title, names, signal: this.running.signal, onText });
     return { started: Promise.race([first, ended]), ended };
   }
 
