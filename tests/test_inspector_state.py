@@ -319,9 +319,9 @@ def test_no_more_viewers_than_there_may_be(engine: Engine, monkeypatch: pytest.M
     ("asked", "can_be_slow", "status"), [("0.5", False, 403), ("9", True, 400), ("nan", True, 400), ("-1", True, 400)]
 )
 def test_slow_motion_is_for_who_is_alone(engine: Engine, asked: str, can_be_slow: bool, status: int) -> None:
-    client = TestClient(
-        Starlette(routes=page.state_routes(Source(engine), show_prompts=False, can_be_slow=can_be_slow))
-    )
+    source = Source(engine)
+    source.ready = False  # a stream that begins ends at once
+    client = TestClient(Starlette(routes=page.state_routes(source, show_prompts=False, can_be_slow=can_be_slow)))
     with pytest.raises(Exception, match="seconds_per_step|Slow motion") as refusal:
         client.get(f"/debug/events?seconds_per_step={asked}")
     assert SimpleNamespace(**vars(refusal.value)).status == status

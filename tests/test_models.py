@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import tomllib
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -538,38 +535,3 @@ def test_a_family_of_ones_own_is_registered(monkeypatch):
     assert load_family(config) is load_family(config_json("llama-grouped"))
     with pytest.raises(TypeError, match="a model family needs Model, prefix, ignored"):
         jaxpage.register_model("Other", SimpleNamespace(Spec=None))
-
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "family_package"
-
-
-def install(directory, name, architecture, module):
-    """As pip does: a package's metadata, on the path."""
-    metadata = directory / f"{name.replace('-', '_')}-0.1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[jaxpage.models]\n{architecture} = {module}\n")
-
-
-def test_a_package_brings_a_family(monkeypatch, tmp_path):
-    """The example, found as an installed package is; its own test compares tokens with transformers."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    ((architecture, module),) = project["entry-points"]["jaxpage.models"].items()
-    monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    config = {"architectures": [architecture]}
-    with pytest.raises(UnsupportedError, match="is not one of"):
-        load_family(config)
-    install(tmp_path, project["name"], architecture, module)
-    install(tmp_path, "broken", "Broken", "no_such_module")
-    for biases in ({}, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}):
-        example = importlib.import_module("test_seed_oss")
-        example.test_greedy_tokens_are_those_of_transformers(tmp_path / str(len(biases)), biases)
-    assert load_family(config).__name__ == module
-    with pytest.raises(UnsupportedError, match="'Broken' of the package broken cannot be used: No module named"):
-        load_family({"architectures": ["Broken"]})
-    registry._registered.clear()
-    install(tmp_path, "rival", architecture, module)
-    with pytest.raises(UnsupportedError, match="several packages have .*: jaxpage-seed-oss, rival; keep one"):
-        load_family(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 
 DESKTOP, PHONE = (1440, 1200), (390, 844)
+STEP = 14  # of a log that is shown
 SECONDS = 120.0  # that a server may take to start
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 SMALL_POOL = ("--num-blocks", "97", "--max-model-len", "256", "--swap-space-blocks", "32")
@@ -100,13 +102,30 @@ def opened(browser: Browser, address: str, scheme: str, size: tuple[int, int]) -
     page.close()
 
 
+def post(page: Page, prompts: list[Any]) -> None:
+    """Sends completions from the page, and waits for none."""
+    page.evaluate(
+        """(prompt) => {
+            const body = JSON.stringify({ model: "demo", prompt, max_tokens: 120, ignore_eos: true });
+            fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body });
+        }""",
+        prompts,
+    )
+
+
 def start_tour(page: Page, name: str) -> None:
     page.get_by_role("button", name=name).click()
 
 
 def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
-    """Three samples that fork, in slow motion, at the moment of the copies."""
+    """Three samples that fork, in slow motion, at the moment of the copies, beside other requests."""
     with opened(browser, address, scheme, DESKTOP) as page:
+        page.select_option("#pace", "0.25")
+        post(
+            page,
+            [f"{name} was a rabbit who lived in an old house by the sea. One day" for name in ["Ben", "Mia", "Tom"]],
+        )
+        page.wait_for_function("() => document.querySelector('#queue').textContent.includes('3 running')")
         start_tour(page, "Fork three samples")
         page.wait_for_function("() => document.querySelector('#step-numbers').textContent.includes('copied')")
         page.wait_for_timeout(150)
@@ -141,12 +160,8 @@ def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> N
     """Some hundred of 30,000 blocks in use."""
     with opened(browser, address, scheme, DESKTOP) as page:
         page.select_option("#pace", "0.5")
-        page.evaluate(
-            """() => {
-                const prompt = Array.from({ length: 40 }, (_, number) => Array(200 + 3 * number).fill(number + 5));
-                const body = JSON.stringify({ model: "demo", prompt, max_tokens: 200, ignore_eos: true });
-                fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body });
-            }"""
+        post(
+            page, [[(7 * number + 13 * place) % 2000 + 5 for place in range(200 + 3 * number)] for number in range(40)]
         )
         page.wait_for_function("() => parseInt(document.querySelector('#numbers').textContent.replace(',', '')) > 500")
         page.wait_for_timeout(1500)
@@ -156,17 +171,17 @@ def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> N
 
 
 def take_log(browser: Browser, address: str, scheme: str, log: Path, out: Path) -> None:
-    """A step of a recorded log with its plan and its draws."""
+    """A step of a recorded log with its plan and its draws; of a log that ends with a failure, that step."""
     with opened(browser, address, scheme, (1440, 1500)) as page:
         page.set_input_files("#log-file", log)
-        page.locator("#scrubber").fill("14")
+        page.locator("#scrubber").fill(str(STEP))
         page.locator(".requests button").first.click()
         page.wait_for_timeout(500)
-        page.screenshot(path=out / f"page-log-{scheme}.png")
+        page.screenshot(path=out / f"page-{log.stem}-{scheme}.png")
 
 
-def record(path: Path) -> None:
-    """A beam search and two samples, with probabilities."""
+def record(path: Path, *, fails: bool = False) -> None:
+    """A beam search and samples, with probabilities. fails: step STEP raises an error, planted here."""
     sizes: dict[str, Any] = {
         "block_size": 4,
         "num_blocks": 61,
@@ -180,17 +195,31 @@ def record(path: Path) -> None:
         SamplingParams(temperature=0.0, max_tokens=24, logprobs=4),
     ]
     with LLM("demo", use_tqdm=False, event_log=str(path), **sizes) as llm:
+        if fails:
+            plant_fault(llm._engine.runner)
         llm.generate(["Once upon a time", "The old house", "In the morning the rabbit"], params, use_tqdm=False)
 
 
-def take_all(playwright: Playwright, chromium: str, out: Path, log: Path) -> None:
+def plant_fault(runner: Any) -> None:
+    real, batches = runner.run, itertools.count(1)
+
+    def run(batch: Any) -> Any:
+        if next(batches) == STEP:
+            raise RuntimeError("a fault that was planted for this picture")
+        return real(batch)
+
+    runner.run = run
+
+
+def take_all(playwright: Playwright, chromium: str, out: Path, logs: list[Path]) -> None:
     browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
     with serving(*SMALL_POOL) as address:
         for scheme in ("light", "dark"):
             take_tour(browser, address, scheme, out)
             take_chat(browser, address, scheme, out)
             take_preemption(browser, address, scheme, out)
-            take_log(browser, address, scheme, log, out)
+            for log in logs:
+                take_log(browser, address, scheme, log, out)
     with serving("--num-blocks", "30001") as address:
         for scheme in ("light", "dark"):
             take_large_pool(browser, address, scheme, out)
@@ -203,10 +232,11 @@ def main() -> None:
     parser.add_argument("--chromium", default="/usr/bin/chromium", help="default: /usr/bin/chromium")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        log = Path(directory) / "run.jsonl"
-        record(log)
+        logs = [Path(directory) / "log.jsonl", Path(directory) / "failure.jsonl"]
+        for log in logs:
+            record(log, fails=log.stem == "failure")
         with sync_playwright() as playwright:
-            take_all(playwright, arguments.chromium, arguments.out, log)
+            take_all(playwright, arguments.chromium, arguments.out, logs)
     for picture in sorted(arguments.out.glob("page-*.png")):
         print(picture)
 

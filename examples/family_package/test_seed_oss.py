@@ -24,7 +24,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, biases: dict[st
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=20,
+        head_dim=16,
         max_position_embeddings=128,
         initializer_range=0.3,
         eos_token_id=None,
@@ -36,7 +36,9 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, biases: dict[st
             if name.endswith("bias"):
                 parameter.normal_()
     model.save_pretrained(tmp_path)
-    want = model.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)[0, len(PROMPT) :].tolist()
-    with LLM(str(tmp_path), max_model_len=64, max_num_seqs=2) as llm:
+    ids = torch.tensor([PROMPT])
+    generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    want = generated[0, len(PROMPT) :].tolist()
+    with LLM(str(tmp_path), max_model_len=64, max_num_seqs=1) as llm:
         (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     assert output.outputs[0].token_ids == want

@@ -15,7 +15,7 @@ FLAGS += ["--disable-component-update", "--disable-sync"]
 @contextlib.contextmanager
 def launched(playwright: Any) -> Iterator[Any]:
     """playwright: the module playwright.sync_api."""
-    playwright.expect.set_options(timeout=8_000)
+    playwright.expect.set_options(timeout=60_000)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
         yield browser
@@ -26,7 +26,7 @@ def launched(playwright: Any) -> Iterator[Any]:
 def opened(browser: Any, **options: Any) -> Iterator[Any]:
     """A page whose console must stay empty: a violation of the content security policy would be in it."""
     page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options})
-    page.set_default_timeout(8_000)
+    page.set_default_timeout(60_000)
     complaints: list[str] = []
     page.allowed = []  # what a test brings about
     page.on("console", lambda message: complaints.append(message.text))

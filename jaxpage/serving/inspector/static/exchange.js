@@ -23,7 +23,7 @@ export class Exchange {
     const columns = el("div", { class: "columns" }, ...this.columns.map(({ box }) => box));
     this.element = el("article", { class: `exchange ${isChat ? "of-chat" : ""}`, "aria-busy": "true" }, ...said, columns, this.note);
     $("conversation").append(this.element);
-    toEnd();
+    if ($("conversation").checkVisibility()) toEnd();
   }
 
   get firstText() {
@@ -107,6 +107,7 @@ function scroller() {
 }
 
 function isAtEnd() {
+  if (!$("conversation").checkVisibility()) return false; // another part of the page is shown
   const { scrollHeight, scrollTop, clientHeight } = scroller();
   return scrollHeight - scrollTop - clientHeight < NEAR;
 }

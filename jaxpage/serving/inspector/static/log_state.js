@@ -136,7 +136,8 @@ export class LogState extends LogBlocks {
     for (const sequence of this.data.sequences.values()) sequence.numCached = 0;
   }
 
-  on_failure() {
+  on_failure({ error }) {
+    if (this.data.plan) this.data.plan.error = error;
     for (const request of this.data.requests.values()) if (request.state === "running") this.end(request, "error");
     this.data.recorded.clear();
   }
@@ -196,6 +197,7 @@ export class LogState extends LogBlocks {
       seconds: null,
     };
     data.copies = [...data.copies, ...copies.map((pair) => [record.step, ...pair])].slice(-MOST_COPIES);
+    data.plan.tables = rows.map(([id]) => [...data.recorded.get(id)]);
     data.plan.num_draws = data.plan.draws.length;
     Object.assign(data.plan, this.chooseBucket(data.plan, drafts.some(([, ids]) => ids.includes(PLACEHOLDER))));
   }

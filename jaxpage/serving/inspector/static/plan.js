@@ -13,7 +13,8 @@ const HEAD = ["Request", "Sequence", "Positions", "Query tokens", "Block table"]
 export function planOf({ step, requests }) {
   if (!step) return [el("p", { class: "muted" }, "No step yet.")];
   const sequences = new Map(requests.flatMap((request) => request.sequences.map((sequence) => [sequence.id, sequence])));
-  const rows = step.rows.slice(0, MOST_ROWS).map((row, index) => rowOf(row, sequences.get(row[1]), step.accepted?.[index]));
+  const tableOf = (row, index) => step.tables?.[index] ?? sequences.get(row[1])?.blocks ?? [];
+  const rows = step.rows.slice(0, MOST_ROWS).map((row, index) => rowOf(row, tableOf(row, index), step.accepted?.[index]));
   const more = step.rows.length > MOST_ROWS ? [el("p", { class: "muted small" }, `and ${step.rows.length - MOST_ROWS} more rows`)] : [];
   const head = el("tr", {}, ...HEAD.map((name) => el("th", { scope: "col" }, name)));
   const table = el("table", { class: "plan" }, el("thead", {}, head), el("tbody", {}, ...rows));
@@ -27,10 +28,9 @@ function nameOf(number) {
   return [dot, `#${number}`];
 }
 
-function rowOf([number, id, start, tokens, drafts], sequence, accepted) {
+function rowOf([number, id, start, tokens, drafts], blocks, accepted) {
   const kept = accepted === undefined ? "" : `, ${accepted} accepted`;
   const query = drafts ? `${tokens} (${drafts} drafts${kept})` : String(tokens);
-  const blocks = sequence?.blocks ?? [];
   const table = blocks.length > MOST_BLOCKS ? ["…", ...blocks.slice(-MOST_BLOCKS)] : blocks;
   const text = table.length ? table.map((block) => block || "–").join(" ") : "released";
   const cells = [nameOf(number), [String(id)], [tokens > 1 ? `${start}–${start + tokens - 1}` : String(start)], [query], [text]];

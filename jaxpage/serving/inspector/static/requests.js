@@ -37,6 +37,8 @@ export class RequestList {
 
   draw(row) {
     const chosen = this.segment?.number === row.request.number ? this.segment.index : -1;
+    row.canvas.hidden = (row.request.timeline.at(-1)?.[2] ?? this.span.now) < this.span.from; // it ended before
+    if (row.canvas.hidden) return;
     drawTimeline(row.canvas, row.request, this.span, chosen);
   }
 

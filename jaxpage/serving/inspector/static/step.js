@@ -30,6 +30,7 @@ export class StepView {
     const numbers = stepNumbers(step).map(([number, label]) => el("span", { class: "part" }, el("b", {}, number), ` ${label}`));
     $("step-numbers").replaceChildren(...numbers);
     $("step-text").textContent = stepText(step, compiles);
+    $("step-error").textContent = step?.error ? `This step failed, and the requests that ran ended with an error: ${step.error}` : "";
     $("step").setAttribute("aria-label", $("step-numbers").textContent);
     drawStep($("step"), step);
     this.shown = history.slice(-Math.max(1, Math.floor($("history").clientWidth / PITCH)));
