@@ -21,13 +21,17 @@ from jaxpage.engine.events import Both
 from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import header
 from jaxpage.replay.recorder import Recorder
+from jaxpage.replay.walk import Walk
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support.browsing import CHROMIUM, launched, open_log, opened
+from tests.support.engines import make_llm
 from tests.support.inspecting import POOL, run_crowd
+from tests.support.random_checkpoints import random_checkpoint
 from tests.support.served import served, served_engine
+from tests.test_cache_groups import QWEN
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 expect = playwright.expect
@@ -47,7 +51,7 @@ def built() -> Built:
 
 @pytest.fixture(scope="module")
 def crowd_and_incident(built: Built) -> tuple[str, list[Any], str]:
-    return crowd_of(built)
+    return crowd_of(built.engine, built.spec)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +61,22 @@ def crowd(crowd_and_incident: tuple[str, list[Any], str]) -> tuple[str, list[Any
 
 @pytest.fixture(scope="module")
 def crowd_of_several_steps() -> tuple[str, list[Any]]:
-    return crowd_of(build_engine(CONFIG.replace(num_scheduler_steps=2), progress=False))[:2]
+    built = build_engine(CONFIG.replace(num_scheduler_steps=2), progress=False)
+    return crowd_of(built.engine, built.spec)[:2]
 
 
-def crowd_of(built: Built) -> tuple[str, list[Any], str]:
+@pytest.fixture(scope="module")
+def crowd_of_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    """Some layers see a window, so they have block tables of their own."""
+    directory = random_checkpoint(tmp_path_factory.mktemp("qwen"), {**QWEN, "sliding_window": 24})
+    with make_llm(directory, **POOL, preemption_mode="auto", swap_space_blocks=24) as llm:
+        return crowd_of(llm._engine, llm.spec)[:2]
+
+
+def crowd_of(engine: Engine, spec: Any) -> tuple[str, list[Any], str]:
     """An event log of a crowd, the engine's snapshots of the same steps, and an incident of some of them."""
-    engine, inspector, snapshots = built.engine, Inspector(), []
-    records = [header(EngineConfig(model="demo", **POOL), engine, built.spec)]
+    inspector, snapshots = Inspector(), []
+    records = [header(EngineConfig(model="demo", **POOL), engine, spec)]
     ring = IncidentRing(INCIDENT_STEPS, keeps_token_ids=False)
     silent = engine.events
     engine.events = Both(Recorder(records.append), ring)
@@ -435,8 +448,10 @@ def comparable(snapshot: Any) -> Any:
     step = {
         name: value
         for name, value in snapshot["step"].items()
-        if name not in ("seconds", "draws", "results", "accepted")
+        if name not in ("seconds", "draws", "results", "accepted", "tables")
     }
+    for group in snapshot["pool"]["further_groups"]:
+        group["kept"] = None  # a log does not tell
     return {
         "pool": snapshot["pool"],
         "requests": sorted(requests, key=lambda one: one["number"]),
@@ -449,10 +464,11 @@ def running(snapshot: Any) -> set[int]:
     return {request["number"] for request in snapshot["requests"] if request["state"] == "running"}
 
 
-@pytest.mark.parametrize("which", ["crowd", "crowd_of_several_steps"])
+@pytest.mark.parametrize("which", ["crowd", "crowd_of_several_steps", "crowd_of_groups"])
 def test_a_log_shows_what_the_engine_showed(which: str, page: Any, files: str, request: pytest.FixtureRequest) -> None:
     log, snapshots = request.getfixturevalue(which)
     assert ("[-1]" in log) == (which == "crowd_of_several_steps")
+    assert ("further_tables" in log) == (which == "crowd_of_groups")
     open_log(page, files, log)
     onwards, jumps = page.evaluate(
         """async (text) => {
@@ -506,15 +522,17 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(page: Any, files: str, c
     open_log(page, files, log)
     page.locator("#scrubber").fill(str(moment))
     expect(page.locator("#moment")).to_contain_text(f"step {moment} ")
-    snapshot = snapshots[moment - 1]
-    tables = {one["id"]: one["blocks"] for request in snapshot["requests"] for one in request["sequences"]}
+    snapshot, walk = snapshots[moment - 1], Walk()
+    for record in map(json.loads, log.splitlines()):
+        walk.follow(record)
+        if record["event"] == "plan" and record["step"] == moment:
+            break
     rows = page.locator("#plan tbody tr")
     expect(rows).to_have_count(len(snapshot["step"]["rows"]))
     for index, (number, sequence, start, _, _) in enumerate(snapshot["step"]["rows"]):
         cells = rows.nth(index).locator("td").all_inner_texts()
         assert (cells[0], cells[1]) == (f"#{number}", str(sequence)) and cells[2].startswith(str(start))
-        if tables.get(sequence):
-            assert cells[4] == " ".join(map(str, tables[sequence]))
+        assert cells[4] == " ".join(map(str, walk.sequences[sequence].tables[0]))
     for index, (_, _, ids, bits) in enumerate(results[moment - 1]["logprobs"]):
         shown = page.locator(".draws > li").nth(index).locator(".tip-row").all_inner_texts()
         shares = np.exp(np.array(bits, np.int32).view(np.float32))

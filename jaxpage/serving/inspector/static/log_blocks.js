@@ -35,11 +35,13 @@ export class LogBlocks {
   releaseAll(sequence) {
     sequence.blocks.forEach((block) => this.release(block));
     sequence.blocks = [];
+    sequence.further = [];
     sequence.numCached = 0;
   }
 
   trim(sequence, numTokens) {
     sequence.blocks.splice(this.blocksFor(numTokens)).forEach((block) => this.release(block));
+    sequence.further.forEach((table) => table.splice(this.blocksFor(numTokens)));
     sequence.numCached = Math.min(sequence.numCached, Math.floor(numTokens / this.blockSize));
   }
 
@@ -59,12 +61,13 @@ export class LogBlocks {
       if (known !== block && refs[block] > 1) return; // a fork has the block too
       blockOf.set(key, known);
       if (known === block) {
-        entries.set(block, { key, parent, behind: [] });
+        entries.set(block, { key, parent, behind: [], further: sequence.further.map((table) => table[place]) });
         if (place) entries.get(parent).behind.push(block);
       } else {
         this.share(known);
         this.release(block);
         sequence.blocks[place] = known;
+        entries.get(known).further.forEach((block, index) => (sequence.further[index][place] = block));
       }
       sequence.numCached = place + 1;
     }

@@ -14,10 +14,10 @@ export function snapshotOf(state) {
       num_host_blocks: state.numHostBlocks,
       ref_counts: Array.from(refs),
       kept: [...entries.keys()].sort((a, b) => a - b),
-      further_groups: state.furtherGroups,
+      further_groups: furtherGroups(state),
       pins: [...pins.values()],
     },
-    requests: sorted.map((request) => described(request, state.data.sequences)),
+    requests: sorted.map((request) => described(request, state)),
     step: plan,
     history: [...history],
     copies,
@@ -26,14 +26,31 @@ export function snapshotOf(state) {
   };
 }
 
-function described({ members, ids, lastStep, rank, salt, scores, cached_tokens, timeline, ...request }, all) {
-  const sequences = members.map((id) => all.get(id));
+/** How full the others are, from the block tables: a log does not tell which of their blocks are cached. */
+function furtherGroups(state) {
+  const sequences = [...state.data.sequences.values()].filter(({ blocks }) => blocks.length);
+  const tables = [...sequences.map(({ further }) => further), ...[...state.data.pins.values()].map(({ further_blocks }) => further_blocks)];
+  return state.furtherGroups.map((group, index) => {
+    const ref_counts = Array(group.num_blocks).fill(0);
+    for (const block of tables.flatMap((one) => one?.[index] ?? [])) if (block) ref_counts[block - group.first_block] += 1;
+    return { ...group, num_free: ref_counts.filter((count) => !count).length, ref_counts, kept: [] };
+  });
+}
+
+function described({ members, ids, lastStep, rank, salt, scores, cached_tokens, timeline, ...request }, state) {
+  const sequences = members.map((id) => state.data.sequences.get(id));
   return {
     ...request,
     cached_tokens: cached_tokens ?? 0,
     timeline: timeline.map((segment) => [...segment]),
-    sequences: sequences.map(({ id, sample, tokens, computed, blocks, host }) => ({
-      id, sample, known: tokens.length, computed, blocks: [...blocks], host_blocks: host,
+    sequences: sequences.map((sequence) => ({
+      id: sequence.id,
+      sample: sequence.sample,
+      known: sequence.tokens.length,
+      computed: sequence.computed,
+      blocks: [...sequence.blocks],
+      host_blocks: sequence.host,
+      ...(sequence.further.length ? { further_blocks: structuredClone(sequence.further) } : {}),
     })),
     ...(request.state === "finished" ? { reasons: sequences.map((sequence) => sequence.reason) } : {}),
   };

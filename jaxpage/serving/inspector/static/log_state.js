@@ -22,7 +22,8 @@ export class LogState extends LogBlocks {
     this.blockSize = header.config.block_size;
     this.caches = header.config.enable_prefix_caching;
     this.numHostBlocks = swap_space_blocks ?? 0;
-    this.furtherGroups = cache_groups.slice(1).map(([window, count]) => ({ window, num_blocks: count, num_free: null }));
+    let first_block = num_blocks;
+    this.furtherGroups = cache_groups.slice(1).map(([window, count]) => ({ window, num_blocks: count, first_block: (first_block += count) - count }));
     this.buckets = buckets;
     this.data = {
       step: 0,
@@ -33,6 +34,7 @@ export class LogState extends LogBlocks {
       requests: new Map(), // by id, in order of arrival; finished ones too, for a while
       sequences: new Map(), // by id
       recorded: new Map(), // block tables as the log last had them, by sequence id
+      further: new Map(), // the same, of each cache group after the first
       pins: new Map(),
       blockOf: new Map(), // the prefix cache: block by what is in it
       entries: new Map(), // and what is in it, by block
@@ -80,7 +82,7 @@ export class LogState extends LogBlocks {
   }
 
   newSequence(id, requestId, sample, tokens) {
-    return { id, requestId, sample, tokens, computed: 0, blocks: [], numCached: 0, host: [], reason: null };
+    return { id, requestId, sample, tokens, computed: 0, blocks: [], further: [], numCached: 0, host: [], reason: null };
   }
 
   /** Stands for a token that a log does not have: like no other, so that no two blocks count as equal. */
@@ -108,6 +110,8 @@ export class LogState extends LogBlocks {
     this.data.sequences.set(id, sequence);
     if (!is_running) return;
     this.data.recorded.set(id, tables[0]);
+    this.data.further.set(id, this.furtherGroups.map((_, index) => tables[index + 1] ?? []));
+    sequence.further = structuredClone(this.data.further.get(id));
     sequence.computed = tokens.length - 1;
     this.setTable(sequence, tables[0], 0, new Set());
   }
@@ -121,7 +125,8 @@ export class LogState extends LogBlocks {
     const [sequence] = this.unfinished(request);
     const blocks = sequence.blocks.slice(0, this.blocksFor(request.prompt_tokens));
     blocks.forEach((block) => this.share(block));
-    this.data.pins.set(pin_id, { id: pin_id, tokens: request.prompt_tokens, blocks });
+    const further_blocks = sequence.further.map((table) => table.slice(0, blocks.length));
+    this.data.pins.set(pin_id, { id: pin_id, tokens: request.prompt_tokens, blocks, ...(further_blocks.length ? { further_blocks } : {}) });
     this.end(request, "abort");
   }
 
@@ -140,6 +145,7 @@ export class LogState extends LogBlocks {
     if (this.data.plan) this.data.plan.error = error;
     for (const request of this.data.requests.values()) if (request.state === "running") this.end(request, "error");
     this.data.recorded.clear();
+    this.data.further.clear();
   }
 
   on_rebuild() {
@@ -162,27 +168,25 @@ export class LogState extends LogBlocks {
     const data = this.data;
     data.step = record.step;
     const { rows, tables = [], preempted = [], drafts = [] } = record;
-    // The page shows the first cache group; the others' blocks have ids behind its own.
-    const shown = (pairs = [], place) => pairs.filter((pair) => pair[place] < this.data.refs.length);
-    const swap_out = shown(record.swap_out, 0);
-    const swap_in = shown(record.swap_in, 1);
-    const copies = shown(record.copies, 0);
-    const hostOf = new Map(swap_out);
+    const ofFirst = (pairs, place) => pairs.filter((pair) => pair[place] < this.data.refs.length); // of the first cache group
+    const { copies = [], swap_out = [], swap_in = [] } = record;
+    const hostOf = new Map(ofFirst(swap_out, 0));
     const preemptedNumbers = preempted.map((id) => {
       const request = data.requests.get(id);
       if (request) this.giveWay(request, hostOf);
       return request?.number;
     });
-    const back = new Set(swap_in.map(([, block]) => block));
+    const back = new Set(ofFirst(swap_in, 1).map(([, block]) => block));
     const numDrafts = new Map(drafts.map(([sequence, ids]) => [sequence, ids.length]));
-    for (const [id, length, ...runs] of tables) {
-      const table = (data.recorded.get(id) ?? []).slice(0, length);
-      for (const [first, ...blocks] of runs) blocks.forEach((block, index) => (table[first + index] = block));
-      data.recorded.set(id, table);
+    for (const [id, ...change] of tables) data.recorded.set(id, changed(data.recorded.get(id), change));
+    for (const [group, id, ...change] of record.further_tables ?? []) {
+      const known = data.further.get(id) ?? this.furtherGroups.map(() => []);
+      data.further.set(id, known.with(group - 1, changed(known[group - 1], change)));
     }
     for (const [id, start] of rows) {
       const sequence = data.sequences.get(id);
       this.setTable(sequence, data.recorded.get(id), start, back);
+      sequence.further = structuredClone(data.further.get(id) ?? []);
       sequence.computed = start;
       this.run(data.requests.get(sequence.requestId), start);
     }
@@ -308,13 +312,13 @@ export class LogState extends LogBlocks {
     const request = this.data.requests.get(sequence.requestId);
     request.members = request.members.filter((member) => member !== id);
     this.data.sequences.delete(id);
-    this.data.recorded.delete(id);
+    this.forgetTables(id);
   }
 
   finish(sequence, reason) {
     this.releaseAll(sequence);
     sequence.reason = reason;
-    this.data.recorded.delete(sequence.id);
+    this.forgetTables(sequence.id);
     const request = this.data.requests.get(sequence.requestId);
     if (this.unfinished(request).length) return;
     request.state = "finished";
@@ -353,6 +357,11 @@ export class LogState extends LogBlocks {
     sequence.host = [];
   }
 
+  forgetTables(id) {
+    this.data.recorded.delete(id);
+    this.data.further.delete(id);
+  }
+
   requestOf(sequenceId) {
     return this.data.requests.get(this.data.sequences.get(sequenceId)?.requestId);
   }
@@ -360,6 +369,13 @@ export class LogState extends LogBlocks {
   unfinished(request) {
     return request.members.map((id) => this.data.sequences.get(id)).filter((sequence) => sequence.reason === null);
   }
+}
+
+/** A block table after a change [length, [first place, block, block, ...], ...]. */
+function changed(table = [], [length, ...runs]) {
+  const result = table.slice(0, length);
+  for (const [first, ...blocks] of runs) blocks.forEach((block, index) => (result[first + index] = block));
+  return result;
 }
 
 /** What was drawn: [{index, token, rank, logprob, top: [[token, logprob], ...]}], with nothing in `top` where the log has no probabilities. */

@@ -57,7 +57,7 @@ export class Playground {
   turn() {
     $("form").classList.toggle("chat", this.isChat);
     $("prompt-label").textContent = this.isChat ? "Message" : "Prompt";
-    $("hint").textContent = this.isChat ? "(Enter sends, Shift + Enter is a new line)" : "(Ctrl + Enter sends)";
+    $("hint").textContent = this.isChat ? "(Enter to send)" : "(Ctrl + Enter to send)";
     $("send").textContent = this.isChat ? "Send" : "Generate";
     if (!this.isChat && !$("prompt").value && !this.exchanges.length) $("prompt").value = FIRST_PROMPT;
     if (this.isChat && $("prompt").value === FIRST_PROMPT) $("prompt").value = "";

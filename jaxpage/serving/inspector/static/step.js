@@ -75,7 +75,7 @@ function stepNumbers(step) {
     [`${tokensOf(step)}/${tokens}`, "tokens"],
     [`${step.rows.length}/${rows}`, "rows"],
     [`${Math.round(100 * padding)} %`, "padding"],
-    ...(drafts ? [[`${drafts}`, "drafts"]] : []),
+    ...(drafts ? [[`${drafts}`, drafts === 1 ? "draft" : "drafts"]] : []),
     ...(step.copies.length ? [[`${step.copies.length}`, "copied"]] : []),
     ...(step.preempted.length ? [[step.preempted.map((number) => `#${number}`).join(" "), "preempted"]] : []),
     ...(step.seconds === null ? [] : [[(1000 * step.seconds).toFixed(1), "ms"]]),

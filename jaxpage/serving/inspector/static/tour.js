@@ -64,8 +64,8 @@ const PRESETS = [
     seen: "Drafts (hollow cells in the last step) are verified together in one step: the right ones are kept, so one step yields several tokens, and the text is the same as without them.",
     why: ({ speculation }) => (speculation ? null : `speculation is off; start the server with --speculative-config '{"method": "ngram"}'`),
     async run(tour) {
-      const round = "one, two, three, four, five, ";
-      await tour.send("A repetitive prompt", { prompt: round.repeat(4), temperature: 0, max_tokens: 2 * LENGTH, ignore_eos: true }).ended;
+      const line = "The rabbit went to the sea, and the rabbit came home again. ";
+      await tour.send("A repetitive prompt", { prompt: line.repeat(4), temperature: 0, max_tokens: 2 * LENGTH, ignore_eos: true }).ended;
     },
     outcome: (requests, tour) => `${count(tour.numDrafts, "draft")} in ${count(tour.numSteps, "step")} seen here, which computed ${count(tour.numTokens, "token")}.`,
   },

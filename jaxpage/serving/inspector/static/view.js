@@ -111,13 +111,13 @@ export class InspectorView {
     return written;
   }
 
-  /** Host memory is folded as long as it is empty, and unfolds once with the first request that is swapped. */
+  /** Host memory is folded while it is empty, and unfolds when a request is swapped out. */
   showHost() {
     this.hostBlocks = hostBlocksOf(this.whole);
     const used = this.hostBlocks.filter(({ kind }) => kind === "used").length;
     $("host").hidden = !this.hostBlocks.length;
     $("host-numbers").textContent = used ? `${used} of ${this.hostBlocks.length} blocks in use` : `${this.hostBlocks.length} blocks, empty`;
-    if (used && !this.hadHost) $("host").open = this.hadHost = true;
+    if (Boolean(used) !== this.hadHost) $("host").open = this.hadHost = Boolean(used);
     this.hostGrid.show(this.hostBlocks);
   }
 
