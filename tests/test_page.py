@@ -172,6 +172,8 @@ def test_stop_ends_the_request_in_the_engine(
         built.engine, "step", lambda: gate.acquire() and step()
     )  # it is still running when it is stopped
     open_live(page, server)
+    first = page.locator(".requests button").first
+    before = page.locator(".requests .name").all_inner_texts()[:1]
     page.fill("#max_tokens", "230")
     page.click("#send")
     expect(page.locator(".token").nth(3)).to_be_visible()
@@ -180,8 +182,10 @@ def test_stop_ends_the_request_in_the_engine(
     expect(page.locator(".note")).to_contain_text("stopped")
     expect(page.locator("#send")).to_be_enabled()
     gate.release(500)
+    expect(first).not_to_contain_text(before[0] if before else "none")  # no snapshot of a moment before
+    expect(first).to_contain_text("finished")
     expect(page.locator("#numbers")).to_contain_text("0 in use")
-    page.locator(".requests button").first.focus()
+    first.focus()
     expect(page.locator("#detail")).to_contain_text("ended: abort")
     assert gate._value > 400, "the engine went on behind the stop"
 
