@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.device.cache_groups import cache_groups, group_of_layers
 from jaxpage.device.sizing import MemoryPlan, WindowBlocks
 from jaxpage.models.base import KVSpec
+from jaxpage.serving.inspector.state import Inspector
 from jaxpage.step.plan import Row, StepPlan
 from tests.support.engines import invariants, make_llm
 from tests.support.hf_models import save_model
@@ -127,6 +129,26 @@ def test_a_block_of_another_group_is_refused(model: Path) -> None:
         for copies in (((1, 81),), ((80, 109),)):
             with pytest.raises(ValueError, match="copies .* leave the pools"):
                 builder.build(StepPlan(0, (row,), (), copies=copies))
+
+
+def test_the_inspector_shows_every_group(model: Path) -> None:
+    """Its reference counts are what the block tables add up to, while a window slides."""
+    with make_llm(model, **SETTINGS, num_blocks=81) as llm:
+        engine, inspector = llm._engine, Inspector()
+        manager = engine.scheduler.block_manager
+        engine.add("one", engine.prepare(None, PROMPTS[0], SEEDED))
+        for _ in range(16):
+            engine.step()
+            snapshot = json.loads(json.dumps(inspector.inspect(engine)))
+            (group,) = snapshot["pool"]["further_groups"]
+            sequences = [one for request in snapshot["requests"] for one in request["sequences"]]
+            tables = {one["id"]: one["further_blocks"][0] for one in sequences}
+            assert tables == {one: list(manager.further_tables(one)[0]) for one in manager.sequence_ids}
+            counted = Counter(block for table in tables.values() for block in table)
+            ids = range(group["first_block"], group["first_block"] + group["num_blocks"])
+            assert group["ref_counts"] == [counted[block] for block in ids] and any(group["ref_counts"])
+        assert 0 in tables[min(tables)] and len(tables) == 2, "something fell out of the window"
+        engine.abort_all()
 
 
 def test_layers_are_grouped_by_how_far_they_see() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import queue
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from jaxpage.serving.inspector import routes as page
 from jaxpage.serving.inspector import watching
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.serving.inspector.watching import Timeline, Watcher
+from jaxpage.serving.pacing import Pace
 from tests.support.engines import LLAMA, make_llm
 from tests.support.inspecting import POOL, run_crowd
 from tests.support.random_checkpoints import random_checkpoint
@@ -217,7 +220,7 @@ class Source:
     """An engine loop as the routes see it."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.ready, self.num_snapshots = engine, True, 0
+        self.engine, self.ready, self.num_snapshots, self.pace = engine, True, 0, Pace()
 
     async def snapshot(self, function: Any, /) -> Any:
         self.num_snapshots += 1
@@ -284,7 +287,8 @@ def test_the_files_of_the_page(engine: Engine) -> None:
 def test_the_page_is_small_and_plain() -> None:
     files = {path.name: path.read_text() for path in Path(page.__file__).parent.glob("static/*")}
     scripts = [text for name, text in files.items() if name.endswith(".js")]
-    assert sum(text.count("\n") for text in scripts) < 2000
+    assert sum(text.count("\n") for text in scripts) < 3200
+    assert not [name for name, text in files.items() if text.count("\n") > 400]
     for word in (
         "innerHTML",
         "outerHTML",
@@ -309,3 +313,27 @@ def test_no_more_viewers_than_there_may_be(engine: Engine, monkeypatch: pytest.M
     with pytest.raises(Exception, match="viewers already") as refusal:
         client.get("/debug/events")
     assert SimpleNamespace(**vars(refusal.value)).status == 503
+
+
+@pytest.mark.parametrize(
+    ("asked", "can_be_slow", "status"), [("0.5", False, 403), ("9", True, 400), ("nan", True, 400), ("-1", True, 400)]
+)
+def test_slow_motion_is_for_who_is_alone(engine: Engine, asked: str, can_be_slow: bool, status: int) -> None:
+    source = Source(engine)
+    source.ready = False  # a stream that begins ends at once
+    client = TestClient(Starlette(routes=page.state_routes(source, show_prompts=False, can_be_slow=can_be_slow)))
+    with pytest.raises(Exception, match="seconds_per_step|Slow motion") as refusal:
+        client.get(f"/debug/events?seconds_per_step={asked}")
+    assert SimpleNamespace(**vars(refusal.value)).status == status
+
+
+def test_of_several_paces_the_slowest_counts() -> None:
+    pace, inbox = Pace(), queue.SimpleQueue[int]()
+    with pace.held(60.0), contextlib.suppress(RuntimeError):
+        with pace.held(0.5):
+            assert pace.seconds == 60.0
+        assert pace.lets_step(inbox), "the first step waits for none"
+        inbox.put(1)
+        assert not pace.lets_step(inbox), "whoever asks something is heard meanwhile"
+        raise RuntimeError
+    assert pace.seconds == 0.0 and pace.lets_step(inbox)

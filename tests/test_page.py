@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.applications import Starlette
 
 from jaxpage.engine.build import Built, build_engine
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.events import Both
+from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import header
 from jaxpage.replay.recorder import Recorder
+from jaxpage.replay.walk import Walk
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.settings.engine_config import EngineConfig
+from tests.support.browsing import CHROMIUM, launched, open_log, opened
+from tests.support.engines import make_llm
 from tests.support.inspecting import POOL, run_crowd
+from tests.support.random_checkpoints import random_checkpoint
 from tests.support.served import served, served_engine
+from tests.test_cache_groups import QWEN
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 expect = playwright.expect
-CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync"]
 KEY = "correct-horse"
+INCIDENT_STEP, INCIDENT_STEPS = 150, 40
 
 
 CONFIG = EngineConfig(model="demo", max_num_batched_tokens=64, swap_space_blocks=24, **POOL)
@@ -42,26 +50,52 @@ def built() -> Built:
 
 
 @pytest.fixture(scope="module")
-def crowd(built: Built) -> tuple[str, list[Any]]:
-    return crowd_of(built)
+def crowd_and_incident(built: Built) -> tuple[str, list[Any], str]:
+    return crowd_of(built.engine, built.spec)
+
+
+@pytest.fixture(scope="module")
+def crowd(crowd_and_incident: tuple[str, list[Any], str]) -> tuple[str, list[Any]]:
+    return crowd_and_incident[:2]
 
 
 @pytest.fixture(scope="module")
 def crowd_of_several_steps() -> tuple[str, list[Any]]:
-    return crowd_of(build_engine(CONFIG.replace(num_scheduler_steps=2), progress=False))
+    built = build_engine(CONFIG.replace(num_scheduler_steps=2), progress=False)
+    return crowd_of(built.engine, built.spec)[:2]
 
 
-def crowd_of(built: Built) -> tuple[str, list[Any]]:
-    """An event log of a crowd, and the engine's snapshots of the same steps."""
-    engine, inspector, snapshots = built.engine, Inspector(), []
-    lines = [json.dumps(header(EngineConfig(model="demo", **POOL), engine, built.spec))]
+@pytest.fixture(scope="module")
+def crowd_of_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    """Some layers see a window, so they have block tables of their own."""
+    directory = random_checkpoint(tmp_path_factory.mktemp("qwen"), {**QWEN, "sliding_window": 24})
+    with make_llm(directory, **POOL, preemption_mode="auto", swap_space_blocks=24) as llm:
+        return crowd_of(llm._engine, llm.spec)[:2]
+
+
+def crowd_of(engine: Engine, spec: Any) -> tuple[str, list[Any], str]:
+    """An event log of a crowd, the engine's snapshots of the same steps, and an incident of some of them."""
+    inspector, snapshots = Inspector(), []
+    records = [header(EngineConfig(model="demo", **POOL), engine, spec)]
+    ring = IncidentRing(INCIDENT_STEPS, keeps_token_ids=False)
     silent = engine.events
-    engine.events = Recorder(lambda record: lines.append(json.dumps(record)))
+    engine.events = Both(Recorder(records.append), ring)
     inspector.inspect(engine)
-    run_crowd(engine, 8, lambda: snapshots.append(json.loads(json.dumps(inspector.inspect(engine)))))
+    incident = [{**records[0], "incident": {"reason": "asked for"}}]
+
+    def after_step() -> None:
+        snapshots.append(json.loads(json.dumps(inspector.inspect(engine))))
+        if len(snapshots) == INCIDENT_STEP:
+            incident.extend(ring.taken("asked for").records)
+
+    run_crowd(engine, 8, after_step)
     engine.events = silent
     engine.reset_prefix_cache()
-    return "\n".join(lines) + "\n", snapshots
+    return as_lines(records), snapshots, as_lines(incident)
+
+
+def as_lines(records: list[Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 @pytest.fixture(scope="module")
@@ -80,31 +114,30 @@ def server(loop: EngineLoop, built: Built) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+    with launched(playwright) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page whose console must stay empty: a violation of the content security policy would be in it."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    page.set_default_timeout(60_000)
-    expect.set_options(timeout=60_000)
-    complaints: list[str] = []
-    page.allowed = []  # what a test brings about
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    yield page
-    page.close()
-    assert not [text for text in complaints if not any(allowed in text for allowed in page.allowed)]
+    with opened(browser) as page:
+        yield page
 
 
-def open_live(page: Any, server: str) -> None:
+def open_live(page: Any, server: str, kind: str = "Completion") -> None:
     page.goto(f"{server}/ui/")
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#numbers")).to_contain_text("cached")  # of the first event, which comes a moment later
+    for one in ("chat", "completion", kind.lower()):
+        page.locator(f"[name=kind][value={one}]").check(force=True)
+    page.locator(".parameters-box summary").click()
+
+
+def posted(page: Any) -> list[Any]:
+    """What the page sends from now on."""
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    return bodies
 
 
 def free_blocks(page: Any) -> int:
@@ -139,6 +172,8 @@ def test_stop_ends_the_request_in_the_engine(
         built.engine, "step", lambda: gate.acquire() and step()
     )  # it is still running when it is stopped
     open_live(page, server)
+    first = page.locator(".requests button").first
+    before = page.locator(".requests .name").all_inner_texts()[:1]
     page.fill("#max_tokens", "230")
     page.click("#send")
     expect(page.locator(".token").nth(3)).to_be_visible()
@@ -147,14 +182,20 @@ def test_stop_ends_the_request_in_the_engine(
     expect(page.locator(".note")).to_contain_text("stopped")
     expect(page.locator("#send")).to_be_enabled()
     gate.release(500)
+    expect(first).not_to_contain_text(before[0] if before else "none")  # no snapshot of a moment before
+    expect(first).to_contain_text("finished")
     expect(page.locator("#numbers")).to_contain_text("0 in use")
-    expect(page.locator(".requests button").first).to_have_attribute("title", re.compile("ended: abort"))
+    first.focus()
+    expect(page.locator("#detail")).to_contain_text("ended: abort")
     assert gate._value > 400, "the engine went on behind the stop"
 
 
 def test_a_cell_for_every_block(page: Any, server: str) -> None:
     open_live(page, server)
     expect(page.locator("#grid")).to_have_attribute("data-cells", str(POOL["num_blocks"]))
+    expect(page.locator("#host-numbers")).to_have_text("24 blocks, empty")
+    expect(page.locator("#host-grid")).to_be_hidden()
+    page.locator("#host summary").click()
     expect(page.locator("#host-grid")).to_have_attribute("data-cells", "24")
     page.locator("#grid").focus()
     page.keyboard.press("End")
@@ -162,7 +203,7 @@ def test_a_cell_for_every_block(page: Any, server: str) -> None:
     page.keyboard.press("ArrowRight")
     expect(page.locator("#detail")).to_contain_text(f"Block {POOL['num_blocks'] - 1} ")
     page.keyboard.press("Home")
-    expect(page.locator("#detail")).to_contain_text("Block 0 takes the writes of padding")
+    expect(page.locator("#detail")).to_contain_text("Block 0 is the null block")
 
 
 def test_the_probabilities_of_a_token(page: Any, server: str) -> None:
@@ -193,20 +234,34 @@ def test_beams_side_by_side(page: Any, server: str) -> None:
     assert all(texts) and len(set(texts)) == 3
 
 
-def test_a_chat_goes_on(page: Any, server: str) -> None:
-    open_live(page, server)
-    bodies: list[Any] = []
-    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
-    page.get_by_label("Chat").check(force=True)
-    for text in ("Once upon a time", "And then"):
-        page.fill("#max_tokens", "6")
+def squeezed(text: str) -> str:
+    """As Markdown shows white space."""
+    return " ".join(text.split())
+
+
+def test_a_chat_goes_on_from_top_to_bottom(page: Any, server: str) -> None:
+    open_live(page, server, "Chat")
+    bodies = posted(page)
+    page.fill("#max_tokens", "40")
+    page.fill("#system", "Be brief")
+    for index, text in enumerate(("Once upon a time", "And then")):
         page.fill("#prompt", text)
-        page.locator("#prompt").press("Control+Enter")
-        expect(page.locator(".note").first).to_contain_text("6 tokens")
+        page.locator("#prompt").press("Enter")
         expect(page.locator("#prompt")).to_have_value("")
-    first = page.locator(".exchange").nth(1).locator(".text").inner_text()
-    said = [(one["role"], one["content"].strip()) for one in bodies[1]["messages"]]
-    assert said == [("user", "Once upon a time"), ("assistant", first.strip()), ("user", "And then")]
+        expect(page.locator(".exchange").nth(index)).to_have_attribute("aria-busy", "false")
+    said = [(one["role"], one["content"]) for one in bodies[1]["messages"]]
+    assert (
+        len(bodies) == 2
+        and [role for role, _ in said] == ["system", "user", "assistant", "user"]
+        and said[3][1] == "And then"
+    )
+    assert squeezed(said[2][1]) == squeezed(page.locator(".exchange .text").first.inner_text())
+    shown = page.locator(".said").all_inner_texts()
+    assert [squeezed(text) for text in shown] == ["system Be brief", "user Once upon a time", "user And then"]
+    tops = [page.locator(".exchange").nth(index).bounding_box()["y"] for index in range(2)]
+    assert tops[0] < tops[1] < page.locator("#prompt").bounding_box()["y"], "the newest is next to the input"
+    text = page.locator(".exchange .text").last
+    assert text.evaluate("(one) => one.scrollHeight <= one.clientHeight + 1"), "at full height"
 
 
 SILENT = {"model": {"sampling_defaults": {}, "chat_defaults": {"temperature": 0.7, "top_p": 0.9}}}
@@ -234,24 +289,24 @@ def test_what_nobody_sets_is_the_model_s(
         page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
     open_live(page, server)
     expect(page.locator("#top_k")).to_have_attribute("placeholder", shown["Chat"][2])
-    bodies: list[Any] = []
-    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    bodies = posted(page)
     page.fill("#max_tokens", "2")
     for kind, sent in (("Completion", {}), ("Chat", chat_sends)):
-        page.get_by_label(kind).check(force=True)
+        page.locator(f"[name=kind][value={kind.lower()}]").check(force=True)
         assert [page.get_attribute(f"#{name}", "placeholder") for name in DRAWN] == shown[kind]
         page.fill("#prompt", "Once upon a time")
         page.click("#send")
-        expect(page.locator(".note").first).to_contain_text("2 tokens")
+        expect(page.locator(".note").last).to_contain_text("2 tokens")
+        expect(page.locator("#send")).to_be_enabled()
         assert {name: bodies[-1][name] for name in DRAWN if name in bodies[-1]} == sent
     note = page.locator("#defaults").inner_text()
-    assert ("top_p 0.9 (a chat's, where the model says nothing)" in note) == bool(chat_sends)
+    assert ("top_p 0.9 (default of chats)" in note) == bool(chat_sends)
     page.fill("#temperature", "1.5")
     page.fill("#top_k", "0")
     page.fill("#prompt", "And then")
     page.click("#send")
     expect(page.locator(".exchange")).to_have_count(3)
-    expect(page.locator(".note").first).to_contain_text("2 tokens")
+    expect(page.locator(".note").last).to_contain_text("2 tokens")
     assert bodies[-1]["temperature"] == 1.5 and bodies[-1]["top_k"] == 0, "what somebody sets is sent, zero too"
 
 
@@ -263,6 +318,65 @@ def test_a_refusal_is_told(page: Any, server: str) -> None:
     expect(page.locator(".note.problem")).to_contain_text("max_num_seqs is 8")
 
 
+def counted(loop: EngineLoop) -> Counter[str]:
+    stats = loop.call(Engine.stats).result(60)
+    whole = {name: value for name, value in stats.items() if isinstance(value, int)}
+    return Counter({**whole, "preempted": sum(stats["num_preemptions_total"].values())})
+
+
+def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: EngineLoop) -> None:
+    open_live(page, server)
+    page.locator("#tour-slow").uncheck()
+
+    def played(name: str) -> tuple[str, Counter[str]]:
+        before = counted(loop)
+        page.get_by_role("button", name=name).click()
+        expect(page.locator("#tour-outcome")).not_to_be_empty()
+        expect(page.locator("#tour-stop")).to_be_disabled()
+        assert page.locator("#tour-text").inner_text().count(".") == 1, "one sentence"
+        after = counted(loop)
+        after.subtract(before)
+        return page.locator("#tour-outcome").inner_text(), after
+
+    outcome, gained = played("Share a prefix")
+    assert gained["prefix_cache_hits_total"] >= 48 and f" {gained['prefix_cache_hits_total']} tokens" in outcome
+    outcome, gained = played("Fork three samples")
+    assert gained["copy_on_write_blocks_total"] == int(outcome.split()[0]) == 2
+    outcome, gained = played("Beam search")
+    assert 0 < int(outcome.split()[0]) <= gained["copy_on_write_blocks_total"]
+    outcome, gained = played("Force a preemption")
+    assert gained["preempted"] >= outcome.count("#") >= 1 and "finished" in outcome
+    assert page.locator(".note").count() == 5 and page.locator(".note.problem").count() == 0
+    page.get_by_role("button", name="Speculate").click(force=True)
+    expect(page.locator("#tour-text")).to_contain_text("speculation is off")
+
+
+def test_slow_motion_lasts_as_long_as_somebody_looks(
+    page: Any, server: str, loop: EngineLoop, built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, step = [], built.engine.step
+    monkeypatch.setattr(built.engine, "step", lambda: begun.append(time.monotonic()) or step())
+    open_live(page, server)
+    page.select_option("#pace", "0.25")
+    expect(page.locator("#status")).to_have_text("live, 0.25 s per step")
+    page.fill("#max_tokens", "4")
+    page.click("#send")
+    expect(page.locator(".note")).to_contain_text("4 tokens")
+    assert len(begun) >= 4 and min(np.diff(begun)) > 0.24
+    expect(page.locator("#step-numbers")).to_contain_text("decode")
+    page.fill("#max_tokens", "200")
+    page.click("#send")
+    expect(page.locator(".exchange").last.locator(".token").nth(1)).to_be_visible()
+    page.click("#stop")
+    expect(page.locator("#numbers")).to_contain_text("0 in use", timeout=2000)
+    page.goto("about:blank")
+    for _ in range(100):
+        if loop.pace.seconds == 0:
+            break
+        page.wait_for_timeout(50)
+    assert loop.pace.seconds == 0
+
+
 HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script><b>bold</b>'
 
 
@@ -271,16 +385,18 @@ def test_markup_in_a_text_stays_text(page: Any, server: str, with_tokens: bool) 
     open_live(page, server)
     logprobs = {"tokens": [HOSTILE], "token_logprobs": [-0.5], "top_logprobs": [{HOSTILE: -0.5, "<i>": -1.0}]}
     choice = {"index": 0, "text": HOSTILE, "logprobs": logprobs if with_tokens else None, "finish_reason": HOSTILE}
+    page.fill("#prompt", HOSTILE)
     body = f"data: {json.dumps({'choices': [choice]})}\r\n\r\ndata: [DONE]\r\n\r\n"
     page.route("**/v1/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     page.click("#send")
     expect(page.locator(".column .text")).to_have_text(HOSTILE)
+    expect(page.locator(".said")).to_contain_text(HOSTILE)
     expect(page.locator(".column p")).to_have_text(HOSTILE)
     if with_tokens:
         page.locator(".token").hover()
         expect(page.locator("#tooltip")).to_contain_text("<i>")
     assert page.evaluate("window.broken") is None
-    assert page.locator("main img, main script, main b:not(.part b), #tooltip i").count() == 0
+    assert page.locator("main img, main script, .exchange b, #tooltip i").count() == 0
 
 
 def test_the_key_is_asked_for(page: Any, loop: EngineLoop, built: Built) -> None:
@@ -298,12 +414,6 @@ def test_the_key_is_asked_for(page: Any, loop: EngineLoop, built: Built) -> None
         expect(page.locator("#model")).to_have_text("demo")
         assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
         page.goto("about:blank")
-
-
-def open_log(page: Any, address: str, log: str) -> None:
-    page.allowed.append("404")  # there is no engine to ask
-    page.goto(f"{address}/ui/")
-    page.set_input_files("#log-file", {"name": "run.jsonl", "mimeType": "text/plain", "buffer": log.encode()})
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +449,13 @@ def comparable(snapshot: Any) -> Any:
     for request in requests:
         for one in request["sequences"]:
             one.pop("sample", None)
-    step = {name: value for name, value in snapshot["step"].items() if name not in ("seconds", "draws")}
+    step = {
+        name: value
+        for name, value in snapshot["step"].items()
+        if name not in ("seconds", "draws", "results", "accepted", "tables")
+    }
+    for group in snapshot["pool"]["further_groups"]:
+        group["kept"] = None  # a log does not tell
     return {
         "pool": snapshot["pool"],
         "requests": sorted(requests, key=lambda one: one["number"]),
@@ -352,10 +468,11 @@ def running(snapshot: Any) -> set[int]:
     return {request["number"] for request in snapshot["requests"] if request["state"] == "running"}
 
 
-@pytest.mark.parametrize("which", ["crowd", "crowd_of_several_steps"])
+@pytest.mark.parametrize("which", ["crowd", "crowd_of_several_steps", "crowd_of_groups"])
 def test_a_log_shows_what_the_engine_showed(which: str, page: Any, files: str, request: pytest.FixtureRequest) -> None:
     log, snapshots = request.getfixturevalue(which)
     assert ("[-1]" in log) == (which == "crowd_of_several_steps")
+    assert ("further_tables" in log) == (which == "crowd_of_groups")
     open_log(page, files, log)
     onwards, jumps = page.evaluate(
         """async (text) => {
@@ -400,6 +517,62 @@ def test_a_log_is_opened_and_walked_through(page: Any, files: str, crowd: tuple[
     expect(page.locator("#moment")).to_have_text(re.compile(r"^step ([5-9]|\d\d+) of"))  # it goes on while we look
     page.click("#leave-log")
     expect(page.locator("#playground")).to_be_visible()
+
+
+def test_a_step_of_a_log_has_its_plan_and_probabilities(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
+    log, snapshots = crowd
+    results = [one for one in map(json.loads, log.splitlines()) if one["event"] in ("result", "failure")]
+    moment = next(moment for moment, one in enumerate(results, start=1) if len(one.get("logprobs", ())) > 2)
+    open_log(page, files, log)
+    page.locator("#scrubber").fill(str(moment))
+    expect(page.locator("#moment")).to_contain_text(f"step {moment} ")
+    snapshot, walk = snapshots[moment - 1], Walk()
+    for record in map(json.loads, log.splitlines()):
+        walk.follow(record)
+        if record["event"] == "plan" and record["step"] == moment:
+            break
+    rows = page.locator("#plan tbody tr")
+    expect(rows).to_have_count(len(snapshot["step"]["rows"]))
+    for index, (number, sequence, start, _, _) in enumerate(snapshot["step"]["rows"]):
+        cells = rows.nth(index).locator("td").all_inner_texts()
+        assert (cells[0], cells[1]) == (f"#{number}", str(sequence)) and cells[2].startswith(str(start))
+        assert cells[4] == " ".join(map(str, walk.sequences[sequence].tables[0]))
+    for index, (_, _, ids, bits) in enumerate(results[moment - 1]["logprobs"]):
+        shown = page.locator(".draws > li").nth(index).locator(".tip-row").all_inner_texts()
+        shares = np.exp(np.array(bits, np.int32).view(np.float32))
+        want = dict(zip(ids[1:], 100 * shares[1:], strict=True)) | {ids[0]: 100 * shares[0]}
+        found = {int(text.split()[0]): float(text.split()[1]) for text in shown}
+        assert all(math.isclose(found[token], want[token], abs_tol=0.06) for token in found)
+        assert set(ids[1:]) <= found.keys() and list(found.values()) == sorted(found.values(), reverse=True)
+
+
+def test_an_incident_shows_the_last_steps(
+    page: Any, files: str, crowd_and_incident: tuple[str, list[Any], str]
+) -> None:
+    """It has no token ids and begins in the middle; its block tables are the engine's all the same."""
+    _, snapshots, incident = crowd_and_incident
+    open_log(page, files, incident)
+    expect(page.locator("#log-name")).to_contain_text("incident: asked for")
+    shown = page.evaluate(
+        """async (text) => {
+            const { Recording } = await import("/ui/log.js");
+            const recording = new Recording(text);
+            return Array.from({ length: INCIDENT_STEPS }, (_, index) => recording.at(index + 1));
+        }""".replace("INCIDENT_STEPS", str(INCIDENT_STEPS)),
+        incident,
+    )
+    num_compared = 0
+    for one, want in zip(shown, snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP], strict=True):
+        assert one["step"]["step"] == want["step"]["step"] and one["step"]["rows"]
+        by_id = {request["id"]: request for request in want["requests"]}
+        rows = {row[1] for row in one["step"]["rows"]}
+        for request in one["requests"]:
+            for sequence in request["sequences"]:
+                if request["state"] == "running" and sequence["id"] in rows:
+                    found = next(item for item in by_id[request["id"]]["sequences"] if item["id"] == sequence["id"])
+                    assert sequence["blocks"] == found["blocks"]
+                    num_compared += 1
+    assert num_compared > INCIDENT_STEPS
 
 
 def torn(log: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any, cast
 
 from jaxpage.errors import CheckpointError, UnsupportedError
@@ -38,6 +39,7 @@ FAMILIES = {
     "GPT2LMHeadModel": "gpt2",
 }
 
+ENTRY_POINTS = "jaxpage.models"  # of packages that bring a family: architecture = "module"
 
 _registered: dict[str, Family] = {}
 
@@ -59,16 +61,36 @@ def register_model(architecture: str, module: Any) -> None:
 def load_family(config: Mapping[str, Any]) -> Family:
     """The family module for `config["architectures"][0]`.
 
-    Raises CheckpointError if config.json names no architecture, UnsupportedError if it is not one of `FAMILIES`.
+    Raises CheckpointError if config.json names no architecture, UnsupportedError if it is not one of `FAMILIES`, was not registered, and
+    no installed package has it.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError(f"config.json must name the model in architectures, not {names!r}")
-    if names[0] in _registered:
-        return _registered[names[0]]
-    if names[0] not in FAMILIES:
+    name = names[0]
+    if name in FAMILIES and name not in _registered:
+        return cast(Family, importlib.import_module(f"jaxpage.models.{FAMILIES[name]}"))
+    if name not in _registered:
+        _register_installed(name)
+    return _registered[name]
+
+
+def _register_installed(architecture: str) -> None:
+    """A family of an installed package. Raises UnsupportedError if none has it, several have, or it cannot be imported."""
+    found = entry_points(group=ENTRY_POINTS, name=architecture)
+    if not found:
         known = ", ".join((*FAMILIES, *_registered))
         raise UnsupportedError(
-            f"config.json: architecture {names[0]!r} is not one of {known}; register_model adds one of your own"
+            f"config.json: architecture {architecture!r} is not one of {known}; register_model adds one of your own"
         )
-    return cast(Family, importlib.import_module(f"jaxpage.models.{FAMILIES[names[0]]}"))
+    packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in found))
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"config.json: several packages have architecture {architecture!r}: {packages}; keep one"
+        )
+    try:
+        register_model(architecture, next(iter(found)).load())
+    except Exception as error:
+        raise UnsupportedError(
+            f"config.json: {architecture!r} of the package {packages} cannot be used: {error}"
+        ) from error

@@ -226,7 +226,9 @@ def build_app(
         Middleware(ApiKeys, keys=api_keys, open_paths=OPEN_PATHS | inspector.PAGE_PATHS if config.ui else OPEN_PATHS),
         Middleware(Limits, max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_timeout_seconds),
     ]
-    pages = inspector.routes(loop, show_prompts=config.ui_show_prompts) if config.ui else []
+    pages = []
+    if config.ui:
+        pages = inspector.routes(loop, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local)
     lora = lora_routes(config, loop.engine, server.preparing, context)
     handlers = {HTTPException: _http_error}
     weights = weights_routes(config, loop, server.visitors)

@@ -20,6 +20,7 @@ from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import CapacityError, JaxpageError
 from jaxpage.serving.orders import Order, Replacement
+from jaxpage.serving.pacing import Pace
 from jaxpage.serving.request_handle import (
     DeadlineExceeded,
     EngineFailed,
@@ -56,6 +57,7 @@ class EngineLoop:
         self.num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
         self.ended: Future[None] = Future()  # of the thread; with EngineFailed and its cause, if it died
         self.built = built
+        self.pace = Pace()
         self.engine = built.engine  # after `start` only for `check` and `compiled`, which change nothing
         self._calls = Calls(built.engine)
         self._timeout = math.inf if request_timeout_seconds is None else request_timeout_seconds
@@ -82,8 +84,7 @@ class EngineLoop:
     @property
     def healthy(self) -> bool:
         """Whether the engine's thread lives and goes round: it waits for work, or its turn began not long ago."""
-        age = self.step_age
-        return self._thread.is_alive() and not self._is_over and (age is None or age < self._stalled_after)
+        return self._thread.is_alive() and not self._is_over and (self.step_age or 0.0) < self._stalled_after
 
     @property
     def step_age(self) -> float | None:
@@ -268,7 +269,7 @@ class EngineLoop:
         for _ in range(self._inbox.qsize()):
             self._obey(self._inbox.get())
         self._end_what_is_late()
-        if self.engine.has_unfinished and not self._is_stopping:
+        if self.engine.has_unfinished and not self._is_stopping and self.pace.lets_step(self._inbox):
             self._step()
         self._send_updates()
 
@@ -354,8 +355,7 @@ class EngineLoop:
             self._end(one)
 
     def _end_what_is_late(self) -> None:
-        now = time.monotonic()
-        for one in [one for one in self._live.values() if one.deadline < now]:
+        for one in [one for one in self._live.values() if one.deadline < time.monotonic()]:
             if one.reporter is not None and not one.reporter.finished:
                 self._end(one, self._too_late())
 

@@ -6,6 +6,7 @@ The files are the same for everybody and tell nothing of the server, so they nee
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import JaxpageError
 from jaxpage.serving.inspector.state import Inspector, Snapshot
+from jaxpage.serving.pacing import Pace
 from jaxpage.serving.wire.dialects import COMMENT, encoded, event
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
@@ -26,6 +28,7 @@ _Result = TypeVar("_Result")
 SECONDS_BETWEEN_SNAPSHOTS = 0.1
 SECONDS_BETWEEN_COMMENTS = 15.0  # which keep an idle stream open
 MOST_VIEWERS = 16  # streams at the same time
+MAX_SECONDS_PER_STEP = 2.0  # of slow motion
 
 _DIRECTORY = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -51,6 +54,8 @@ _PRIVATE = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 class Source(Protocol):
     """Who has the engine: the `EngineLoop` of the server."""
 
+    pace: Pace
+
     @property
     def ready(self) -> bool:
         """False when the server is about to end: then streams end too."""
@@ -59,9 +64,9 @@ class Source(Protocol):
         """Runs a function of the engine between two of its steps."""
 
 
-def routes(loop: Source, *, show_prompts: bool) -> list[BaseRoute]:
-    """All routes of the page."""
-    return [*page_routes(), *state_routes(loop, show_prompts=show_prompts)]
+def routes(loop: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
+    """All routes of the page. can_be_slow: viewers may ask for slow motion, which all requests have then."""
+    return [*page_routes(), *state_routes(loop, show_prompts=show_prompts, can_be_slow=can_be_slow)]
 
 
 def page_routes() -> list[BaseRoute]:
@@ -86,9 +91,9 @@ def _file(name: str, path: Path) -> Route:
     return Route(name, answer)
 
 
-def state_routes(loop: Source, *, show_prompts: bool) -> list[BaseRoute]:
+def state_routes(loop: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
     """Snapshots of the engine: one, or a stream of them as they change."""
-    feed = _Feed(loop, Inspector(show_prompts=show_prompts))
+    feed = _Feed(loop, Inspector(show_prompts=show_prompts), can_be_slow=can_be_slow)
 
     async def state(request: Request) -> Response:
         _, body = await feed.latest()
@@ -101,19 +106,41 @@ def state_routes(loop: Source, *, show_prompts: bool) -> list[BaseRoute]:
                 f"The inspector has {MOST_VIEWERS} viewers already, and no more are allowed; close one",
                 headers=RETRY_AFTER,
             )
+        seconds = _seconds_per_step(request.query_params.get("seconds_per_step"), can_be_slow=can_be_slow)
         request.scope["state"]["comment"] = COMMENT  # for who looks whether the viewer is still there
-        return StreamingResponse(feed.events(), media_type="text/event-stream", headers=_PRIVATE)
+        return StreamingResponse(feed.events(seconds), media_type="text/event-stream", headers=_PRIVATE)
 
     return [Route("/debug/state", state), Route("/debug/events", events)]
+
+
+def _seconds_per_step(given: str | None, *, can_be_slow: bool) -> float:
+    """Of a viewer who asks for slow motion; 0.0: of one who does not."""
+    if given is None:
+        return 0.0
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_SECONDS_PER_STEP:
+        message = f"seconds_per_step is {given[:20]!r}; it must be a number from 0 to {MAX_SECONDS_PER_STEP:g}"
+        raise ApiError(400, message, param="seconds_per_step")
+    if seconds and not can_be_slow:
+        raise ApiError(
+            403,
+            "Slow motion delays the requests of everybody, so it exists only where the server listens on this machine alone",
+            param="seconds_per_step",
+        )
+    return seconds
 
 
 class _Feed:
     """The newest snapshot, made at most ten times a second for all viewers together, and never without one."""
 
-    def __init__(self, loop: Source, inspector: Inspector) -> None:
+    def __init__(self, loop: Source, inspector: Inspector, *, can_be_slow: bool = False) -> None:
         self.num_viewers = 0
         self._loop = loop
         self._inspector = inspector
+        self._can_be_slow = can_be_slow
         self._lock = asyncio.Lock()
         self._due = 0.0  # when the next one may be made
         self._content: Snapshot = {}  # of the last, without the time
@@ -125,6 +152,7 @@ class _Feed:
         async with self._lock:
             if time.monotonic() >= self._due:
                 snapshot = await self._loop.snapshot(self._inspector.inspect)
+                snapshot["pace"] = {"seconds_per_step": self._loop.pace.seconds, "can_be_slow": self._can_be_slow}
                 content = {**snapshot, "clock": None}
                 if content != self._content:
                     self._content, self._version = content, self._version + 1
@@ -132,20 +160,26 @@ class _Feed:
                 self._due = time.monotonic() + SECONDS_BETWEEN_SNAPSHOTS
             return self._version, self._body
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self, seconds_per_step: float = 0.0) -> AsyncIterator[bytes]:
+        """seconds_per_step: that the engine takes at least, as long as the viewer is there."""
         self.num_viewers += 1
-        shown, quiet_since = 0, time.monotonic()
         try:
-            while self._loop.ready:
-                version, body = await self.latest()
-                if version != shown:
-                    shown, quiet_since = version, time.monotonic()
-                    yield event(body)
-                elif time.monotonic() - quiet_since > SECONDS_BETWEEN_COMMENTS:
-                    quiet_since = time.monotonic()
-                    yield COMMENT
-                await asyncio.sleep(SECONDS_BETWEEN_SNAPSHOTS)
+            with self._loop.pace.held(seconds_per_step):
+                async for frame in self._frames():
+                    yield frame
         except JaxpageError:
             return  # the engine is gone, and with it what there was to see
         finally:
             self.num_viewers -= 1
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        shown, quiet_since = 0, time.monotonic()
+        while self._loop.ready:
+            version, body = await self.latest()
+            if version != shown:
+                shown, quiet_since = version, time.monotonic()
+                yield event(body)
+            elif time.monotonic() - quiet_since > SECONDS_BETWEEN_COMMENTS:
+                quiet_since = time.monotonic()
+                yield COMMENT
+            await asyncio.sleep(SECONDS_BETWEEN_SNAPSHOTS)

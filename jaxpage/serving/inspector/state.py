@@ -1,6 +1,6 @@
 """A snapshot of an engine as JSON, made between two steps: who owns which block, who runs, who waits, and what the last steps were.
 
-The page makes the same form of a recorded event log (static/log.js), so that one drawing serves both.
+The page makes the same form of a recorded event log (static/log_snapshot.js), so that one drawing serves both.
 docs/guides/inspector.md describes it.
 """
 
@@ -102,11 +102,17 @@ def _sequence(sequence: Sequence, manager: BlockManager) -> Snapshot:
         "computed": sequence.num_computed_tokens,
         "blocks": manager.block_table(sequence_id) if owns else (),
         "host_blocks": list(manager.host_tables(sequence_id)[0]) if swapped else [],
+        **(_further_tables(sequence_id, manager) if owns else {}),
     }
 
 
+def _further_tables(sequence_id: int, manager: BlockManager) -> Snapshot:
+    """The block tables of the cache groups after the first, if there are any."""
+    return {"further_blocks": manager.further_tables(sequence_id)} if len(manager.groups) > 1 else {}
+
+
 def _pool(manager: BlockManager) -> Snapshot:
-    """Of the first cache group; of the others no more than how full they are."""
+    """Of the first cache group, and of the others in `further_groups`, whose blocks have ids of their own."""
     first, *further = manager.groups
     host_pool = first.swapped.pool
     return {
@@ -116,11 +122,23 @@ def _pool(manager: BlockManager) -> Snapshot:
         "ref_counts": first.pool.ref_counts(),  # by block
         "kept": first.pool.kept_blocks(),  # whose content the prefix index finds
         "further_groups": [
-            {"window": group.sliding_window, "num_blocks": group.pool.num_usable, "num_free": group.pool.num_free}
+            {
+                "window": group.sliding_window,
+                "num_blocks": group.pool.num_usable,
+                "num_free": group.pool.num_free,
+                "first_block": group.pool.first,
+                "ref_counts": group.pool.ref_counts()[group.pool.first :],
+                "kept": group.pool.kept_blocks(),
+            }
             for group in further
         ],
         "pins": [
-            {"id": pin_id, "tokens": len(pin.token_ids), "blocks": manager.block_table(pin_id)}
+            {
+                "id": pin_id,
+                "tokens": len(pin.token_ids),
+                "blocks": manager.block_table(pin_id),
+                **_further_tables(pin_id, manager),
+            }
             for pin_id, pin in manager.pins.items()
         ],
     }

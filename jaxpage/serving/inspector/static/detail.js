@@ -1,33 +1,43 @@
-// Says what is pointed at: of a block who refers to it, with which positions; and the block tables, as they are in memory.
+// Describes what is pointed at: a block with its references, or a request; and the block tables.
 
 import { count, el } from "./dom.js";
 import { requestColor } from "./colors.js";
 import { nameOf } from "./snapshot.js";
 
 const MOST_ENTRIES = 64; // of a block table
+const MOST_IDS = 64; // of a prompt
 
-/** Elements that describe a block, a request, or where to look. */
+/** Elements that describe a block, a request, or what can be pointed at. */
 export function describe(block, request, snapshot) {
   if (block) return describeBlock(block, snapshot.pool.block_size);
-  if (request) return [el("p", {}, el("b", {}, `Request #${request.number}`), ` ${storyOf(request)}`)];
+  if (request) return describeRequest(request);
   return [
-    el("p", {}, "Keys and values of the tokens lie in blocks of equal size, wherever one was free. A sequence finds its own through a block table; what begins alike shares blocks, and who writes to a shared one gets a copy."),
-    el("p", { class: "muted" }, "Point at a block to see whose it is, or at a request to see its block table; a click holds it. With the keyboard: Tab to the grid, then arrows, Enter and Escape."),
+    el("p", {}, "The KV cache is divided into blocks of equal size. A block table lists the blocks of a sequence, which can be anywhere in the pool. Sequences with a common prefix share blocks; a shared block is copied before one of them writes to it (copy-on-write)."),
+    el("p", { class: "muted" }, "Point at a block or a request, or tap it, to see its block tables; a click selects it. Keyboard: Tab to the grid, then arrow keys, Enter and Escape."),
   ];
 }
 
 function describeBlock(block, size) {
   const facts = {
-    null: "takes the writes of padding and is never handed out.",
+    null: "is the null block: padding tokens write to it, and it is never allocated.",
     free: "is free.",
-    cached: "is free, and what it holds is kept: a prompt that begins with the same tokens takes it as it is. It is handed out last.",
-    used: `has ${count(block.refCount, "reference")}; ${block.filled} of its ${size} slots are computed${block.known > block.filled ? `, ${block.known - block.filled} more are reserved for tokens that are known` : ""}.`,
+    cached: "is free, and its content is still in the prefix cache: a prompt with the same tokens reuses it. It is allocated again last (LRU).",
+    used: `has ${count(block.refCount, "reference")}; ${block.filled} of its ${size} slots are computed${block.known > block.filled ? `, ${block.known - block.filled} more are reserved for known tokens` : ""}.`,
   };
   const forks = new Set(block.references.map(({ request }) => request?.number ?? 0));
-  const shared = block.refCount < 2 ? "" : forks.size > 1 ? " Requests that begin alike share it." : " Sequences of one request share it; who writes to it first gets a copy.";
-  const kept = block.kept && block.kind === "used" ? " The prefix index knows its content, so nobody writes to it any more." : "";
+  const shared = block.refCount < 2 ? "" : forks.size > 1 ? " Requests with a common prefix share it." : " Sequences of one request share it; it is copied before one of them writes to it.";
+  const kept = block.kept && block.kind === "used" ? " It is full and in the prefix cache." : "";
   const name = block.isHost ? "Host block" : "Block";
   return [el("p", {}, el("b", {}, `${name} ${block.id}`), ` ${facts[block.kind]}${shared}${kept}`)];
+}
+
+function describeRequest(request) {
+  const { prompt } = request;
+  const text = Array.isArray(prompt) ? `token ids ${prompt.slice(0, MOST_IDS).join(" ")}${prompt.length > MOST_IDS ? " …" : ""}` : prompt;
+  return [
+    el("p", {}, el("b", {}, `Request #${request.number}`), ` ${storyOf(request)}`),
+    text ? el("p", { class: "muted prompt" }, `Prompt: ${text}`) : null,
+  ].filter(Boolean);
 }
 
 function positions({ place, sequence, pin }, size) {
@@ -42,10 +52,11 @@ function dotOf({ request }) {
 }
 
 function storyOf(request) {
-  const found = request.cached_tokens ? `, ${request.cached_tokens} of them found in the cache` : "";
-  const kind = request.beam_width ? `; a beam search of ${request.beam_width}` : request.num_sequences > 1 ? `; ${request.num_sequences} samples` : "";
+  const found = request.cached_tokens ? `, ${request.cached_tokens} of them from the prefix cache` : "";
+  const kind = request.beam_width ? `; beam search, width ${request.beam_width}` : request.num_sequences > 1 ? `; ${request.num_sequences} samples` : "";
   const gave = request.num_preemptions ? `; preempted ${count(request.num_preemptions, "time")}` : "";
-  return `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${found}, up to ${request.max_total_tokens} in all${kind}${gave}.`;
+  const ended = request.reasons ? `; ended: ${request.reasons.join(", ")}` : "";
+  return `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${found}, at most ${request.max_total_tokens} in total${kind}${gave}${ended}.`;
 }
 
 /** The block table of a sequence: the physical block of each logical one. */

@@ -1,16 +1,10 @@
 // Makes snapshots of a recorded event log (docs/reference/event-log.md), without an engine: follows the block tables of the plans, and works
 // out what lies between them: forks, releases, and which blocks the prefix index knows.
 
-import { close, compute, wait } from "./timeline.js";
+import { LogState } from "./log_state.js";
 
-const FORMAT = 4;
-const PLACEHOLDER = -1; // among drafts: a token that the step itself draws
 const MOST_BYTES = 2 ** 28;
-const MOST_BLOCKS = 2 ** 21;
 const MOMENTS_BETWEEN_COPIES = 128;
-const NUM_FINISHED = 12;
-const NUM_STEPS = 160;
-const MOST_COPIES = 24;
 
 /** A log that was read. A moment is the end of a step; moment 0 is before the first. */
 export class Recording {
@@ -20,8 +14,11 @@ export class Recording {
     this.lines = text.split("\n");
     this.isTorn = this.lines.pop() !== ""; // a last line without its end, as a killed process leaves it, is left out
     this.ends = [1]; // by moment: the line behind it
+    this.momentOfStep = new Map();
     this.copies = [];
-    this.state = new LogState(this.record(0));
+    const header = this.record(0);
+    this.about = header.incident?.reason ?? null;
+    this.state = new LogState(header);
     this.copies.push(structuredClone(this.state.data));
     this.lines.forEach((_, index) => {
       if (index === 0) return;
@@ -33,12 +30,13 @@ export class Recording {
       }
       if (record.event === "result" || record.event === "failure") {
         this.ends.push(index + 1);
+        this.momentOfStep.set(record.step, this.last);
         if (this.last % MOMENTS_BETWEEN_COPIES === 0) this.copies.push(structuredClone(this.state.data));
       }
     });
     if (this.ends.at(-1) < this.lines.length) this.ends.push(this.lines.length); // what came behind the last step
     this.moment = this.last;
-    this.numSteps = this.state.data.step;
+    this.lastStep = this.state.data.step;
   }
 
   static async read(file) {
@@ -48,6 +46,10 @@ export class Recording {
 
   get last() {
     return this.ends.length - 1;
+  }
+
+  momentOf(step) {
+    return this.momentOfStep.get(step);
   }
 
   record(index) {
@@ -71,440 +73,5 @@ export class Recording {
     for (let line = this.ends[this.moment]; line < this.ends[moment]; line++) this.state.apply(this.record(line));
     this.moment = moment;
     return this.state.snapshot();
-  }
-}
-
-/** What is known at a place of the log. All of it is in `data`, which can be cloned. */
-class LogState {
-  constructor(header) {
-    if (header.event !== "header") throw new Error("this is not an event log: it does not begin with a header");
-    if (header.format !== FORMAT) throw new Error(`the log has format ${header.format}; this page reads format ${FORMAT}`);
-    const { num_blocks, swap_space_blocks, cache_groups = [], buckets } = header.engine ?? {};
-    if (!(Number.isInteger(num_blocks) && num_blocks > 1 && num_blocks <= MOST_BLOCKS)) throw new Error(`num_blocks is ${num_blocks}`);
-    this.blockSize = header.config.block_size;
-    this.caches = header.config.enable_prefix_caching;
-    this.numHostBlocks = swap_space_blocks ?? 0;
-    this.furtherGroups = cache_groups.slice(1).map(([window, count]) => ({ window, num_blocks: count, num_free: null }));
-    this.buckets = buckets;
-    this.data = {
-      step: 0,
-      numSteps: 0,
-      numArrivals: 0,
-      numAppended: 0,
-      refs: new Int32Array(num_blocks),
-      requests: new Map(), // by id, in order of arrival; finished ones too, for a while
-      sequences: new Map(), // by id
-      recorded: new Map(), // block tables as the log last had them, by sequence id
-      pins: new Map(),
-      blockOf: new Map(), // the prefix index: block by what is in it
-      entries: new Map(), // and what is in it, by block
-      plan: null,
-      history: [],
-      copies: [],
-    };
-  }
-
-  apply(record) {
-    const handler = this[`on_${record.event}`];
-    if (!handler) throw new Error(`there is no event ${record.event}`);
-    handler.call(this, record);
-  }
-
-  on_arrival({ request_id, sequences, prompt_token_ids, params, beam, max_total_tokens }) {
-    const number = ++this.data.numArrivals;
-    const request = {
-      number,
-      id: request_id,
-      state: "waiting",
-      beam_width: beam?.beam_width ?? 0,
-      num_sequences: beam?.beam_width ?? params.best_of ?? params.n ?? 1,
-      prompt_tokens: prompt_token_ids.length,
-      max_total_tokens,
-      cached_tokens: null,
-      num_preemptions: 0,
-      timeline: [],
-      lastStep: 0,
-      rank: 0,
-      salt: params?.cache_salt ?? null,
-      scores: (params?.prompt_logprobs ?? null) !== null,
-      ids: sequences, // that its sequences can have
-      members: [sequences[0]], // ids of those that there are
-    };
-    this.data.requests.set(request_id, request);
-    this.data.sequences.set(sequences[0], this.newSequence(sequences[0], request_id, 0, [...prompt_token_ids]));
-    wait(request, "queued", this.data.step);
-  }
-
-  newSequence(id, requestId, sample, tokens) {
-    return { id, requestId, sample, tokens, computed: 0, blocks: [], numCached: 0, host: [], reason: null };
-  }
-
-  on_abort({ request_id }) {
-    this.end(this.data.requests.get(request_id), "abort");
-  }
-
-  on_pin({ request_id, pin_id }) {
-    const request = this.data.requests.get(request_id);
-    const [sequence] = this.unfinished(request);
-    const blocks = sequence.blocks.slice(0, this.blocksFor(request.prompt_tokens));
-    blocks.forEach((block) => this.share(block));
-    this.data.pins.set(pin_id, { id: pin_id, tokens: request.prompt_tokens, blocks });
-    this.end(request, "abort");
-  }
-
-  on_unpin({ pin_id }) {
-    this.data.pins.get(pin_id)?.blocks.forEach((block) => this.release(block));
-    this.data.pins.delete(pin_id);
-  }
-
-  on_reset() {
-    this.data.blockOf.clear();
-    this.data.entries.clear();
-    for (const sequence of this.data.sequences.values()) sequence.numCached = 0;
-  }
-
-  on_failure() {
-    for (const request of this.data.requests.values()) if (request.state === "running") this.end(request, "error");
-    this.data.recorded.clear();
-  }
-
-  on_rebuild() {
-    for (const request of this.data.requests.values()) {
-      if (request.state === "running") this.giveWay(request, null);
-      if (request.state === "swapped") this.unfinished(request).forEach((sequence) => this.startOver(sequence));
-      if (request.state === "swapped") request.state = "preempted";
-    }
-    for (const pin_id of [...this.data.pins.keys()]) this.on_unpin({ pin_id });
-    this.on_reset();
-  }
-
-  on_end() {}
-
-  on_header() {
-    throw new Error("a second header");
-  }
-
-  on_plan(record) {
-    const data = this.data;
-    data.step = record.step;
-    const { rows, tables = [], preempted = [], drafts = [] } = record;
-    // The page shows the first cache group; the others' blocks have ids behind its own.
-    const shown = (pairs = [], place) => pairs.filter((pair) => pair[place] < this.data.refs.length);
-    const swap_out = shown(record.swap_out, 0);
-    const swap_in = shown(record.swap_in, 1);
-    const copies = shown(record.copies, 0);
-    const hostOf = new Map(swap_out);
-    const preemptedNumbers = preempted.map((id) => {
-      const request = data.requests.get(id);
-      if (request) this.giveWay(request, hostOf);
-      return request?.number;
-    });
-    const back = new Set(swap_in.map(([, block]) => block));
-    const numDrafts = new Map(drafts.map(([sequence, ids]) => [sequence, ids.length]));
-    for (const [id, length, ...runs] of tables) {
-      const table = (data.recorded.get(id) ?? []).slice(0, length);
-      for (const [first, ...blocks] of runs) blocks.forEach((block, index) => (table[first + index] = block));
-      data.recorded.set(id, table);
-    }
-    for (const [id, start] of rows) {
-      const sequence = data.sequences.get(id);
-      this.setTable(sequence, data.recorded.get(id), start, back);
-      sequence.computed = start;
-      this.run(data.requests.get(sequence.requestId), start);
-    }
-    data.plan = {
-      step: record.step,
-      rows: rows.map(([id, start, n]) => [this.requestOf(id).number, id, start, n, numDrafts.get(id) ?? 0]),
-      draws: record.draws ?? rows.flatMap(([, , n], row) => (drafts.length ? Array(n).fill(row) : [row])),
-      copies,
-      swap_out,
-      swap_in,
-      preempted: preemptedNumbers,
-      seconds: null,
-    };
-    data.copies = [...data.copies, ...copies.map((pair) => [record.step, ...pair])].slice(-MOST_COPIES);
-    data.plan.num_draws = data.plan.draws.length;
-    Object.assign(data.plan, this.chooseBucket(data.plan, drafts.some(([, ids]) => ids.includes(PLACEHOLDER))));
-  }
-
-  /** A request owns blocks from now on. */
-  run(request, start) {
-    if (request.state !== "running") request.rank = this.data.step;
-    request.state = "running";
-    request.cached_tokens ??= start;
-  }
-
-  /** The blocks of a sequence become those of a table. Behind `start` they are new; before it others have filled them. */
-  setTable(sequence, table, start, back) {
-    const firstNew = Math.floor(start / this.blockSize);
-    const isNew = !sequence.blocks.length;
-    const old = sequence.blocks;
-    table.forEach((block, place) => {
-      if (block === old[place] || block === 0) return;
-      if (place >= firstNew || back.has(block)) this.forget(block);
-      this.share(block);
-    });
-    old.forEach((block, place) => block !== table[place] && this.release(block));
-    sequence.blocks = [...table];
-    sequence.host = [];
-    if (isNew) {
-      const first = table.findIndex((block) => !this.data.entries.has(block));
-      sequence.numCached = first < 0 ? table.length : first;
-    }
-  }
-
-  chooseBucket({ rows, draws }, multiStep) {
-    const scores = rows.some(([, id, start]) => {
-      const request = this.requestOf(id);
-      return request.scores && start < request.prompt_tokens - 1;
-    });
-    const verifies = !multiStep && rows.some(([, , , , drafts]) => drafts);
-    const lengths = rows.map(([, , , n]) => n);
-    const [total, longest] = [lengths.reduce((a, b) => a + b, 0), Math.max(...lengths)];
-    const numRows = Math.max(rows.length, verifies || multiStep ? 0 : draws.length);
-    const kind = verifies ? "verify" : multiStep || (longest === 1 && !scores) ? "decode" : "chunk";
-    const fitting = this.buckets.find(([tokens, most, query, isVerify, , , numSteps]) => {
-      const isKind = multiStep || verifies || (query === 1) === (kind === "decode");
-      const holds = total <= tokens && numRows <= most && longest <= query;
-      return numSteps > 1 === multiStep && Boolean(isVerify) === verifies && isKind && holds;
-    });
-    return { kind: fitting?.[4] ? "tree" : kind, bucket: fitting?.slice(0, 3) ?? [total, numRows, longest] };
-  }
-
-  on_result({ tokens, edits = [], paths = null }) {
-    const { plan, sequences } = this.data;
-    for (const [, id, start, n, drafts] of plan.rows) {
-      const sequence = sequences.get(id);
-      if (!sequence) continue; // aborted meanwhile
-      sequence.computed = start + n - drafts;
-      this.cacheIfFull(sequence, start);
-    }
-    for (const [number, id, start, n, drafts] of plan.rows) {
-      const request = this.requestOf(id);
-      if (!request) continue;
-      const kind = start < request.prompt_tokens || n - drafts > 1 ? "chunk" : "decode";
-      compute(request, kind, plan.step - 1, plan.step, n, plan.step);
-    }
-    for (const [what, id] of edits) if (what === "drop") this.drop(id);
-    for (const [what, ...edit] of edits) if (what === "fork") this.fork(...edit);
-    const ends = new Map(edits.filter(([what]) => what === "finish").map(([, id, reason, , at]) => [id, { reason, at }]));
-    this.appendDraws(tokens, paths, ends);
-    for (const [, id, , , drafts] of plan.rows) {
-      const sequence = sequences.get(id);
-      if (drafts && sequence && sequence.reason === null) this.trim(sequence, sequence.computed);
-    }
-    const total = plan.rows.reduce((sum, [, , , n]) => sum + n, 0);
-    this.data.numSteps += 1;
-    this.data.history.push([plan.step, total, plan.bucket[0], null]);
-    this.data.history.splice(0, this.data.history.length - NUM_STEPS);
-  }
-
-  /** Every draw becomes the next token of its sequence; which tokens beams took, the log does not say, so theirs are like no others. */
-  appendDraws(tokens, paths, ends) {
-    const { plan } = this.data;
-    const grown = new Set();
-    let first = 0; // of a row's draws
-    plan.rows.forEach(([, id, , n, drafts], row) => {
-      const request = this.requestOf(id);
-      const numDraws = plan.draws.filter((one) => one === row).length;
-      const drawn = tokens.slice(first, first + numDraws);
-      first += numDraws;
-      if (!request || !numDraws) return;
-      if (request.beam_width) {
-        if (!grown.has(request)) this.unfinished(request).forEach((beam) => this.append(beam, [null], ends.get(beam.id)));
-        grown.add(request);
-      } else if (paths) {
-        this.append(this.data.sequences.get(id), [0, ...(paths[row] ?? [])].map((place) => drawn[place]), ends.get(id));
-      } else {
-        const ids = [...request.ids.slice(1, numDraws), id];
-        drawn.forEach((token, index) => this.append(this.data.sequences.get(ids[index]), [token], ends.get(ids[index])));
-      }
-    });
-  }
-
-  append(sequence, tokens, end) {
-    if (!sequence || sequence.reason !== null) return;
-    const taken = tokens.slice(0, end?.at ?? tokens.length).filter((token) => token === null || token >= 0);
-    taken.forEach((token, index) => {
-      sequence.tokens.push(token ?? `beam ${++this.data.numAppended}`);
-      if (index < tokens.length - 1) {
-        sequence.computed += 1; // a draft that was right: it is computed already
-        this.cacheIfFull(sequence, sequence.computed - 1);
-      }
-    });
-    if (end) this.finish(sequence, end.reason);
-  }
-
-  fork(parentId, id, sample) {
-    const parent = this.data.sequences.get(parentId);
-    const child = { ...structuredClone(parent), id, sample, blocks: [...parent.blocks] };
-    child.blocks.forEach((block) => this.share(block));
-    this.data.sequences.set(id, child);
-    this.data.requests.get(parent.requestId).members.push(id);
-  }
-
-  drop(id) {
-    const sequence = this.data.sequences.get(id);
-    if (!sequence) return;
-    this.releaseAll(sequence);
-    const request = this.data.requests.get(sequence.requestId);
-    request.members = request.members.filter((member) => member !== id);
-    this.data.sequences.delete(id);
-    this.data.recorded.delete(id);
-  }
-
-  finish(sequence, reason) {
-    this.releaseAll(sequence);
-    sequence.reason = reason;
-    this.data.recorded.delete(sequence.id);
-    const request = this.data.requests.get(sequence.requestId);
-    if (this.unfinished(request).length) return;
-    request.state = "finished";
-    close(request, this.data.step);
-    const finished = [...this.data.requests.values()].filter((one) => one.state === "finished");
-    request.rank = Math.max(0, ...finished.map((one) => one.rank)) + 1; // in order of their end
-    for (const old of finished.sort((a, b) => a.rank - b.rank).slice(0, -NUM_FINISHED)) {
-      old.members.forEach((id) => this.data.sequences.delete(id));
-      this.data.requests.delete(old.id);
-    }
-  }
-
-  end(request, reason) {
-    if (!request) return;
-    request.rank = 0;
-    for (const sequence of this.unfinished(request).reverse()) this.finish(sequence, reason);
-  }
-
-  /** A request gives up its blocks, or moves them to host memory if the plan moves them all. */
-  giveWay(request, hostOf) {
-    const sequences = this.unfinished(request);
-    const computed = sequences.map((sequence) => sequence.blocks.slice(0, this.blocksFor(sequence.computed)));
-    const swaps = hostOf?.size > 0 && computed.flat().some(Boolean) && computed.flat().every((block) => !block || hostOf.has(block));
-    sequences.forEach((sequence, index) => {
-      this.releaseAll(sequence);
-      if (swaps) sequence.host = computed[index].map((block) => (block ? hostOf.get(block) : 0));
-      else this.startOver(sequence);
-    });
-    request.state = swaps ? "swapped" : "preempted";
-    request.num_preemptions += 1;
-    wait(request, request.state, this.data.step - 1);
-  }
-
-  startOver(sequence) {
-    sequence.computed = 0;
-    sequence.host = [];
-  }
-
-  // Blocks and the prefix index, as jaxpage/memory has them
-
-  blocksFor(numTokens) {
-    return Math.ceil(numTokens / this.blockSize);
-  }
-
-  share(block) {
-    if (block) this.data.refs[block] += 1;
-  }
-
-  release(block) {
-    if (block) this.data.refs[block] -= 1;
-  }
-
-  releaseAll(sequence) {
-    sequence.blocks.forEach((block) => this.release(block));
-    sequence.blocks = [];
-    sequence.numCached = 0;
-  }
-
-  trim(sequence, numTokens) {
-    sequence.blocks.splice(this.blocksFor(numTokens)).forEach((block) => this.release(block));
-    sequence.numCached = Math.min(sequence.numCached, Math.floor(numTokens / this.blockSize));
-  }
-
-  /** Notes the full blocks of a sequence, if it went past the end of one since it had `before` tokens. */
-  cacheIfFull(sequence, before) {
-    const size = this.blockSize;
-    const full = Math.floor(sequence.computed / size);
-    if (!this.caches || full <= Math.floor(before / size)) return;
-    const { entries, blockOf, refs } = this.data;
-    for (let place = sequence.numCached; place < full; place++) {
-      const block = sequence.blocks[place];
-      const parent = place ? sequence.blocks[place - 1] : null;
-      if (!block || (place && !entries.has(parent))) return;
-      const root = place ? parent : JSON.stringify(this.data.requests.get(sequence.requestId).salt);
-      const key = `${root} ${sequence.tokens.slice(place * size, (place + 1) * size).join(" ")}`;
-      const known = blockOf.get(key) ?? block;
-      if (known !== block && refs[block] > 1) return; // a fork has the block too
-      blockOf.set(key, known);
-      if (known === block) {
-        entries.set(block, { key, parent, behind: [] });
-        if (place) entries.get(parent).behind.push(block);
-      } else {
-        this.share(known);
-        this.release(block);
-        sequence.blocks[place] = known;
-      }
-      sequence.numCached = place + 1;
-    }
-  }
-
-  /** A block is handed out anew: nobody finds what was in it, nor what lay behind it. */
-  forget(block) {
-    const { entries, blockOf } = this.data;
-    const gone = entries.has(block) ? [block] : [];
-    for (const one of gone) {
-      const { key, behind } = entries.get(one);
-      blockOf.delete(key);
-      entries.delete(one);
-      gone.push(...behind.filter((child) => entries.get(child)?.parent === one));
-    }
-  }
-
-  requestOf(sequenceId) {
-    return this.data.requests.get(this.data.sequences.get(sequenceId)?.requestId);
-  }
-
-  unfinished(request) {
-    return request.members.map((id) => this.data.sequences.get(id)).filter((sequence) => sequence.reason === null);
-  }
-
-  // The same form as a snapshot of an engine
-
-  /** Shares no list with what goes on. */
-  snapshot() {
-    const { refs, entries, pins, requests, plan, history, copies, step, numSteps } = this.data;
-    const order = { running: 0, swapped: 1, preempted: 1, waiting: 2, finished: 3 };
-    const rank = (request) => (request.state === "finished" ? -request.rank : request.rank); // the last that finished comes first
-    const sorted = [...requests.values()].sort((a, b) => order[a.state] - order[b.state] || rank(a) - rank(b) || a.number - b.number);
-    return {
-      clock: { unit: "steps", now: step },
-      pool: {
-        block_size: this.blockSize,
-        num_blocks: refs.length,
-        num_host_blocks: this.numHostBlocks,
-        ref_counts: Array.from(refs),
-        kept: [...entries.keys()].sort((a, b) => a - b),
-        further_groups: this.furtherGroups,
-        pins: [...pins.values()],
-      },
-      requests: sorted.map((request) => this.described(request)),
-      step: plan,
-      history: [...history],
-      copies,
-      num_steps: numSteps,
-      compiles: null,
-    };
-  }
-
-  described({ members, ids, lastStep, rank, salt, scores, cached_tokens, timeline, ...request }) {
-    const sequences = members.map((id) => this.data.sequences.get(id));
-    return {
-      ...request,
-      cached_tokens: cached_tokens ?? 0,
-      timeline: timeline.map((segment) => [...segment]),
-      sequences: sequences.map(({ id, sample, tokens, computed, blocks, host }) => ({
-        id, sample, known: tokens.length, computed, blocks: [...blocks], host_blocks: host,
-      })),
-      ...(request.state === "finished" ? { reasons: sequences.map((sequence) => sequence.reason) } : {}),
-    };
   }
 }

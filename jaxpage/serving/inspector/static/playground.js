@@ -1,61 +1,97 @@
-// The playground: a request as an OpenAI client would make it, its samples or beams side by side, and how fast they come.
+// The chat and the completions: a request as an OpenAI client would make it, and its answer in the conversation.
 
-import { $, count, el } from "./dom.js";
+import { $ } from "./dom.js";
 import { ApiError, messages, request } from "./api.js";
-import { spansOf, tokensOf, walkTokens } from "./tokens.js";
+import { Exchange } from "./exchange.js";
 
 const NUM_ALTERNATIVES = 5;
 const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0 }; // what an empty field means where nobody says otherwise
+const FIRST_PROMPT = "Once upon a time";
 
 export class Playground {
   constructor() {
     this.model = "";
-    this.stated = {}; // what the model's generation_config.json says of sampling: the server goes by it
-    this.ofChat = {}; // what a chat takes where that is silent
+    this.stated = {}; // the model's generation_config.json, which the server uses for what a request leaves out
+    this.ofChat = {}; // what a chat takes where that says nothing
     this.history = []; // of a chat: {role, content}
+    this.exchanges = [];
     this.running = null; // an AbortController
+    this.isChosen = false; // which kind of request, by hand
+    this.showsTokens = { completion: true, chat: false };
     $("form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
     });
-    $("form").addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.send();
-    });
-    for (const radio of document.querySelectorAll("[name=kind]")) radio.addEventListener("change", () => this.turn());
+    $("prompt").addEventListener("keydown", (event) => this.onKey(event));
+    for (const radio of document.querySelectorAll("[name=kind]")) {
+      radio.addEventListener("change", () => {
+        this.isChosen = true;
+        this.turn();
+      });
+    }
     $("search").addEventListener("change", () => this.turn());
+    $("probabilities").addEventListener("change", () => this.choose($("probabilities").checked));
     $("stop").addEventListener("click", () => this.running?.abort());
     $("clear").addEventListener("click", () => this.clear());
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.running?.abort());
     this.turn();
   }
 
+  get kind() {
+    return $("form").elements.kind.value;
+  }
+
   get isChat() {
-    return $("form").elements.kind.value === "chat";
+    return this.kind === "chat";
+  }
+
+  /** Enter sends a chat, Ctrl + Enter everything; a touch keyboard's Enter makes a new line. */
+  onKey(event) {
+    if (event.key !== "Enter" || event.isComposing) return;
+    const isPlain = !event.shiftKey && this.isChat && matchMedia("(pointer: fine)").matches;
+    if (!(event.ctrlKey || event.metaKey || isPlain)) return;
+    event.preventDefault();
+    this.send();
   }
 
   turn() {
     $("form").classList.toggle("chat", this.isChat);
-    $("prompt-label").textContent = this.isChat ? "Message" : "Text to go on with";
+    $("prompt-label").textContent = this.isChat ? "Message" : "Prompt";
+    $("hint").textContent = this.isChat ? "(Enter to send)" : "(Ctrl + Enter to send)";
+    $("send").textContent = this.isChat ? "Send" : "Generate";
+    if (!this.isChat && !$("prompt").value && !this.exchanges.length) $("prompt").value = FIRST_PROMPT;
+    if (this.isChat && $("prompt").value === FIRST_PROMPT) $("prompt").value = "";
     const isBeam = $("search").value === "beam";
     for (const id of ["temperature", "top_p", "top_k", "seed"]) $(id).disabled = isBeam;
-    $("n").previousSibling.textContent = isBeam ? "Beams" : "Samples";
+    $("n-label").textContent = isBeam ? "Beam width" : "Samples (n)";
+    $("probabilities").checked = this.showsTokens[this.kind];
     this.showDefaults();
+  }
+
+  /** Whether texts are shown as tokens: of the answers that are there, as far as they have probabilities, and of those to come. */
+  choose(tokens) {
+    this.showsTokens[this.kind] = tokens;
+    for (const exchange of this.exchanges) if (exchange.isChat === this.isChat) exchange.show({ tokens });
   }
 
   /** What the server's /v1/capabilities says of its model. */
-  describe({ sampling_defaults: stated = {}, chat_defaults: ofChat = {} }) {
+  describe({ sampling_defaults: stated = {}, chat_defaults: ofChat = {}, has_chat_template: canChat = false }) {
     this.stated = stated;
     this.ofChat = ofChat;
+    if (canChat && !this.isChosen) {
+      $("form").elements.kind.value = "chat";
+      this.turn();
+    }
     this.showDefaults();
   }
 
-  /** An empty field is what the model asks for; of a chat, where it asks for nothing, what makes good reading. */
+  /** An empty field is the model's own value; a chat has values of its own where the model has none. */
   showDefaults() {
     const own = this.isChat ? this.ofChat : {};
     for (const id in NEUTRAL) $(id).placeholder = this.stated[id] ?? own[id] ?? NEUTRAL[id];
     const parts = [
-      ...Object.entries(this.stated).map(([name, value]) => `${name} ${value} (the model's generation_config.json)`),
-      ...Object.entries(own).map(([name, value]) => `${name} ${value} (a chat's, where the model says nothing)`),
+      ...Object.entries(this.stated).map(([name, value]) => `${name} ${value} (generation_config.json)`),
+      ...Object.entries(own).map(([name, value]) => `${name} ${value} (default of chats)`),
     ];
     $("defaults").textContent = parts.length ? `Empty fields: ${parts.join(", ")}` : "";
   }
@@ -63,41 +99,55 @@ export class Playground {
   clear() {
     this.running?.abort();
     this.history = [];
+    this.exchanges = [];
     $("conversation").replaceChildren();
   }
 
   async send() {
     const text = $("prompt").value;
     if (this.running || !text) return;
-    const body = this.body(text);
-    const exchange = new Exchange(this.isChat ? text : "", body.n ?? 1, body.use_beam_search);
     this.busy(new AbortController());
+    const { isChat, history } = this;
+    const system = $("system").value;
+    const body = this.body(text);
+    if (isChat) $("prompt").value = "";
+    const exchange = await this.run(isChat ? "/v1/chat/completions" : "/v1/completions", body, {
+      prompt: isChat ? [...(system && !history.length ? [{ role: "system", content: system }] : []), { role: "user", content: text }] : [{ role: "prompt", content: text }],
+      signal: this.running.signal,
+    });
+    if (isChat && exchange.firstText) history.push({ role: "user", content: text }, { role: "assistant", content: exchange.firstText });
+    else if (isChat && !$("prompt").value) $("prompt").value = text; // nothing came of it
+    this.busy(null);
+  }
+
+  /** Sends a request and shows what comes. The exchange, once it has ended, however it did. */
+  async run(path, body, { prompt, signal, title, names, onText = () => {} }) {
+    const isChat = path.includes("chat");
+    const isBeam = Boolean(body.use_beam_search);
+    const numbered = Array.from({ length: body.n ?? 1 }, (_, index) => `${isBeam ? "Beam" : "Sample"} ${index + 1}`);
+    const showsTokens = this.showsTokens[isChat ? "chat" : "completion"];
+    const exchange = new Exchange(prompt, { names: names ?? (body.n > 1 ? numbered : [""]), isBeam, isChat, title, showsTokens });
+    this.exchanges.push(exchange);
+    const add = (part) => {
+      exchange.add(part);
+      if (exchange.first !== null) onText();
+    };
     try {
-      const path = this.isChat ? "/v1/chat/completions" : "/v1/completions";
-      const response = await request(path, { body, signal: this.running.signal });
-      if (body.stream) for await (const chunk of messages(response)) exchange.add(chunk);
-      else exchange.add(await response.json());
-      this.remember(text, exchange);
+      const response = await request(path, { body, signal });
+      if (body.stream) for await (const chunk of messages(response)) add(chunk);
+      else add(await response.json());
       exchange.end("");
     } catch (error) {
       if (error.name !== "AbortError" && !(error instanceof ApiError)) throw error;
-      if (error.name === "AbortError") this.remember(text, exchange);
       exchange.end(error.name === "AbortError" ? "stopped" : error.message, error instanceof ApiError);
-    } finally {
-      this.busy(null);
     }
+    return exchange;
   }
 
   busy(controller) {
     this.running = controller;
     $("send").disabled = Boolean(controller);
     $("stop").disabled = !controller;
-  }
-
-  remember(text, exchange) {
-    if (!this.isChat) return;
-    this.history.push({ role: "user", content: text }, { role: "assistant", content: exchange.firstText });
-    $("prompt").value = "";
   }
 
   body(text) {
@@ -126,62 +176,5 @@ export class Playground {
       messages: [...system, ...this.history, { role: "user", content: text }],
       ...(withProbabilities ? { logprobs: true, top_logprobs: NUM_ALTERNATIVES } : {}),
     };
-  }
-}
-
-/** One request and what came of it, on the page. */
-class Exchange {
-  constructor(said, numColumns, isBeam) {
-    this.began = performance.now();
-    this.first = null; // when the first token came
-    this.last = this.began;
-    this.numTokens = 0;
-    this.isBeam = isBeam;
-    this.columns = Array.from({ length: numColumns }, (_, index) => {
-      const text = el("div", { class: "text", tabindex: "0", keydown: walkTokens });
-      const title = numColumns > 1 ? el("h3", {}, `${isBeam ? "Beam" : "Sample"} ${index + 1}`) : null;
-      const reason = el("p", { class: "muted small" });
-      return { box: el("div", { class: "column" }, title, text, reason), text, reason };
-    });
-    this.note = el("p", { class: "note mono", role: "status" }, "waiting…");
-    const columns = el("div", { class: "columns" }, ...this.columns.map(({ box }) => box));
-    const element = el("article", { class: "card exchange" }, said ? el("p", { class: "said" }, said) : null, columns, this.note);
-    $("conversation").prepend(element);
-  }
-
-  get firstText() {
-    return this.columns[0].text.textContent;
-  }
-
-  add({ choices = [], usage }) {
-    for (const choice of choices) {
-      const text = choice.text ?? choice.delta?.content ?? choice.message?.content ?? "";
-      const tokens = tokensOf(choice.logprobs);
-      const column = this.columns[choice.index];
-      column.text.append(...spansOf(text, tokens));
-      if (choice.finish_reason) column.reason.textContent = { length: "the most tokens", stop: "came to its end" }[choice.finish_reason] ?? choice.finish_reason;
-      if (text || tokens.length) {
-        this.last = performance.now();
-        this.first ??= this.last;
-        this.numTokens += tokens.length || 1;
-      }
-    }
-    if (usage) this.numTokens = usage.completion_tokens;
-    this.tell();
-  }
-
-  tell(ending = "") {
-    if (this.first === null) return;
-    const wait = `first after ${Math.round(this.first - this.began)} ms`;
-    const seconds = (this.last - (this.isBeam ? this.began : this.first)) / 1000;
-    const rate = seconds > 0.01 ? `${(this.numTokens / seconds).toFixed(1)} tokens/s` : "";
-    const parts = [count(this.numTokens, "token"), rate, this.isBeam ? "" : wait, ending];
-    this.note.textContent = parts.filter(Boolean).join(" · ");
-  }
-
-  end(ending, isProblem = false) {
-    if (this.first === null) this.note.textContent = ending || "nothing came";
-    else this.tell(ending);
-    this.note.classList.toggle("problem", isProblem);
   }
 }

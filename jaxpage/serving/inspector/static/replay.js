@@ -1,9 +1,7 @@
-// The controls of a recorded event log: a scrubber over its steps, and play.
+// The controls of a recorded event log: a scrubber over its steps, one step back or on, and play, slowly or fast.
 
 import { $ } from "./dom.js";
 import { Recording } from "./log.js";
-
-const MS_BETWEEN_STEPS = 120;
 
 export class Replay {
   /** view: draws snapshots. onClose: the log was closed. onProblem(message): a file could not be read; null: all is well. */
@@ -27,6 +25,7 @@ export class Replay {
     $("back").addEventListener("click", () => this.go(this.moment - 1));
     $("forward").addEventListener("click", () => this.go(this.moment + 1));
     $("play").addEventListener("click", () => this.play(!this.timer));
+    $("speed").addEventListener("change", () => this.timer && this.play(true));
     $("leave-log").addEventListener("click", () => {
       this.close();
       onClose();
@@ -42,13 +41,14 @@ export class Replay {
       const recording = await promise;
       this.close();
       this.recording = recording;
+      this.view.forget();
       this.onProblem(null);
     } catch (error) {
       this.onProblem(`This log cannot be opened: ${error.message}.`);
       return;
     }
-    const { name, last, isTorn } = this.recording;
-    $("log-name").textContent = `${name}${isTorn ? ", cut off at its end" : ""}`;
+    const { name, last, isTorn, about } = this.recording;
+    $("log-name").textContent = `${name}${isTorn ? ", cut off at its end" : ""}${about ? ` (incident: ${about})` : ""}`;
     $("scrubber").max = last;
     $("replay").hidden = false;
     document.body.classList.add("recorded");
@@ -64,13 +64,23 @@ export class Replay {
   }
 
   go(moment) {
-    const last = this.recording.last;
+    const { last } = this.recording;
     const bounded = Math.min(Math.max(moment, 0), last);
     $("scrubber").value = bounded;
     const snapshot = this.recording.at(bounded);
-    $("moment").textContent = `step ${snapshot.step?.step ?? 0} of ${this.recording.numSteps}`;
+    const text = `step ${snapshot.step?.step ?? 0} of ${this.recording.lastStep}`;
+    $("moment").textContent = text;
+    $("scrubber").setAttribute("aria-valuetext", text);
+    $("back").disabled = bounded === 0;
+    $("forward").disabled = bounded === last;
     this.view.show(snapshot, false);
     if (bounded === last) this.play(false);
+  }
+
+  /** To the end of a step, if the log has it. */
+  goToStep(step) {
+    const moment = this.recording?.momentOf(step);
+    if (moment !== undefined) this.go(moment);
   }
 
   play(isOn) {
@@ -80,6 +90,6 @@ export class Replay {
     $("play").setAttribute("aria-label", isOn ? "Pause" : "Play");
     if (!isOn) return;
     if (this.moment === this.recording.last) this.go(0);
-    this.timer = setInterval(() => this.go(this.moment + 1), MS_BETWEEN_STEPS);
+    this.timer = setInterval(() => this.go(this.moment + 1), 1000 * Number($("speed").value));
   }
 }

@@ -1,14 +1,27 @@
 // What the drawings ask of a snapshot: who refers to each block, and how much of it is filled.
 // A snapshot is what /debug/state answers (jaxpage/serving/inspector/state.py), or what log.js makes of a recorded event log.
 
-/** The blocks of a snapshot, each with `kind` ("null", "free", "cached", "used"), its references and its flags; and the counts. */
+const NONE = Object.freeze([]); // the references of a block that is not in use
+
+/** A snapshot as the cache group of a number has it: 0, or of `further_groups` from 1 on. Ids of blocks stay as they are. */
+export function ofGroup(snapshot, group) {
+  if (!group) return snapshot;
+  const { pool } = snapshot;
+  const { num_blocks, first_block, ref_counts, kept } = pool.further_groups[group - 1];
+  const pick = ({ further_blocks, ...rest }) => ({ ...rest, blocks: further_blocks?.[group - 1] ?? [], host_blocks: [] });
+  const requests = snapshot.requests.map((request) => ({ ...request, sequences: request.sequences.map(pick) }));
+  const copies = snapshot.copies.filter(([, from]) => from >= first_block && from < first_block + num_blocks);
+  return { ...snapshot, pool: { ...pool, num_blocks, num_host_blocks: 0, first_block, ref_counts, kept, pins: pool.pins.map(pick) }, requests, copies };
+}
+
+/** The blocks of a snapshot, each with `kind` ("null", "free", "cached", "used"), its references and its flags. */
 export function blocksOf(snapshot) {
-  const { num_blocks, block_size, ref_counts, kept, pins } = snapshot.pool;
-  const blocks = Array.from({ length: num_blocks }, (_, id) => ({
-    id,
-    kind: id === 0 ? "null" : ref_counts[id] ? "used" : "free",
-    refCount: ref_counts[id],
-    references: [], // {request, sequence, place}; of a pin {pin, place}
+  const { num_blocks, block_size, first_block: first = 0, ref_counts, kept, pins } = snapshot.pool;
+  const blocks = Array.from({ length: num_blocks }, (_, index) => ({
+    id: first + index,
+    kind: first + index === 0 ? "null" : ref_counts[index] ? "used" : "free",
+    refCount: ref_counts[index],
+    references: NONE, // {request, sequence, place}; of a pin {pin, place}
     kept: false,
     pinned: false,
     slots: block_size,
@@ -16,13 +29,14 @@ export function blocksOf(snapshot) {
     known: 0, // slots whose token is known
   }));
   for (const id of kept) {
-    blocks[id].kept = true;
-    if (blocks[id].kind === "free") blocks[id].kind = "cached";
+    blocks[id - first].kept = true;
+    if (blocks[id - first].kind === "free") blocks[id - first].kind = "cached";
   }
   const refer = (id, reference, computed, known) => {
     if (id === 0) return; // stands for what fell out of a sliding window
-    const block = blocks[id];
+    const block = blocks[id - first];
     const before = reference.place * block_size;
+    if (block.references === NONE) block.references = [];
     block.references.push(reference);
     block.filled = Math.max(block.filled, clamp(computed - before, block_size));
     block.known = Math.max(block.known, clamp(known - before, block_size));
@@ -33,7 +47,7 @@ export function blocksOf(snapshot) {
   for (const pin of pins)
     pin.blocks.forEach((id, place) => {
       refer(id, { pin, place }, pin.tokens, pin.tokens);
-      if (id) blocks[id].pinned = true;
+      if (id) blocks[id - first].pinned = true;
     });
   return blocks;
 }
@@ -42,9 +56,10 @@ const clamp = (value, most) => Math.min(Math.max(value, 0), most);
 
 /** How many blocks are what. `saved`: references beyond the first, each of which would be a block without sharing. */
 export function countsOf(blocks) {
-  const counts = { total: blocks.length - 1, used: 0, cached: 0, free: 0, shared: 0, saved: 0 };
+  const counts = { total: 0, used: 0, cached: 0, free: 0, shared: 0, saved: 0 };
   for (const { kind, refCount } of blocks) {
     if (kind === "null") continue;
+    counts.total += 1;
     counts[kind] += 1;
     counts.shared += refCount > 1;
     counts.saved += Math.max(0, refCount - 1);
@@ -52,7 +67,7 @@ export function countsOf(blocks) {
   return counts;
 }
 
-/** The cells of host memory: who lies in which block there. */
+/** The blocks of host memory, where swapped requests are. */
 export function hostBlocksOf(snapshot) {
   const blocks = Array.from({ length: snapshot.pool.num_host_blocks }, (_, index) => ({
     id: index + 1, isHost: true, kind: "free", refCount: 0, references: [], slots: snapshot.pool.block_size, filled: 0, known: 0,

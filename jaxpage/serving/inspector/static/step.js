@@ -1,12 +1,71 @@
-// The last step: which of the compiled shapes it took, whose tokens are in it, and what is padding.
+// The last step: its bucket, whose tokens are in it, what is padding, and the steps before it.
 
-import { fitted } from "./dom.js";
+import { $, count, el, fitted } from "./dom.js";
 import { requestColor, themed } from "./colors.js";
+import { planOf } from "./plan.js";
+import { hideTip, showTip } from "./tip.js";
+
+const HEIGHT = 44; // of the history
+const PITCH = 5; // of its bars
 
 const tokensOf = (step) => step.rows.reduce((sum, [, , , tokens]) => sum + tokens, 0);
 
-/** [number, label] pairs. */
-export function stepNumbers(step) {
+export class StepView {
+  /** onStep(step): a bar of the history was clicked, or Enter was pressed on it. */
+  constructor({ onStep }) {
+    this.onStep = onStep;
+    this.pointed = null; // a step of the history
+    this.shown = [];
+    const canvas = $("history");
+    for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, ({ offsetX }) => this.pointAt(this.shown[Math.floor(offsetX / PITCH)]));
+    for (const kind of ["pointerleave", "blur"]) canvas.addEventListener(kind, () => this.pointAt(undefined));
+    canvas.addEventListener("click", () => this.pointed !== null && this.onStep(this.pointed));
+    canvas.addEventListener("keydown", (event) => this.onKey(event));
+    $("plan-box").addEventListener("toggle", () => this.showPlan());
+  }
+
+  show(snapshot, isLive) {
+    const { step, history, compiles } = snapshot;
+    this.snapshot = snapshot;
+    const numbers = stepNumbers(step).map(([number, label]) => el("span", { class: "part" }, el("b", {}, number), ` ${label}`));
+    $("step-numbers").replaceChildren(...numbers);
+    $("step-text").textContent = stepText(step, compiles);
+    $("step-error").textContent = step?.error ? `This step failed, and the requests that ran ended with an error: ${step.error}` : "";
+    $("step").setAttribute("aria-label", $("step-numbers").textContent);
+    drawStep($("step"), step);
+    this.shown = history.slice(-Math.max(1, Math.floor($("history").clientWidth / PITCH)));
+    drawHistory($("history"), this.shown, this.pointed);
+    if (!isLive && this.isLive !== isLive) $("plan-box").open = true;
+    this.isLive = isLive;
+    this.showPlan();
+  }
+
+  showPlan() {
+    if (this.snapshot && $("plan-box").open) $("plan").replaceChildren(...planOf(this.snapshot));
+  }
+
+  pointAt(entry) {
+    this.pointed = entry?.[0] ?? null;
+    drawHistory($("history"), this.shown, this.pointed);
+    if (!entry) return hideTip();
+    $("segment").textContent = historyText(entry);
+    const box = $("history").getBoundingClientRect();
+    showTip(new DOMRect(box.x + this.shown.indexOf(entry) * PITCH, box.y, PITCH, box.height), historyText(entry));
+  }
+
+  /** Left and right walk over the steps before; Enter goes to one, of a log. */
+  onKey(event) {
+    const at = this.shown.findIndex(([step]) => step === this.pointed);
+    const last = this.shown.length - 1;
+    if (event.key === "Enter" && at >= 0) this.onStep(this.pointed);
+    else if (event.key === "ArrowLeft") this.pointAt(this.shown[at < 0 ? last : Math.max(at - 1, 0)]);
+    else if (event.key === "ArrowRight") this.pointAt(this.shown[at < 0 ? last : Math.min(at + 1, last)]);
+    else return;
+    event.preventDefault();
+  }
+}
+
+function stepNumbers(step) {
   if (!step) return [["no", "step yet"]];
   const [tokens, rows] = step.bucket;
   const padding = 1 - tokensOf(step) / tokens;
@@ -16,22 +75,22 @@ export function stepNumbers(step) {
     [`${tokensOf(step)}/${tokens}`, "tokens"],
     [`${step.rows.length}/${rows}`, "rows"],
     [`${Math.round(100 * padding)} %`, "padding"],
-    ...(drafts ? [[`${drafts}`, "drafts"]] : []),
+    ...(drafts ? [[`${drafts}`, drafts === 1 ? "draft" : "drafts"]] : []),
     ...(step.copies.length ? [[`${step.copies.length}`, "copied"]] : []),
     ...(step.preempted.length ? [[step.preempted.map((number) => `#${number}`).join(" "), "preempted"]] : []),
     ...(step.seconds === null ? [] : [[(1000 * step.seconds).toFixed(1), "ms"]]),
   ];
 }
 
-export function stepText(step, compiles) {
-  if (!step) return "Send a request, and every step shows here.";
+function stepText(step, compiles) {
+  if (!step) return "Each step appears here once a request runs.";
   const [tokens, rows] = step.bucket;
-  const menu = compiles ? ` ${compiles.total} executables were compiled, in ${compiles.seconds.toFixed(1)} s.` : "";
-  return `The smallest shape that holds it: ${tokens} tokens of ${rows} rows. Hatched cells are padding.${menu}`;
+  const menu = compiles ? ` Compiled before the first request: ${count(compiles.total, "executable")}, in ${compiles.seconds.toFixed(1)} s.` : "";
+  return `One cell per query token; hatched: padding; hollow: drafts. The smallest bucket that fits: ${count(tokens, "token")}, ${count(rows, "row")}.${menu}`;
 }
 
 /** A cell for each token of the stream, in the order of its rows; drafts are hollow. */
-export function drawStep(canvas, step) {
+function drawStep(canvas, step) {
   const cells = step ? step.rows.flatMap(([number, , , tokens, drafts]) => Array.from({ length: tokens }, (_, index) => [number, index >= tokens - drafts])) : [];
   const total = step ? step.bucket[0] : 16;
   const width = canvas.clientWidth;
@@ -69,18 +128,20 @@ function drawPadding(context, x, y, size) {
   context.stroke();
 }
 
-/** A bar for each step: as high as its shape, filled as far as it has tokens. Heights are square roots, so that decodes are seen. */
-export function drawHistory(canvas, history) {
-  const height = 44;
-  const context = fitted(canvas, height);
-  const most = Math.sqrt(Math.max(16, ...history.map(([, , tokens]) => tokens)));
-  const pitch = 5;
-  const shown = history.slice(-Math.floor(canvas.clientWidth / pitch));
-  shown.forEach(([, tokens, bucket], index) => {
-    const [x, full, filled] = [index * pitch, (Math.sqrt(bucket) / most) * height, (Math.sqrt(tokens) / most) * height];
+/** A bar for each step: as high as its bucket, filled as far as it has tokens. Heights are square roots, so that decodes are seen. */
+function drawHistory(canvas, shown, chosen) {
+  const context = fitted(canvas, HEIGHT);
+  const most = Math.sqrt(Math.max(16, ...shown.map(([, , tokens]) => tokens)));
+  shown.forEach(([step, tokens, bucket], index) => {
+    const [x, full, filled] = [index * PITCH, (Math.sqrt(bucket) / most) * HEIGHT, (Math.sqrt(tokens) / most) * HEIGHT];
     context.fillStyle = themed("cached-line");
-    context.fillRect(x, height - full, pitch - 1.5, full);
-    context.fillStyle = themed("accent");
-    context.fillRect(x, height - filled, pitch - 1.5, filled);
+    context.fillRect(x, HEIGHT - full, PITCH - 1.5, full);
+    context.fillStyle = themed(step === chosen ? "ink" : "accent");
+    context.fillRect(x, HEIGHT - filled, PITCH - 1.5, filled);
   });
+}
+
+function historyText([step, tokens, bucket, seconds]) {
+  const took = seconds === null ? "" : ` · ${(1000 * seconds).toFixed(1)} ms`;
+  return `step ${step} · ${tokens} of ${count(bucket, "token")}${took}`;
 }

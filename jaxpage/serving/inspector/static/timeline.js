@@ -1,9 +1,10 @@
 // The course of a request: segments [kind, start, end or null, tokens], as jaxpage/serving/inspector/watching.py keeps them.
 
-import { fitted } from "./dom.js";
+import { count, fitted } from "./dom.js";
 import { requestColor, segmentAlpha, themed } from "./colors.js";
 
 const MOST_SEGMENTS = 200;
+const HEIGHT = 18;
 
 export function wait(request, kind, at) {
   close(request, at);
@@ -30,9 +31,24 @@ export function close(request, at) {
   if (last && last[2] === null) last[2] = at;
 }
 
-/** Draws a request's course between two times, one lane high. */
-export function drawTimeline(canvas, request, from, to, now) {
-  const height = 18;
+const NAMES = { queued: "waiting", chunk: "prefill", decode: "decode", preempted: "preempted", swapped: "swapped out" };
+
+/** What a segment was, in words. unit: "seconds" or "steps". */
+export function segmentText([kind, start, end, numTokens], unit, now) {
+  const last = end ?? now;
+  const when = unit === "steps" ? (last - start > 1 ? `steps ${start + 1} to ${last}` : `step ${start + 1}`) : `${start.toFixed(2)} s to ${last.toFixed(2)} s (${(1000 * (last - start)).toFixed(0)} ms)`;
+  return [NAMES[kind] ?? kind, numTokens ? count(numTokens, "token") : "", when].filter(Boolean).join(" · ");
+}
+
+/** The segment at a time, or the next one to it; -1: there are none. */
+export function segmentAt(timeline, time, now) {
+  const distance = ([, start, end]) => Math.max(start - time, time - (end ?? now), 0);
+  return timeline.reduce((best, segment, index) => (best < 0 || distance(segment) < distance(timeline[best]) ? index : best), -1);
+}
+
+/** Draws a request's course between two times, one lane high. chosen: the segment that is pointed at. */
+export function drawTimeline(canvas, request, { from, to, now }, chosen = -1) {
+  const height = HEIGHT;
   const context = fitted(canvas, height);
   const width = canvas.clientWidth;
   const x = (time) => ((time - from) / Math.max(to - from, 1e-9)) * width;
@@ -40,9 +56,9 @@ export function drawTimeline(canvas, request, from, to, now) {
   context.fillStyle = themed("line");
   const [first, last] = [request.timeline[0], request.timeline.at(-1)];
   if (first) context.fillRect(x(first[1]), height / 2 - 0.5, x(last[2] ?? now) - x(first[1]), 1);
-  for (const [kind, start, end] of request.timeline) {
+  request.timeline.forEach(([kind, start, end], index) => {
     const left = Math.max(x(start), 0);
-    if (x(end ?? now) < 0) continue;
+    if (x(end ?? now) < 0) return;
     const right = Math.max(x(end ?? now), left + 1.5);
     if (kind === "queued" || kind === "preempted" || kind === "swapped") {
       drawWaiting(context, kind, left, right, height);
@@ -53,7 +69,14 @@ export function drawTimeline(canvas, request, from, to, now) {
       context.fillRect(left, kind === "chunk" ? 2 : 5, right - left - gap, kind === "chunk" ? height - 4 : height - 10);
       context.globalAlpha = 1;
     }
-  }
+    if (index === chosen) frame(context, left, right, height);
+  });
+}
+
+function frame(context, left, right, height) {
+  context.strokeStyle = themed("ink");
+  context.lineWidth = 1.5;
+  context.strokeRect(left + 0.75, 0.75, Math.max(right - left - 1.5, 2), height - 1.5);
 }
 
 function drawWaiting(context, kind, left, right, height) {

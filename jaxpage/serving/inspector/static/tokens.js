@@ -1,6 +1,7 @@
-// Text as tokens: each a little brighter or darker by its probability, with the likeliest alternatives in a box beside the pointer.
+// Text as tokens: the less likely one was, the darker it is, with the most likely alternatives in a box beside it.
 
-import { $, el } from "./dom.js";
+import { el } from "./dom.js";
+import { hideTip, showTip } from "./tip.js";
 
 /** The tokens of a choice of a completion or chat chunk: [{token, logprob, top: [[token, logprob], ...]}]; [] without log probabilities. */
 export function tokensOf(logprobs) {
@@ -20,7 +21,7 @@ export function spansOf(text, tokens) {
   return parts.map(([part, own]) => {
     if (!own.length) return el("span", {}, part);
     const probability = Math.exp(Math.min(...own.map(({ logprob }) => logprob ?? 0)));
-    const show = (event) => showTip(event.currentTarget, own);
+    const show = ({ currentTarget }) => showTip(currentTarget.getClientRects()[0] ?? currentTarget.getBoundingClientRect(), ...rowsOf(own));
     const span = el("span", { class: "token", tabindex: "-1", pointerenter: show, pointerleave: hideTip, focus: show, blur: hideTip }, part);
     span.style.setProperty("--doubt", (1 - probability).toFixed(3));
     return span;
@@ -28,12 +29,12 @@ export function spansOf(text, tokens) {
 }
 
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob < -4.6 ? 2 : 1)} %`;
-const visible = (token) => token.replaceAll(" ", "␣").replaceAll("\n", "⏎") || "∅";
+const visible = (token) => String(token).replaceAll(" ", "␣").replaceAll("\n", "⏎") || "∅";
 
-function showTip(span, tokens) {
-  const tip = $("tooltip");
-  const rows = tokens.flatMap(({ token, logprob, top }) => {
-    const listed = top.some(([other]) => other === token) ? top : [[token, logprob], ...top];
+/** The alternatives of tokens with their probabilities, the most likely first. */
+export function rowsOf(tokens) {
+  return tokens.flatMap(({ token, logprob, top }) => {
+    const listed = top.some(([other]) => other === token) || logprob === null ? top : [[token, logprob], ...top];
     return listed
       .filter(([, one]) => one !== null)
       .sort((a, b) => b[1] - a[1])
@@ -43,16 +44,6 @@ function showTip(span, tokens) {
         return el("div", { class: other === token ? "tip-row chosen" : "tip-row" }, el("code", {}, visible(other)), bar, percent(one));
       });
   });
-  tip.replaceChildren(...rows);
-  tip.hidden = false;
-  const box = span.getClientRects()[0] ?? span.getBoundingClientRect();
-  tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;
-  const below = box.bottom + 6;
-  tip.style.top = `${below + tip.offsetHeight < innerHeight ? below : box.top - tip.offsetHeight - 6}px`;
-}
-
-function hideTip() {
-  $("tooltip").hidden = true;
 }
 
 /** Arrow keys walk over the tokens, with the box of each. */

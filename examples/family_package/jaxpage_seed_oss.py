@@ -1,0 +1,29 @@
+"""Seed-OSS (ByteDance Seed, 2025): Llama with a bias on queries, keys and values, and one on the output of attention by choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxpage.models import llama
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import RotaryDecoderSpec
+
+prefix, ignored = llama.prefix, llama.ignored
+Model = llama.Model
+
+
+class Spec:
+    """`SeedOssConfig`. Dropout and `pretraining_tp` mean nothing here."""
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(config, "seed_oss")
+        defaults = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}
+        as_llama = {**defaults, **config, "model_type": "llama", "attention_bias": False}
+        return replace(
+            llama.Spec.from_config(as_llama),
+            attention_input_bias=fields.flag("attention_bias", True),
+            attention_output_bias=fields.flag("attention_out_bias", False),
+        )

@@ -1,0 +1,17 @@
+// A box beside what is pointed at.
+
+import { $ } from "./dom.js";
+
+/** box: a DOMRect of what is pointed at. */
+export function showTip(box, ...children) {
+  const tip = $("tooltip");
+  tip.replaceChildren(...children);
+  tip.hidden = false;
+  tip.style.left = `${Math.max(8, Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8))}px`;
+  const below = box.bottom + 6;
+  tip.style.top = `${below + tip.offsetHeight < innerHeight ? below : Math.max(4, box.top - tip.offsetHeight - 6)}px`;
+}
+
+export function hideTip() {
+  $("tooltip").hidden = true;
+}

@@ -1,0 +1,208 @@
+// The guided tour: presets that send real requests, each with a sentence on what is seen, and afterwards what the engine did.
+
+import { $, count, el } from "./dom.js";
+import { ApiError, request } from "./api.js";
+
+const STORY =
+  "Once upon a time there lived a young rabbit in an old town by the sea. Every morning he went down to the harbour to look at the ships, and every evening he told his sister what he had seen. ";
+const SECONDS_PER_STEP = 0.25;
+const LENGTH = 40; // tokens that a preset generates
+
+/** Each: its name, what is seen, `why` it cannot be shown here (or null), how it `run`s, and what came of it. */
+const PRESETS = [
+  {
+    name: "Share a prefix",
+    seen: "Two prompts begin alike: the second request finds the blocks of the first in the prefix cache, so both block tables begin with the same blocks.",
+    why: ({ prefix_caching }) => (prefix_caching ? null : "prefix caching is off (enable_prefix_caching)"),
+    async run(tour) {
+      const begin = await tour.text(4 * tour.pool.block_size);
+      const first = tour.send("Request A", { prompt: `${begin} One day`, max_tokens: LENGTH });
+      await first.started;
+      const second = tour.send("Request B", { prompt: `${begin} At night`, max_tokens: LENGTH / 2 });
+      await Promise.all([first.ended, second.ended]);
+    },
+    outcome: (requests) => `Request B took ${count(Math.max(...requests.map(({ cached_tokens }) => cached_tokens)), "token")} from the prefix cache.`,
+  },
+  {
+    name: "Fork three samples",
+    seen: "Three samples of one prompt share its blocks; the last one is only partly filled, so each sample that writes to it gets a copy first (copy-on-write).",
+    why: ({ limits }) => (limits.max_num_seqs < 3 ? `max_num_seqs is ${limits.max_num_seqs}, and 3 are needed` : null),
+    async run(tour) {
+      const prompt = await tour.text(2 * tour.pool.block_size + Math.ceil(tour.pool.block_size / 2));
+      await tour.send("One prompt, n = 3", { prompt, n: 3, temperature: 1, seed: 1, max_tokens: LENGTH }).ended;
+    },
+    outcome: (requests, tour) => `${count(tour.numCopies, "block")} ${tour.numCopies === 1 ? "was" : "were"} copied on write; the other blocks of the prompt had a reference count of 3.`,
+  },
+  {
+    name: "Beam search",
+    seen: "Four beams share what they have in common: in every step some are forked and others dropped, and a dropped beam gives back only blocks that no other beam refers to.",
+    why: ({ limits }) => (limits.max_num_seqs < 4 ? `max_num_seqs is ${limits.max_num_seqs}, and 4 are needed` : null),
+    async run(tour) {
+      await tour.send("Beam width 4", { prompt: await tour.text(tour.pool.block_size + 3), n: 4, use_beam_search: true, temperature: 0, max_tokens: LENGTH, stream: false }).ended;
+    },
+    outcome: (requests, tour) => `${count(tour.numCopies, "block")} copied on write; at most ${count(tour.mostShared, "block")} shared at a time.`,
+  },
+  {
+    name: "Force a preemption",
+    seen: "Requests that fit together at first outgrow the pool: the newest loses its blocks, waits, and goes on later by recomputation or swapping, with the same text.",
+    why: (facts, pool) => crowdOf(facts, pool).why ?? null,
+    async run(tour) {
+      const { numRequests, numTokens, growth } = crowdOf(tour.facts, tour.pool);
+      const names = Array.from({ length: numRequests }, (_, index) => `Request ${index + 1}`);
+      const prompt = await Promise.all(names.map((name) => tour.ids(`${name}. ${STORY}`, numTokens)));
+      const shown = `${names.length} stories, of ${count(numTokens, "token")} each`;
+      await tour.send("One prompt for each request", { prompt, max_tokens: growth, min_tokens: growth, ignore_eos: true }, { shown, names }).ended;
+    },
+    outcome: (requests) => {
+      const preempted = requests.filter(({ num_preemptions }) => num_preemptions);
+      const names = preempted.map(({ number }) => `#${number}`).join(", ");
+      return preempted.length ? `Preempted: ${names}; all ${requests.length} finished.` : "No request was preempted: others left room in time. Try again.";
+    },
+  },
+  {
+    name: "Speculate",
+    seen: "Drafts (hollow cells in the last step) are verified together in one step: the right ones are kept, so one step yields several tokens, and the text is the same as without them.",
+    why: ({ speculation }) => (speculation ? null : `speculation is off; start the server with --speculative-config '{"method": "ngram"}'`),
+    async run(tour) {
+      const line = "The rabbit went to the sea, and the rabbit came home again. ";
+      await tour.send("A repetitive prompt", { prompt: line.repeat(4), temperature: 0, max_tokens: 2 * LENGTH, ignore_eos: true }).ended;
+    },
+    outcome: (requests, tour) => `${count(tour.numDrafts, "draft")} in ${count(tour.numSteps, "step")} seen here, which computed ${count(tour.numTokens, "token")}.`,
+  },
+];
+
+/** Requests that fit into a pool side by side, and do not once each has grown by a few blocks. */
+function crowdOf({ model, limits }, { block_size: size, num_blocks }) {
+  const usable = num_blocks - 1;
+  const growth = 3 * size;
+  const most = Math.floor(model.max_model_len / size); // blocks of a request
+  const numRequests = Math.max(2, Math.ceil((usable + 1) / most));
+  const tooMany = `the pool has room for all ${limits.max_num_seqs} requests that can run at once; start the server with fewer --num-blocks, such as ${Math.max(8, 2 * most)}`;
+  if (numRequests > Math.min(limits.max_num_seqs, 16)) return { why: tooMany };
+  const each = Math.min(most, Math.ceil((usable + 1) / numRequests) + 1); // blocks at the end: together more than there are
+  const numTokens = each * size - growth;
+  if (numTokens < 1) return { why: `the pool has only ${usable} blocks` };
+  return { numRequests, numTokens, growth };
+}
+
+export class Tour {
+  /** playground: shows requests. setPace(seconds): asks for slow motion, or undefined for none; its answer is what was before. */
+  constructor(playground, setPace) {
+    this.playground = playground;
+    this.setPace = setPace;
+    this.facts = null;
+    this.running = null; // an AbortController
+    this.buttons = PRESETS.map((preset, index) =>
+      el("button", { type: "button", "aria-describedby": "tour-text", click: () => this.start(preset) }, `${index + 1}. ${preset.name}`),
+    );
+    $("presets").replaceChildren(...this.buttons);
+    $("tour-stop").addEventListener("click", () => this.running?.abort());
+  }
+
+  /** What the server's /v1/capabilities says. */
+  describe(facts) {
+    this.facts = facts;
+    this.check();
+  }
+
+  /** A snapshot of the engine came. */
+  show(snapshot) {
+    const { pool, step, copies } = snapshot;
+    const isFirst = !this.pool;
+    this.snapshot = snapshot;
+    this.pool = pool;
+    if (isFirst) this.check();
+    if (!this.running) return;
+    const { counted } = this;
+    for (const [number, from, to] of copies) if (number > this.firstStep) counted.copies.add(`${number} ${from} ${to}`);
+    this.mostShared = Math.max(this.mostShared, pool.ref_counts.filter((references) => references > 1).length);
+    if (step && step.step > this.firstStep) counted.steps.set(step.step, [step.rows.reduce((sum, row) => sum + row[3] - row[4], 0), step.rows.reduce((sum, row) => sum + row[4], 0)]);
+  }
+
+  get numCopies() {
+    return this.counted.copies.size;
+  }
+
+  get numSteps() {
+    return this.counted.steps.size;
+  }
+
+  get numTokens() {
+    return [...this.counted.steps.values()].reduce((sum, [tokens]) => sum + tokens, 0);
+  }
+
+  get numDrafts() {
+    return [...this.counted.steps.values()].reduce((sum, [, drafts]) => sum + drafts, 0);
+  }
+
+  /** Which presets can be shown on this server. */
+  check() {
+    if (!this.facts || !this.pool) return;
+    PRESETS.forEach((preset, index) => {
+      const why = this.whyNot(preset);
+      this.buttons[index].setAttribute("aria-disabled", String(Boolean(why)));
+      this.buttons[index].title = why ? `Not on this server: ${why}` : "";
+    });
+    $("tour").hidden = false;
+  }
+
+  whyNot(preset) {
+    return this.facts.model.has_tokenizer ? preset.why(this.facts, this.pool) : "the model has no tokenizer";
+  }
+
+  async start(preset) {
+    if (this.running) return;
+    const why = this.whyNot(preset);
+    $("tour-text").textContent = why ? `Not on this server: ${why}.` : preset.seen;
+    $("tour-outcome").textContent = "";
+    if (why) return;
+    this.firstStep = this.snapshot.step?.step ?? 0;
+    this.counted = { copies: new Set(), steps: new Map() };
+    this.mostShared = 0;
+    const before = Math.max(0, ...this.snapshot.requests.map(({ number }) => number));
+    this.busy(new AbortController());
+    const pace = $("tour-slow").checked ? await this.setPace(SECONDS_PER_STEP) : null;
+    try {
+      await preset.run(this);
+      const state = await (await request("/debug/state")).json();
+      this.show(state);
+      const requests = state.requests.filter(({ number }) => number > before);
+      $("tour-outcome").textContent = this.running.signal.aborted ? "Stopped." : requests.length ? preset.outcome(requests, this) : "";
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      $("tour-outcome").textContent = error.message;
+    } finally {
+      if (pace !== null) await this.setPace(pace);
+      this.busy(null);
+    }
+  }
+
+  busy(controller) {
+    this.running = controller;
+    $("tour-stop").disabled = !controller;
+    for (const button of this.buttons) button.disabled = Boolean(controller);
+  }
+
+  /** A request of a preset, shown in the conversation. `started`: its first token is there. Of several prompts, each has a name: a browser
+   *  opens only six connections to a server, so they are one HTTP request. */
+  send(title, body, { shown = body.prompt, names } = {}) {
+    const whole = { model: this.playground.model, stream: true, stream_options: body.stream === false ? undefined : { include_usage: true }, ...body };
+    let onText = null;
+    const first = new Promise((resolve) => (onText = resolve));
+    const ended = this.playground.run("/v1/completions", whole, { prompt: [{ role: "prompt", content: shown }], title, names, signal: this.running.signal, onText });
+    return { started: Promise.race([first, ended]), ended };
+  }
+
+  /** The token ids of a text, again and again, up to a number. */
+  async ids(text, numTokens) {
+    const { tokens } = await (await request("/tokenize", { body: { model: this.playground.model, prompt: text } })).json();
+    return Array.from({ length: numTokens }, (_, index) => tokens[index % tokens.length]);
+  }
+
+  /** A text of about so many tokens. */
+  async text(numTokens) {
+    const ids = await this.ids(STORY, numTokens);
+    const { prompt } = await (await request("/detokenize", { body: { model: this.playground.model, tokens: ids } })).json();
+    return prompt.trim();
+  }
+}

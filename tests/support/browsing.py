@@ -1,0 +1,42 @@
+"""Chromium for the tests of the page: a browser, pages whose console must stay empty, and an event log opened in one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = Path("/usr/bin/chromium")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+
+
+@contextlib.contextmanager
+def launched(playwright: Any) -> Iterator[Any]:
+    """playwright: the module playwright.sync_api."""
+    playwright.expect.set_options(timeout=60_000)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Any, **options: Any) -> Iterator[Any]:
+    """A page whose console must stay empty: a violation of the content security policy would be in it."""
+    page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options})
+    page.set_default_timeout(60_000)
+    complaints: list[str] = []
+    page.allowed = []  # what a test brings about
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page
+    page.close()
+    assert not [text for text in complaints if not any(allowed in text for allowed in page.allowed)]
+
+
+def open_log(page: Any, address: str, log: str) -> None:
+    page.allowed.append("404")  # there is no engine to ask
+    page.goto(f"{address}/ui/")
+    page.set_input_files("#log-file", {"name": "run.jsonl", "mimeType": "text/plain", "buffer": log.encode()})

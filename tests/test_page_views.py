@@ -1,0 +1,404 @@
+"""The page's drawings without an engine: Markdown, a pool of 30,000 blocks, timelines, small screens. Its states are faked."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from starlette.applications import Starlette
+
+from jaxpage.serving.inspector.routes import page_routes
+from tests.support.browsing import CHROMIUM, launched, opened
+from tests.support.served import served
+
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+expect = playwright.expect
+pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with launched(playwright) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def files() -> Iterator[str]:
+    with served(Starlette(routes=page_routes())) as address:
+        yield address
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    with opened(browser) as page:
+        yield page
+
+
+# Markdown
+
+TEXT = """# A title with `code`
+
+Some *emphasis*, **strong words**, ***both***, `a *b* c`, ~~gone~~ and snake_case_words, 2 * 3 * 4.
+A second line with [a link](https://example.org/a_(b) "title") and \\*no emphasis\\*.
+
+- one
+- two with **bold**
+  - inner *one*
+  - inner two
+- three
+
+3. third
+4. fourth
+
+> quoted *text*
+> > twice
+
+```python
+def f(x): # <b>
+    return x ** 2
+```
+
+| a | b |
+|---|:-:|
+| 1 | *2* |
+
+---
+
+Unclosed **strong and `code, a < b && c > d.
+<b>html</b> & <script>alert(1)</script>"""
+
+SERIALISE = """async (text) => {
+    const { markdown } = await import("/ui/markdown.js");
+    const attributes = (node) => Object.fromEntries([...node.attributes].map((one) => [one.name, one.value]));
+    const of = (node) => node.nodeType === 3 ? node.data : [node.tagName.toLowerCase(), attributes(node), [...node.childNodes].map(of)];
+    return markdown(text).map(of);
+}"""
+
+
+class Tree(html.parser.HTMLParser):
+    """Elements of an HTML text as [tag, attributes, children]."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.root: list[Any] = ["", {}, []]
+        self._open = [self.root]
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        element = [tag, dict(attributes), []]
+        self._open[-1][2].append(element)
+        if tag not in ("hr", "br"):
+            self._open.append(element)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("hr", "br"):
+            self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self._open[-1][2].append(data)
+
+
+def plain(nodes: list[Any]) -> list[Any]:
+    """What two renderings have in common: no layout, no classes, text joined."""
+    result: list[Any] = []
+    for node in nodes:
+        if isinstance(node, str):
+            if result and isinstance(result[-1], str):
+                result[-1] += node
+            else:
+                result.append(node)
+        elif node[0] == "div":
+            result += plain(node[2])
+        else:
+            tag = {"s": "del", "h1": "h3"}.get(node[0], node[0])
+            kept = {name: value for name, value in node[1].items() if name in ("href", "start")}
+            result.append([tag, kept, plain(node[2])])
+    stripped = [one.strip("\n") if isinstance(one, str) else one for one in result]
+    return [one for one in stripped if one != ""]
+
+
+def test_markdown_is_what_a_library_makes_of_it(page: Any, files: str) -> None:
+    page.allowed.append("404")
+    page.goto(f"{files}/ui/")
+    oracle = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    shown = page.evaluate(SERIALISE, TEXT)
+    assert plain(shown) == plain(Tree(oracle.render(TEXT)).root[2])
+    for end in range(0, len(TEXT), 7):  # as it streams
+        page.evaluate(SERIALISE, TEXT[:end])
+
+
+ADDRESSES = (
+    "javascript:alert(1)",
+    "JaVaScRiPt:alert(1)",
+    "data:text/html,<script>",
+    " javascript:a",
+    "vbscript:a",
+    "//x.y",
+    "file:///etc",
+)
+HOSTILE = [
+    *(f"[a]({one}) ![b]({one}) <{one}>" for one in ADDRESSES),
+    '<img src=x onerror="window.broken=1">',
+    "<script>window.broken=1</script>",
+    "```<script>\n</code></pre><img src=x onerror=window.broken=1>\n```",
+    "| <svg onload=window.broken=1> | b |\n|---|---|\n| <iframe src=javascript:a> | [x](javascript:a) |",
+    '[a](https://x.y/"onmouseover="window.broken=1)',
+    "![tracker](https://tracker.example/pixel.png)",
+    "> " * 5000 + "deep",
+    "- " * 5000 + "deep",
+    "*" * 20_000,
+    "**a " * 5000,
+    "[a](" * 5000,
+    "`" * 3000 + "".join("`" * number + " " for number in range(100)),
+    "|" * 5000 + "\n" + "|-" * 5000,
+]
+TAGS = {"p", "h3", "h4", "h5", "h6", "ul", "ol", "li", "pre", "code", "em", "strong", "del", "a", "blockquote", "hr"}
+TAGS |= {"table", "thead", "tbody", "tr", "th", "td", "div", "span"}
+ATTRIBUTES = {"href", "target", "rel", "tabindex", "aria-label", "role", "class", "start"}
+
+
+def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
+    """In the chat, as an answer: no element but those of Markdown, no address but http and mail, nothing is fetched, nothing takes long."""
+    page.allowed.append("404")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{files}/ui/")
+    page.locator("[name=kind][value=chat]").check(force=True)
+    chunk = {"choices": [{"index": 0, "delta": {"content": "\n\n".join(HOSTILE)}, "finish_reason": "stop"}]}
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.fill("#prompt", "x")
+    page.click("#send")
+    expect(page.locator(".markdown")).to_contain_text("tracker")
+    elements = page.locator(".markdown").evaluate(
+        "(one) => [...one.querySelectorAll('*')].map((e) => [e.tagName.toLowerCase(), [...e.attributes].map((a) => [a.name, a.value])])"
+    )
+    assert {tag for tag, _ in elements} <= TAGS
+    attributes = [pair for _, pairs in elements for pair in pairs]
+    assert {name for name, _ in attributes} <= ATTRIBUTES
+    addresses = [value for name, value in attributes if name == "href"]
+    assert addresses and all(re.match("https?://", address) for address in addresses)
+    assert page.evaluate("window.broken") is None
+    assert all(url.startswith(files) for url in asked), "nothing is fetched from elsewhere"
+    for text in HOSTILE:
+        took = page.evaluate(
+            """async (text) => {
+                const { markdown } = await import("/ui/markdown.js");
+                const began = performance.now();
+                markdown(text);
+                return performance.now() - began;
+            }""",
+            text,
+        )
+        assert took < 2000, text[:40]
+
+
+# A large pool
+
+NUM_BLOCKS = 30_001
+
+
+def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, Any]:
+    """As of an engine in which requests have blocks all over the pool."""
+    counts, kept, requests = [0] * num_blocks, [], []
+    per_request = min(25, (num_blocks - 1) // (2 * num_requests))
+    for number in range(1, num_requests + 1):
+        blocks = [1 + (number * 7919 + place * 104_729) % (num_blocks - 1) for place in range(per_request)]
+        for block in blocks:
+            counts[block] += 1
+        kept += blocks[:5]
+        known = 16 * len(blocks) - 3
+        sequence = {
+            "id": number,
+            "sample": 0,
+            "known": known,
+            "computed": known - 1,
+            "blocks": blocks,
+            "host_blocks": [],
+        }
+        timeline = [["queued", 0.0, 0.5, 0], ["chunk", 0.5, 1.0, 64], ["decode", 1.0, None, known - 64]]
+        requests.append(
+            {
+                "number": number,
+                "id": f"request-{number}",
+                "state": "running",
+                "beam_width": 0,
+                "num_sequences": 1,
+                "prompt_tokens": 64,
+                "max_total_tokens": 512,
+                "cached_tokens": 0,
+                "num_preemptions": 0,
+                "prompt": "A prompt that is shown",
+                "sequences": [{**sequence, "further_blocks": [[num_blocks + number - 1]]}],
+                "timeline": timeline,
+            }
+        )
+    further = {"window": 64, "num_blocks": 50, "num_free": 50 - num_requests, "first_block": num_blocks, "kept": []}
+    further["ref_counts"] = [1] * num_requests + [0] * (50 - num_requests)
+    pool = {
+        "block_size": 16,
+        "num_blocks": num_blocks,
+        "num_host_blocks": 0,
+        "ref_counts": counts,
+        "kept": sorted(set(kept)),
+    }
+    step = {
+        "step": 9,
+        "kind": "decode",
+        "bucket": [64, 64, 1],
+        "rows": [[one["number"], one["number"], 300, 1, 0] for one in requests],
+        "num_draws": num_requests,
+        "copies": [],
+        "swap_out": [],
+        "swap_in": [],
+        "preempted": [],
+        "seconds": 0.01,
+    }
+    return {
+        "clock": {"unit": "seconds", "now": 3.0},
+        "pool": {**pool, "further_groups": [further], "pins": []},
+        "requests": requests,
+        "step": step,
+        "history": [[number, 40, 64, 0.01] for number in range(1, 10)],
+        "copies": [],
+        "num_steps": 9,
+        "compiles": {"total": 3, "seconds": 1.0},
+        "pace": {"seconds_per_step": 0.0, "can_be_slow": True},
+    }
+
+
+def open_faked(page: Any, files: str, snapshot: dict[str, Any]) -> None:
+    page.allowed.append("404")
+    body = f"data: {json.dumps(snapshot)}\n\n"
+    page.route("**/debug/events*", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.goto(f"{files}/ui/")
+    expect(page.locator("#numbers")).to_contain_text("in use")
+
+
+def cells(page: Any) -> int:
+    return int(page.get_attribute("#grid", "data-cells"))
+
+
+def test_thirty_thousand_blocks_are_as_readable_as_a_hundred(page: Any, files: str) -> None:
+    snapshot = state()
+    used = sum(count > 0 for count in snapshot["pool"]["ref_counts"])
+    open_faked(page, files, snapshot)
+    expect(page.locator("#numbers")).to_contain_text(f"{used:,} in use")
+    expect(page.locator("#shown-used")).to_be_checked()
+    assert used > cells(page) > 300 or cells(page) == used
+    assert int(page.get_attribute("#grid", "data-size")) >= 12
+    assert page.locator("main *").count() < 1500, "blocks are no elements"
+    expect(page.locator("#minimap")).to_be_visible()
+    page.locator("#shown-all").check(force=True)
+    page.locator("#grid").focus()
+    page.keyboard.press("End")
+    expect(page.locator("#detail")).to_contain_text(f"Block {NUM_BLOCKS - 1} ")
+    assert 100 < cells(page) < 3000 and int(page.get_attribute("#grid", "data-size")) >= 12
+    box = page.locator("#minimap").bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    sight = """() => {
+        const box = document.querySelector("#grid").closest(".scroll");
+        return box.scrollTop / (box.scrollHeight - box.clientHeight);
+    }"""
+    page.wait_for_function(f"() => Math.abs(({sight})() - 0.5) < 0.1")
+    before = cells(page)
+    page.click("#nearer")
+    page.click("#nearer")
+    page.wait_for_function(f"() => Number(document.querySelector('#grid').dataset.cells) < {before / 1.5}")
+    assert abs(page.evaluate(sight) - 0.5) < 0.1, "what was in the middle is there still"
+    for _ in range(12):
+        page.click("#further")
+    page.wait_for_function(f"() => Number(document.querySelector('#grid').dataset.cells) > {4 * before}")
+    page.click("#fit")
+    page.select_option("#group", "1")
+    expect(page.locator("#numbers")).to_contain_text("40 in use")
+    expect(page.locator("#grid")).to_have_attribute("data-cells", "50")
+    page.locator("#grid").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#detail")).to_contain_text(f"Block {NUM_BLOCKS} has 1 reference")
+
+
+def test_timelines_answer_to_pointer_touch_and_keyboard(browser: Any, files: str) -> None:
+    with opened(browser, has_touch=True) as page:
+        open_faked(page, files, state(513, num_requests=5))
+        lane = page.locator(".timeline").nth(1)
+        lane.scroll_into_view_if_needed()
+        box = lane.bounding_box()
+        tip = page.locator("#tooltip")
+        page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 9)  # 0.75 s of 3
+        expect(tip).to_have_text("prefill · 64 tokens · 0.50 s to 1.00 s (500 ms)")
+        expect(page.locator("#detail")).to_contain_text("Request #2")
+        expect(page.locator("#detail")).to_contain_text("A prompt that is shown")
+        page.mouse.move(0, 0)
+        expect(tip).to_be_hidden()
+        page.touchscreen.tap(box["x"] + box["width"] * 0.9, box["y"] + 9)
+        expect(page.locator("#segment")).to_contain_text("Request 2: decode")
+        page.locator(".requests button").first.focus()
+        page.keyboard.press("ArrowRight")
+        expect(tip).to_contain_text("waiting · 0.00 s to 0.50 s")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#segment")).to_contain_text("Request 1: prefill")
+        page.keyboard.press("ArrowDown")
+        expect(page.locator(".requests button").nth(1)).to_be_focused()
+        page.keyboard.press("ArrowLeft")
+        expect(page.locator("#segment")).to_contain_text("Request 2: decode")
+        page.locator("#history").focus()
+        page.keyboard.press("ArrowLeft")
+        expect(tip).to_have_text("step 9 · 40 of 64 tokens · 10.0 ms")
+
+
+SEEN = """
+    const seen = (selector) => [...document.querySelectorAll(selector)]
+        .filter((one) => one.checkVisibility({ visibilityProperty: true }) && !one.closest(".visually-hidden, .skip"));
+    const controls = "button, input, select, textarea, summary";
+"""
+SMALL = f"""() => {{
+    {SEEN}
+    const target = (one) => one.matches("[type=checkbox], [type=radio], [type=file]") ? one.closest("label") : one;
+    const isSmall = ({{ width, height }}) => Math.min(width, height) < 40;
+    return seen(controls).map(target).filter((one) => isSmall(one.getBoundingClientRect())).map((one) => one.id || one.textContent);
+}}"""
+NAMELESS = f"""() => {{
+    {SEEN}
+    const isNamed = (one) => one.getAttribute("aria-label") || [...(one.labels ?? [])].some((label) => label.textContent.trim())
+        || (one.matches("button, summary") && one.textContent.trim());
+    return seen(`${{controls}}, canvas[tabindex], [role=group], [role=radiogroup]`).filter((one) => !isNamed(one)).map((one) => one.id);
+}}"""
+
+
+def test_a_phone_has_room_for_all_of_it(browser: Any, files: str) -> None:
+    with opened(browser, viewport={"width": 390, "height": 844}, has_touch=True) as page:
+        open_faked_on_phone(page, files)
+        for pane in ("chat", "cache"):
+            page.locator(f"[name=pane][value={pane}]").check(force=True)
+            page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, pane
+            assert page.evaluate(SMALL) == [], pane
+            assert page.evaluate(NAMELESS) == [], pane
+        expect(page.locator("#grid")).to_be_visible()
+        assert page.locator("#grid").bounding_box()["width"] > 300
+        page.locator("[name=pane][value=chat]").check(force=True)
+        prompt = page.locator("#prompt").bounding_box()
+        assert prompt["y"] + prompt["height"] < 844, "the input is in sight below the conversation"
+
+
+def open_faked_on_phone(page: Any, files: str) -> None:
+    """With an answer that has long words, code and a table."""
+    page.allowed.append("404")
+    snapshot = f"data: {json.dumps(state())}\n\n"
+    page.route("**/debug/events*", lambda route: route.fulfill(body=snapshot, content_type="text/event-stream"))
+    long = "w" * 200
+    text = f"{long}\n\n    {long}\n\n```\n{long}\n```\n\n| {long} | b |\n|---|---|\n| 1 | {long} |\n\n[{long}](https://{long})"
+    chunk = {"choices": [{"index": 0, "delta": {"content": text * 3}}]}
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.goto(f"{files}/ui/")
+    page.locator("[name=kind][value=chat]").check(force=True)
+    page.fill("#prompt", long)
+    page.click("#send")
+    expect(page.locator(".markdown table")).to_have_count(3)

@@ -1,0 +1,245 @@
+"""Takes the pictures of the page for the documents: docs/images/page-*.png, each light and dark.
+
+    python -m tools.screenshot_page [--out docs/images] [--chromium /usr/bin/chromium]
+
+Needs `pip install '.[test]'` and Chromium. Servers with the demo model do what is seen; only the answer in Markdown is a sample text,
+because the demo model writes none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+
+from jaxpage import LLM, BeamSearchParams, SamplingParams
+
+DESKTOP, PHONE = (1440, 1200), (390, 844)
+STEP = 14  # of a log that is shown
+SECONDS = 120.0  # that a server may take to start
+FLAGS = ["--no-sandbox", "--disable-gpu"]
+SMALL_POOL = ("--num-blocks", "97", "--max-model-len", "256", "--swap-space-blocks", "32")
+MARKDOWN = """## Paged attention
+
+Keys and values are kept in **blocks** of equal size, so that
+
+1. no memory is reserved for tokens that may never come,
+2. sequences with a common prefix *share* blocks.
+
+| | contiguous | paged |
+|---|---|---|
+| fragmentation | external and internal | at most one block |
+
+```python
+block = block_table[position // block_size]
+```
+
+See [the paper](https://arxiv.org/abs/2309.06180)."""
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[str]:
+    """A server with the demo model; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpage",
+        "serve",
+        "demo",
+        "--ui",
+        "--ui-show-prompts",
+        "--port",
+        str(port),
+        *flags,
+    ]
+    with subprocess.Popen(command) as server:
+        try:
+            wait_for(f"{address}/ready")
+            yield address
+        finally:
+            server.terminate()
+
+
+def wait_for(url: str) -> None:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.5)
+    raise TimeoutError(f"{url} does not answer within {SECONDS:g} s")
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, address: str, scheme: str, size: tuple[int, int]) -> Iterator[Page]:
+    width, height = size
+    is_dark = scheme == "dark"
+    page = browser.new_page(
+        viewport={"width": width, "height": height},
+        color_scheme="dark" if is_dark else "light",
+        device_scale_factor=1 if width > 1000 else 2,
+        has_touch=width < 1000,
+    )
+    page.goto(f"{address}/ui/")
+    page.wait_for_function("() => document.querySelector('#status').textContent.startsWith('live')")
+    page.wait_for_function("() => !document.querySelector('#tour').hidden")
+    yield page
+    page.close()
+
+
+def post(page: Page, prompts: list[Any]) -> None:
+    """Sends completions from the page, and waits for none."""
+    page.evaluate(
+        """(prompt) => {
+            const body = JSON.stringify({ model: "demo", prompt, max_tokens: 120, ignore_eos: true });
+            fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body });
+        }""",
+        prompts,
+    )
+
+
+def start_tour(page: Page, name: str) -> None:
+    page.get_by_role("button", name=name).click()
+
+
+def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
+    """Three samples that fork, in slow motion, at the moment of the copies, beside other requests."""
+    with opened(browser, address, scheme, DESKTOP) as page:
+        page.select_option("#pace", "0.25")
+        post(
+            page,
+            [f"{name} was a rabbit who lived in an old house by the sea. One day" for name in ["Ben", "Mia", "Tom"]],
+        )
+        page.wait_for_function("() => document.querySelector('#queue').textContent.includes('3 running')")
+        start_tour(page, "Fork three samples")
+        page.wait_for_function("() => document.querySelector('#step-numbers').textContent.includes('copied')")
+        page.wait_for_timeout(150)
+        page.screenshot(path=out / f"page-{scheme}.png")
+
+
+def take_preemption(browser: Browser, address: str, scheme: str, out: Path) -> None:
+    """Host memory in use, on a phone."""
+    with opened(browser, address, scheme, (PHONE[0], 1400)) as page:
+        page.locator("[name=pane][value=cache]").check(force=True)
+        start_tour(page, "Force a preemption")
+        page.wait_for_function(
+            "() => /[1-9][0-9]* (preempted|swapped)/.test(document.querySelector('#queue').textContent)"
+        )
+        page.wait_for_timeout(500)
+        page.screenshot(path=out / f"page-phone-cache-{scheme}.png")
+
+
+def take_chat(browser: Browser, address: str, scheme: str, out: Path) -> None:
+    with opened(browser, address, scheme, PHONE) as page:
+        chunk = {"choices": [{"index": 0, "delta": {"content": MARKDOWN}, "finish_reason": "stop"}]}
+        body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+        page.fill("#prompt", "What is paged attention?")
+        page.click("#send")
+        page.wait_for_selector(".markdown table")
+        page.wait_for_timeout(300)
+        page.screenshot(path=out / f"page-phone-chat-{scheme}.png")
+
+
+def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> None:
+    """Some hundred of 30,000 blocks in use."""
+    with opened(browser, address, scheme, DESKTOP) as page:
+        page.select_option("#pace", "0.5")
+        post(
+            page, [[(7 * number + 13 * place) % 2000 + 5 for place in range(200 + 3 * number)] for number in range(40)]
+        )
+        page.wait_for_function("() => parseInt(document.querySelector('#numbers').textContent.replace(',', '')) > 500")
+        page.wait_for_timeout(1500)
+        page.locator(".requests button").nth(2).hover()
+        page.wait_for_timeout(300)
+        page.screenshot(path=out / f"page-blocks-{scheme}.png")
+
+
+def take_log(browser: Browser, address: str, scheme: str, log: Path, out: Path) -> None:
+    """A step of a recorded log with its plan and its draws; of a log that ends with a failure, that step."""
+    with opened(browser, address, scheme, (1440, 1500)) as page:
+        page.set_input_files("#log-file", log)
+        page.locator("#scrubber").fill(str(STEP))
+        page.locator(".requests button").first.click()
+        page.wait_for_timeout(500)
+        page.screenshot(path=out / f"page-{log.stem}-{scheme}.png")
+
+
+def record(path: Path, *, fails: bool = False) -> None:
+    """A beam search and samples, with probabilities. fails: step STEP raises an error, planted here."""
+    sizes: dict[str, Any] = {
+        "block_size": 4,
+        "num_blocks": 61,
+        "max_model_len": 96,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    params: list[SamplingParams | BeamSearchParams] = [
+        BeamSearchParams(beam_width=3, max_tokens=16),
+        SamplingParams(n=2, seed=1, max_tokens=20, logprobs=4),
+        SamplingParams(temperature=0.0, max_tokens=24, logprobs=4),
+    ]
+    with LLM("demo", use_tqdm=False, event_log=str(path), **sizes) as llm:
+        if fails:
+            plant_fault(llm._engine.runner)
+        llm.generate(["Once upon a time", "The old house", "In the morning the rabbit"], params, use_tqdm=False)
+
+
+def plant_fault(runner: Any) -> None:
+    real, batches = runner.run, itertools.count(1)
+
+    def run(batch: Any) -> Any:
+        if next(batches) == STEP:
+            raise RuntimeError("a fault that was planted for this picture")
+        return real(batch)
+
+    runner.run = run
+
+
+def take_all(playwright: Playwright, chromium: str, out: Path, logs: list[Path]) -> None:
+    browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+    with serving(*SMALL_POOL) as address:
+        for scheme in ("light", "dark"):
+            take_tour(browser, address, scheme, out)
+            take_chat(browser, address, scheme, out)
+            take_preemption(browser, address, scheme, out)
+            for log in logs:
+                take_log(browser, address, scheme, log, out)
+    with serving("--num-blocks", "30001") as address:
+        for scheme in ("light", "dark"):
+            take_large_pool(browser, address, scheme, out)
+    browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="default: docs/images")
+    parser.add_argument("--chromium", default="/usr/bin/chromium", help="default: /usr/bin/chromium")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        logs = [Path(directory) / "log.jsonl", Path(directory) / "failure.jsonl"]
+        for log in logs:
+            record(log, fails=log.stem == "failure")
+        with sync_playwright() as playwright:
+            take_all(playwright, arguments.chromium, arguments.out, logs)
+    for picture in sorted(arguments.out.glob("page-*.png")):
+        print(picture)
+
+
+if __name__ == "__main__":
+    main()
