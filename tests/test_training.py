@@ -39,7 +39,7 @@ ALL_DENSE = {"first_k_dense_replace": 3}  # latent attention without experts, wh
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-grouped", "gemma2-caps", "gemma3-types", "opt-350m-form", "deepseek-v3-halves"]
+    "name", ["llama-grouped", "gemma2-caps", "gemma3-types", "opt-350m-form", "deepseek-v3-halves", "qwen3-5-mixed"]
 )
 def test_log_probabilities_and_derivatives_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     oracle = save_model(name, tmp_path, **(ALL_DENSE if "deepseek" in name else {}))

@@ -183,6 +183,7 @@ def plan_memory(
                 group.block_bytes,
                 at_a_time(group.sliding_window),
                 config.max_num_seqs * at_a_time(group.sliding_window),
+                group.is_state,
             )
             for group in further
             if group.sliding_window is not None

@@ -1,0 +1,206 @@
+"""Layers with a recurrent state: no bit depends on how it came to be, and each way in which it could is seen to matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.device import cache_groups, executables, recurrence, steps
+from jaxpage.errors import UnsupportedError
+from tests.support.engines import BLOCKS_OF_4, QWEN3_5, invariants, make_llm, run_giving_way
+from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
+from tests.test_plan import planned
+
+NUM_TOKENS = 40
+FEW = [5, 6, 7, 8]  # in a text of few tokens n-grams come again, and drafts are right now and then
+
+
+def sampled(**params: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, **params)
+
+
+PROMPTS = [np.random.default_rng(5).integers(1, 257, length).tolist() for length in (70, 3, 33, 16)] + [FEW * 5]
+REQUESTS: list[SamplingParams | BeamSearchParams] = [
+    sampled(temperature=0.0),
+    sampled(temperature=0.9, seed=3, n=3),
+    BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS, ignore_eos=True),
+    sampled(temperature=0.0),
+    sampled(temperature=0.9, seed=4, n=2, allowed_token_ids=FEW),
+]
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+# 80 blocks of 4 hold one of the requests at its longest and a part of another.
+TIGHT = {**BLOCKS_OF_4, "max_num_batched_tokens": 16, "max_model_len": 192, "num_blocks": 81}
+ENGINES: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 4},
+    "recomputing": TIGHT,
+    "swapping": {**TIGHT, "preemption_mode": "swap"},
+    "drafting": {**TIGHT, **DRAFTS},
+    "several steps": {**TIGHT, "num_scheduler_steps": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("qwen"), QWEN3_5)
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path) -> Iterator[Callable[[str], LLM]]:
+    made: dict[str, LLM] = {}
+
+    def engine(name: str) -> LLM:
+        made[name] = made.get(name) or make_llm(model, **ENGINES[name])
+        made[name].reset_prefix_cache()
+        return made[name]
+
+    yield engine
+    for llm in made.values():
+        llm.shutdown()
+
+
+def texts(llm: LLM, chosen: range = range(len(PROMPTS))) -> list[Any]:
+    """Tokens and their log probabilities, which must agree to the last bit."""
+    outputs = llm.generate([PROMPTS[i] for i in chosen], [REQUESTS[i] for i in chosen], use_tqdm=False)
+    invariants(llm)
+    return [[(one.token_ids, one.logprobs, one.cumulative_logprob) for one in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Callable[[str], LLM]) -> list[Any]:
+    """Each request by itself, with blocks of 16 and nothing cached."""
+    llm = engines("alone")
+    assert [(group.sliding_window, group.is_state, group.layers) for group in llm.spec.groups] == [
+        (None, False, (2,)),
+        (16 + 3, True, (0, 1)),
+    ]
+    found = []
+    for index in range(len(PROMPTS)):
+        llm.reset_prefix_cache()
+        found += texts(llm, range(index, index + 1))
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "alone"])
+def test_no_bit_depends_on_the_engine(name: str, engines: Callable[[str], LLM], expected: list[Any]) -> None:
+    """In a batch, in chunks and other blocks, recomputed or swapped, forked, behind drafts and behind cached prefixes."""
+    llm = engines(name)
+    before = llm.stats()
+    for turn in ("computed", "with prefixes in the cache"):
+        assert texts(llm) == expected, turn
+    stats = llm.stats()
+    assert stats["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] >= 16
+    assert stats["copy_on_write_blocks_total"] > before["copy_on_write_blocks_total"]
+    mode = "swap" if name == "swapping" else "recompute"
+    assert stats["num_preemptions_total"][mode] > before["num_preemptions_total"][mode]
+    if name == "drafting":
+        drafted, accepted = (stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
+        assert 20 < accepted < drafted - 20
+
+
+def test_behind_a_pinned_prefix(engines: Callable[[str], LLM], expected: list[Any]) -> None:
+    """It ends within a block, whose state has seen more than some of what begins with it."""
+    llm = engines("recomputing")
+    for length in (33, 34, 37, 70):
+        llm.reset_prefix_cache()
+        with llm.pin_prefix(PROMPTS[0][:length]):
+            assert texts(llm, range(1)) == expected[:1]
+            other = llm.generate(PROMPTS[0][:34] + PROMPTS[2], REQUESTS[0], use_tqdm=False)
+        llm.reset_prefix_cache()
+        assert other[0].outputs == llm.generate(PROMPTS[0][:34] + PROMPTS[2], REQUESTS[0], use_tqdm=False)[0].outputs
+    invariants(llm)
+
+
+def _without_states(move: Callable[..., Any]) -> Callable[..., Any]:
+    """Moves blocks, but leaves the states behind."""
+
+    def moved(pages: Any, *arguments: Any) -> Any:
+        new = move(pages, *arguments)
+        return tuple(
+            after._replace(state=before.state) if hasattr(before, "state") else after
+            for before, after in zip(pages, new, strict=True)
+        )
+
+    return moved
+
+
+# A planted mistake, and the engine that shows it.
+MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "what was rejected stays": (
+        "drafting",
+        lambda patch: patch.setattr(recurrence, "_begin", lambda rows, pages: rows.first_B),
+    ),
+    "forks without states": (
+        "recomputing",
+        lambda patch: patch.setattr(steps, "copy_blocks", _without_states(steps.copy_blocks)),
+    ),
+    "swaps without states": (
+        "swapping",
+        lambda patch: patch.setattr(executables, "scatter_blocks", _without_states(executables.scatter_blocks)),
+    ),
+    "a window too short": (
+        "recomputing",
+        lambda patch: patch.setattr(cache_groups, "state_window", lambda state, block_size: 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", few(MISTAKES, ["what was rejected stays"]))
+def test_a_planted_mistake_is_seen(
+    mistake: str, model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, plant = MISTAKES[mistake]
+    plant(monkeypatch)
+    with make_llm(model, **ENGINES[name]) as llm:
+        assert texts(llm) != expected
+
+
+def test_gives_way_at_every_step(engines: Callable[[str], LLM], expected: list[Any]) -> None:
+    """In the middle of a block, at its end, behind it: swapped."""
+    llm = engines("swapping")
+    engine = llm._engine
+    for step in range(2, 16):
+        engine.add("older", engine.prepare(None, PROMPTS[1], REQUESTS[0]))
+        reporter = engine.add("watched", engine.prepare(None, PROMPTS[0], REQUESTS[0]))
+        run_giving_way(engine, step)
+        (one,) = reporter.whole().outputs
+        assert [(one.token_ids, one.logprobs, one.cumulative_logprob)] == expected[0]
+    invariants(llm)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "quantised pages": ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8' .* recurrent layers"),
+    "several devices": ({"tensor_parallel_reduction": "invariant"}, "tensor_parallel_size: .* recurrent layers"),
+    "trees": ({"speculative_config": {"method": "lookahead"}}, "'lookahead' is not supported .* states"),
+    "prefixes as files": (
+        {"prefix_cache_directory": "."},
+        "prefix_cache_directory is not supported for 2 cache groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_honoured_is_refused_by_name(case: str, model: Path) -> None:
+    settings, text = REFUSED[case]
+    with pytest.raises(UnsupportedError, match=text):
+        make_llm(model, **settings)
+
+
+def test_a_draft_model_with_states_is_refused(model: Path) -> None:
+    drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedError, match="a draft model with recurrent layers"):
+        make_llm(model, speculative_config=drafts)
+
+
+def test_the_plan_counts_states(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: of a block of 4, for each layer that attends 2 heads of keys and values; for each other one 4 inputs and a state."""
+    plan = planned(capsys, str(model), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1")
+    attention = 4 * 2 * 2 * 16 * 4
+    inputs, state = 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4) * 4, 4 * 16 * 16 * 4 + 4
+    assert plan["block_bytes"] == attention + 2 * (inputs + state)
+    assert plan["windows"][0][1] == 2 * (inputs + state)
