@@ -19,7 +19,7 @@ from jaxpage.checkpoints.in_memory import named_parameters, open_parameters
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.context import Attend, ForwardContext, Recur, StateSpec, Update
+from jaxpage.layers.context import Attend, ForwardContext, Recur, Recurrence
 from jaxpage.layers.experts import Experts
 from jaxpage.models.base import abstract_model, make_model
 
@@ -118,16 +118,16 @@ def dense_attend(num_rows: int) -> Attend:
 def dense_recur(num_rows: int) -> Recur:
     """The recurrence of rows of equally many tokens, without pages."""
 
-    def recur(
-        layer_index: int, x_TE: jax.Array, update: Update, state: StateSpec, layer_pages: Any, /
-    ) -> tuple[jax.Array, Any]:
+    def recur(layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: Any, /) -> tuple[jax.Array, Any]:
+        lookback = recurrence.state.lookback
         x_RCE = x_TE.reshape(num_rows, -1, x_TE.shape[1])
-        padded = jnp.pad(x_RCE, ((0, 0), (state.lookback, 0), (0, 0)))
+        padded = jnp.pad(x_RCE, ((0, 0), (lookback, 0), (0, 0)))
 
         def token(states: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return update(states, jax.lax.dynamic_slice_in_dim(padded, place, 1 + state.lookback, axis=1))
+            inputs_RWE = jax.lax.dynamic_slice_in_dim(padded, place, 1 + lookback, axis=1)
+            return recurrence.update(states, recurrence.prepare(inputs_RWE))
 
-        states = jnp.zeros((num_rows, *state.shape))
+        states = jnp.zeros((num_rows, *recurrence.state.shape))
         _, out_CRO = jax.lax.scan(token, states, jnp.arange(x_RCE.shape[1]))
         return out_CRO.swapaxes(0, 1).reshape(len(x_TE), -1), layer_pages
 

@@ -11,14 +11,14 @@ Each state is updated token by token in one order, however the tokens are cut in
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpage.device.kv_pages import StatePages
 from jaxpage.device.step_inputs import StepInputs
-from jaxpage.layers.context import Recur, StateSpec, Update
+from jaxpage.layers.context import Recur, Recurrence
 
 
 class _Rows(NamedTuple):
@@ -39,7 +39,7 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
 
     @jax.named_scope("recurrence")
     def recur(
-        layer_index: int, x_TE: jax.Array, update: Update, state: StateSpec, layer_pages: StatePages, /
+        layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: StatePages, /
     ) -> tuple[jax.Array, StatePages]:
         group, length_B = layer_groups[layer_index], jnp.diff(inputs.query_start)
         rows = _Rows(
@@ -49,13 +49,13 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
             start_B=inputs.query_start[:-1],
         )
         pages = _written(layer_pages, x_TE, inputs.slots_ZT[group])
-        out_TO = jnp.zeros((x_TE.shape[0], _out_width(update, state, x_TE)), jnp.float32)
+        out_TO = jnp.zeros((x_TE.shape[0], _out_width(recurrence, x_TE)), jnp.float32)
         if not by_row:
-            return _updated(rows, out_TO, pages, update, state.lookback)
+            return _updated(rows, out_TO, pages, recurrence)
 
         def one(row: jax.Array, carry: tuple[jax.Array, StatePages]) -> tuple[jax.Array, StatePages]:
             own = jax.tree.map(lambda of_rows: jax.lax.dynamic_slice_in_dim(of_rows, row, 1), rows)
-            return _updated(own, *carry, update, state.lookback)
+            return _updated(own, *carry, recurrence)
 
         num_rows = jnp.max(jnp.where(length_B > 0, 1 + jnp.arange(len(length_B)), 0))  # padding is behind
         return jax.lax.fori_loop(0, num_rows, one, (out_TO, pages))
@@ -63,10 +63,12 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
     return recur
 
 
-def _out_width(update: Update, state: StateSpec, x_TE: jax.Array) -> int:
+def _out_width(recurrence: Recurrence, x_TE: jax.Array) -> int:
+    state = recurrence.state
     states = jax.ShapeDtypeStruct((1, *state.shape), jnp.float32)
     inputs = jax.ShapeDtypeStruct((1, 1 + state.lookback, state.input_width), x_TE.dtype)
-    return int(jax.eval_shape(update, states, inputs)[1].shape[1])
+    prepared = jax.eval_shape(recurrence.prepare, inputs)
+    return int(jax.eval_shape(recurrence.update, states, prepared)[1].shape[1])
 
 
 def _written(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePages:
@@ -76,11 +78,13 @@ def _written(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePag
     return pages._replace(inputs=written)
 
 
-def _updated(
-    rows: _Rows, out_TO: jax.Array, pages: StatePages, update: Update, lookback: int
-) -> tuple[jax.Array, StatePages]:
-    """Outputs of the rows' tokens put into `out_TO`, and the pages with their states. Block by block, and in each token by token."""
+def _updated(rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recurrence) -> tuple[jax.Array, StatePages]:
+    """Outputs of the rows' tokens put into `out_TO`, and the pages with their states. Block by block, and in each token by token.
+
+    What a token's update takes is prepared in the turn before: XLA on CPU would compute it anew for each number of the state.
+    """
     block_size, num_tokens = pages.inputs.shape[1], out_TO.shape[0]
+    is_one = len(rows.first_B) == 1  # then no turn of a loop is another row's
     begin_B = _begin(rows, pages)
     state = pages.state[_block_at(rows.table_BM, (begin_B - 1) // block_size)]
     state = jnp.where(_along(begin_B > 0, state), state, 0.0)
@@ -94,16 +98,21 @@ def _updated(
         from_B = jnp.maximum(begin_B, number_B * block_size)
         to_B = jnp.where(index < num_blocks_B, jnp.minimum(rows.stop_B, (number_B + 1) * block_size), from_B)
 
-        def token(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            state, out_TO = carry
+        def prepared(position_B: jax.Array) -> Any:
+            return recurrence.prepare(_last_inputs(pages.inputs, rows.table_BM, position_B, recurrence.state.lookback))
+
+        def token(step: jax.Array, carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
+            state, out_TO, ready = carry
             position_B = from_B + step
-            new_state, out_BO = update(state, _last_inputs(pages.inputs, rows.table_BM, position_B, lookback))
+            new_state, out_BO = recurrence.update(state, ready)
             is_there_B = position_B < to_B
             is_new_B = is_there_B & (position_B >= rows.first_B)
             place_B = jnp.where(is_new_B, rows.start_B + position_B - rows.first_B, num_tokens)
-            return jnp.where(_along(is_there_B, state), new_state, state), out_TO.at[place_B].set(out_BO, mode="drop")
+            state = new_state if is_one else jnp.where(_along(is_there_B, state), new_state, state)
+            return state, out_TO.at[place_B].set(out_BO, mode="drop"), prepared(position_B + 1)
 
-        state, out_TO = jax.lax.fori_loop(0, jnp.max(to_B - from_B), token, (state, out_TO))
+        carry = state, out_TO, prepared(from_B)
+        state, out_TO, _ = jax.lax.fori_loop(0, jnp.max(to_B - from_B), token, carry)
         block_B = jnp.where(to_B > from_B, _block_at(rows.table_BM, number_B), 0)  # else the null block
         pages = pages._replace(state=pages.state.at[block_B].set(state), num_seen=pages.num_seen.at[block_B].set(to_B))
         return state, out_TO, pages

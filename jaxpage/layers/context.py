@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Int
@@ -60,9 +60,16 @@ class StateSpec:
     lookback: int
 
 
-# (states [B, *shape], the last inputs [B, 1 + lookback, E], zeros before the first) -> the states behind them, and outputs [B, O].
-# What it gives a row must not depend on the others.
-Update = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+class Recurrence(NamedTuple):
+    """One token of each row. What a row gets must not depend on the others.
+
+    prepare: the last inputs [B, 1 + lookback, E], zeros before the first one -> any arrays [B, ...].
+    update: (states [B, *shape], those arrays) -> the states behind the token, and outputs [B, O].
+    """
+
+    prepare: Callable[[jax.Array], Any]
+    update: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+    state: StateSpec
 
 
 @runtime_checkable
@@ -70,7 +77,7 @@ class Recur(Protocol):
     """Keep the inputs of new tokens, update the state of their sequence one token after the other, return the outputs and the pages."""
 
     def __call__(
-        self, layer_index: int, x_TE: jax.Array, update: Update, state: StateSpec, layer_pages: LayerPages, /
+        self, layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: LayerPages, /
     ) -> tuple[jax.Array, LayerPages]:
         """Outputs [T, O]. A sequence's state before its first token is zero. layer_index: of the model's layers."""
 

@@ -17,10 +17,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
+from jaxpage.layers.context import ForwardContext, LayerPages, Recurrence, StateSpec
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.product import product_by_state
 
 NORM_EPSILON = 1e-6  # of the length of queries and keys
 
@@ -88,42 +89,39 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         widths = self.widths
         input_TE, gate = jnp.split(self.input(x_TD), [widths.state.input_width], axis=-1)
-        out, layer_pages = context.recur(self.layer_index, input_TE, self._update, widths.state, layer_pages)
+        recurrence = Recurrence(self._prepare, self._update, widths.state)
+        out, layer_pages = context.recur(self.layer_index, input_TE, recurrence, layer_pages)
         shape = (x_TD.shape[0], widths.value_heads, widths.value)
         gate_TNH = jax.nn.silu(gate.astype(jnp.float32)).reshape(shape)
         gated_TNH = self.norm(out.astype(x_TD.dtype).reshape(shape)).astype(jnp.float32) * gate_TNH
         return self.output(gated_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1)), layer_pages
 
-    def _update(
-        self, state_BNKV: Float[Array, "B N K V"], inputs_BWE: Float[Array, "B W E"]
-    ) -> tuple[Float[Array, "B N K V"], Float[Array, "B _"]]:
-        """One token of each row: see `layers.context.Update`. In float32."""
-        widths, heads = self.widths, self.widths.value_heads
+    def _prepare(self, inputs_BWE: Float[Array, "B W E"]) -> tuple[jax.Array, ...]:
+        """Query, key and value, decay and share of a token, of each value head in float32. Queries and keys have length one."""
+        widths = self.widths
         inputs_BWE = inputs_BWE.astype(jnp.float32)
-        share_BN, step_BN = jnp.split(inputs_BWE[:, -1, widths.convolved :], 2, axis=-1)
-        q_BNK, k_BNK, v_BNV = self._convolved(inputs_BWE[..., : widths.convolved])
-        rate_1N, time_step_1N = (each[...].astype(jnp.float32)[None] for each in (self.decay, self.time_step))
-        decay_BN = jnp.exp(-jnp.exp(rate_1N) * jax.nn.softplus(step_BN + time_step_1N))
-        state_BNKV = state_BNKV * decay_BN[..., None, None]
-        held_BNV = (state_BNKV * k_BNK[..., None]).sum(axis=2)
-        change_BNV = (v_BNV - held_BNV) * jax.nn.sigmoid(share_BN)[..., None]
-        state_BNKV = state_BNKV + k_BNK[..., None] * change_BNV[:, :, None]
-        out_BNV = (state_BNKV * q_BNK[..., None]).sum(axis=2)
-        return state_BNKV, out_BNV.reshape(-1, heads * widths.value)
-
-    def _convolved(self, inputs_BWC: Float[Array, "B W C"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values of the last token, for each value head; queries and keys of length one, queries scaled."""
-        widths, kernel_WC = self.widths, self.convolution[...][:, 0].astype(jnp.float32).T
-        mixed_BC = inputs_BWC[:, 0] * kernel_WC[:1]
+        kernel_WC = self.convolution[...][:, 0].astype(jnp.float32).T
+        mixed_BC = inputs_BWE[:, 0, : widths.convolved] * kernel_WC[:1]
         for place in range(1, widths.kernel):
-            mixed_BC += inputs_BWC[:, place] * kernel_WC[place][None]
-        mixed_BC = jax.nn.silu(mixed_BC)
-        q, k, v = jnp.split(mixed_BC, [widths.keys, 2 * widths.keys], axis=-1)
-        per_key = widths.value_heads // widths.key_heads
+            mixed_BC += inputs_BWE[:, place, : widths.convolved] * kernel_WC[place][None]
+        q, k, v = jnp.split(jax.nn.silu(mixed_BC), [widths.keys, 2 * widths.keys], axis=-1)
 
         def of_heads(x: jax.Array) -> jax.Array:
             x = x.reshape(-1, widths.key_heads, widths.key)
             length = jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + NORM_EPSILON)
-            return jnp.repeat(x * length, per_key, axis=1)
+            return jnp.repeat(x * length, widths.value_heads // widths.key_heads, axis=1)
 
-        return of_heads(q) * widths.key**-0.5, of_heads(k), v.reshape(-1, widths.value_heads, widths.value)
+        share_BN, step_BN = jnp.split(inputs_BWE[:, -1, widths.convolved :], 2, axis=-1)
+        rate_1N, time_step_1N = (each[...].astype(jnp.float32)[None] for each in (self.decay, self.time_step))
+        decay_BN = jnp.exp(-jnp.exp(rate_1N) * jax.nn.softplus(step_BN + time_step_1N))
+        v_BNV = v.reshape(-1, widths.value_heads, widths.value)
+        return of_heads(q) * widths.key**-0.5, of_heads(k), v_BNV, decay_BN, jax.nn.sigmoid(share_BN)
+
+    def _update(
+        self, state_BNKV: Float[Array, "B N K V"], prepared: tuple[jax.Array, ...]
+    ) -> tuple[Float[Array, "B N K V"], Float[Array, "B _"]]:
+        q_BNK, k_BNK, v_BNV, decay_BN, share_BN = prepared
+        state_BNKV = state_BNKV * decay_BN[..., None, None]
+        change_BNV = (v_BNV - product_by_state(k_BNK, state_BNKV)) * share_BN[..., None]
+        state_BNKV = state_BNKV + k_BNK[..., None] * change_BNV[:, :, None]
+        return state_BNKV, product_by_state(q_BNK, state_BNKV).reshape(len(q_BNK), -1)
