@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.device import cache_groups, executables, recurrence, steps
+from jaxpage.device.kv_pages import StatePages
+from jaxpage.device.step_inputs import StepInputs
 from jaxpage.errors import UnsupportedError
+from jaxpage.layers.context import Recurrence, StateSpec
 from jaxpage.outputs import CompletionOutput
 from tests.support.engines import BLOCKS_OF_4, QWEN3_5, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
@@ -137,6 +142,63 @@ def _without_states(move: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return moved
+
+
+STATE = StateSpec((2, 3), input_width=3, lookback=2)
+SUM = Recurrence(
+    lambda inputs_BWE: jnp.einsum("bwe,w->be", inputs_BWE, jnp.array([0.25, -0.5, 1.0])),
+    lambda states, x: ((new := 0.5 * states + x[:, None] * jnp.array([1.0, 2.0])[:, None]), new.reshape(-1, 6)),
+    STATE,
+)
+
+
+def summed(inputs: np.ndarray) -> np.ndarray:
+    """What `SUM` gives behind each token of a whole sequence, by its definition."""
+    padded, state, found = np.pad(inputs, ((2, 0), (0, 0))), np.zeros((2, 3)), []
+    for place in range(len(inputs)):
+        x = 0.25 * padded[place] - 0.5 * padded[place + 1] + padded[place + 2]
+        state = 0.5 * state + np.stack([x, 2 * x])
+        found.append(state.reshape(-1))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("by_row", [True, False], ids=["row by row", "all at once"])
+def test_steps_over_pages_are_the_recurrence(by_row: bool) -> None:
+    """Of three sequences in steps of 1 to 6 tokens each, some of which are rejected and come once more; as on CPUs and as on GPUs."""
+    size, num_tokens, longest, rng = 4, 16, 48, np.random.default_rng(2)
+    sequences = rng.standard_normal((3, longest, 3)).astype(np.float32)
+    wanted = [summed(inputs) for inputs in sequences]
+    table_BM = 1 + rng.permutation(3 * 12).reshape(3, 12)
+    pages = StatePages(jnp.full((37, size, 3), jnp.nan), jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32))
+
+    @jax.jit
+    def step(x_TE: Any, slots_T: Any, context_len_B: Any, query_start: Any, table_BM: Any, pages: Any) -> Any:
+        used = {"slots_ZT": slots_T[None], "context_len_B": context_len_B, "query_start": query_start}
+        unused = dict.fromkeys(StepInputs._fields)
+        inputs = StepInputs(**{**unused, **used, "block_table_ZBM": table_BM[None]})
+        return recurrence.make_recur(inputs, layer_groups=(0,), by_row=by_row)(0, x_TE, SUM, pages)
+
+    computed = [0, 0, 0]
+    while min(computed) < longest:
+        rows = [index for index in rng.permutation(3) if computed[index] < longest]
+        counts = [min(int(rng.integers(1, 8 - len(rows))), longest - computed[index]) for index in rows]
+        right = [int(rng.integers(1, count + 1)) for count in counts]
+        x_TE, slots_T, start = np.full((num_tokens, 3), np.nan, np.float32), np.zeros(num_tokens, np.int32), 0
+        for index, count, num_right in zip(rows, counts, right, strict=True):
+            at = np.arange(computed[index], computed[index] + count)
+            x_TE[start : start + count] = sequences[index][at]
+            x_TE[start + num_right : start + count] = 7.0
+            slots_T[start : start + count] = table_BM[index][at // size] * size + at % size
+            start += count
+        padding = 3 - len(rows)
+        starts = np.cumsum([0, *counts, *[0] * padding])
+        lengths = [computed[index] + count for index, count in zip(rows, counts, strict=True)]
+        tables = np.concatenate([table_BM[rows], np.zeros((padding, 12), np.int64)])
+        out_TO, pages = step(x_TE, slots_T, np.array([*lengths, *[0] * padding]), starts, tables, pages)
+        for row, index in enumerate(rows):
+            at = slice(computed[index], computed[index] + right[row])
+            np.testing.assert_allclose(out_TO[starts[row] :][: right[row]], wanted[index][at], atol=1e-5)
+            computed[index] += right[row]
 
 
 # A planted mistake, and the engine that shows it.
