@@ -275,3 +275,13 @@ def test_the_plan_counts_states(model: Path, capsys: pytest.CaptureFixture[str])
     inputs, state = 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4) * 4, 4 * 16 * 16 * 4 + 4
     assert plan["block_bytes"] == attention + 2 * (inputs + state)
     assert plan["windows"][0][1] == 2 * (inputs + state)
+
+
+def test_a_pool_that_states_keep_small_says_so(
+    model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("--block-size", "4", "--memory", "2252KiB", "--gpu-memory-utilization", "1", "--max-num-seqs", "2")
+    for chunk, said in (("128", 1), ("16", 0)):
+        caplog.clear()
+        planned(capsys, str(model), *words, "--max-num-batched-tokens", chunk)
+        assert caplog.text.count("a lower max_num_batched_tokens leaves room for more") == said

@@ -1,4 +1,4 @@
-"""What an engine does not do for a model with recurrent layers, by name."""
+"""What is not done for a model with recurrent layers, by name."""
 
 from __future__ import annotations
 
@@ -29,4 +29,12 @@ def check_recurrent(
     if sharding.is_divided:
         raise UnsupportedError(
             f"tensor_parallel_size: {model} has recurrent layers, which this version does not divide"
+        )
+
+
+def refuse_recurrent(what: str, kv: KVSpec) -> None:
+    """Raises UnsupportedError for a program that counts keys and values alone."""
+    if any(kv.states):
+        raise UnsupportedError(
+            f"{what} is not supported for a model with recurrent layers: it knows keys and values alone"
         )
