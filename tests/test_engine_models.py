@@ -20,7 +20,7 @@ NUM_TOKENS = 14
 ONE_OF_EACH = (
     *("llama-grouped", "mistral-window", "qwen2-layer-types", "qwen3-windows", "opt-350m-form", "gpt2-usual"),
     *("gemma2-caps", "gemma3-types", "cohere2-parallel", "olmo3-windows", "glm4-interleaved", "falcon-grouped"),
-    *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed", "qwen3-5-short"),
+    *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed"),
 )
 
 

@@ -144,7 +144,8 @@ def test_the_requests_differ(lone_tokens):
         [("llama", engine) for engine in ENGINES]
         + [("opt", "small pool"), ("mistral", "blocks of 4"), ("mistral", "tiny pool"), ("mistral", "swapping")]
         + [("mistral", "odd budget"), ("mistral", "tiny and swapping")]
-        + [(family, engine) for family in NEWER for engine in ("blocks of 4", "small pool", "swapping", "wide")],
+        + [(family, engine) for family in NEWER for engine in ("blocks of 4", "small pool", "swapping", "wide")]
+        + [("qwen3_5", engine) for engine in ("blocks of 1", "blocks of 32", "fair and mixed")],
         [
             *[("llama", engine) for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")],
             *[("opt", "small pool"), ("mistral", "tiny and swapping"), ("qwen3", "blocks of 4")],
