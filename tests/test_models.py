@@ -305,6 +305,7 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "steps of other heads": ("qwen3-5-mixed", lambda: {"state": roll("dt_bias", 0)}),
     "shares for decays": ("qwen3-5-mixed", lambda: {"state": swap("in_proj_a", "in_proj_b")}),
     "gates of other heads": ("qwen3-5-mixed", lambda: {"state": roll("in_proj_z.weight", 0)}),
+    "products of other key heads": ("qwen3-next-mixed", lambda: {"state": roll("in_proj_ba.weight", 0)}),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
     "positions without offset": ("opt-norm-first", lambda: {"state": roll("embed_positions.weight", 0)}),
     "norms first in the 350m": ("opt-350m-form", lambda: {"spec": {"norm_first": True}}),

@@ -28,13 +28,23 @@ NORM_EPSILON = 1e-6  # of the length of queries and keys
 
 @dataclass(frozen=True)
 class DeltaWidths:
-    """key_heads, value_heads: how many; each key head serves as many value heads. key, value: of one head. kernel: of the convolution."""
+    """key_heads, value_heads: how many; each key head serves as many value heads. key, value: of one head. kernel: of the convolution.
+
+    grouped: the product of the input has for each key head its query and key, and the values and gates of its value heads; behind all of
+    these for each key head the shares and then the steps (of decays) of its value heads.
+    """
 
     key_heads: int
     value_heads: int
     key: int
     value: int
     kernel: int
+    grouped: bool = False
+
+    @property
+    def per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
 
     @property
     def keys(self) -> int:
@@ -57,7 +67,7 @@ class DeltaWidths:
 
 
 class GatedDeltaNet(nnx.Module):
-    """input: to the input of the recurrence (see `DeltaWidths.state`), and behind it to the gates of the outputs.
+    """input: to the input of the recurrence (see `DeltaWidths.state`), and behind it to the gates of the outputs; or see `DeltaWidths`.
 
     norm: of each value head's output, before its gate. name: of the module in the checkpoint.
     """
@@ -88,13 +98,25 @@ class GatedDeltaNet(nnx.Module):
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         widths = self.widths
-        input_TE, gate = jnp.split(self.input(x_TD), [widths.state.input_width], axis=-1)
+        projected = self.input(x_TD)
+        if widths.grouped:
+            projected = self._ungrouped(projected)
+        input_TE, gate = jnp.split(projected, [widths.state.input_width], axis=-1)
         recurrence = Recurrence(self._prepare, self._update, widths.state)
         out, layer_pages = context.recur(self.layer_index, input_TE, recurrence, layer_pages)
         shape = (x_TD.shape[0], widths.value_heads, widths.value)
         gate_TNH = jax.nn.silu(gate.astype(jnp.float32)).reshape(shape)
         gated_TNH = self.norm(out.astype(x_TD.dtype).reshape(shape)).astype(jnp.float32) * gate_TNH
         return self.output(gated_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1)), layer_pages
+
+    def _ungrouped(self, projected: Float[Array, "T _"]) -> Float[Array, "T _"]:
+        """Queries, keys, values, shares, steps and gates, each of all heads."""
+        widths, num_tokens = self.widths, projected.shape[0]
+        values, behind = widths.per_key * widths.value, widths.convolved + widths.values
+        heads, numbers = (each.reshape(num_tokens, widths.key_heads, -1) for each in jnp.split(projected, [behind], 1))
+        q, k, v, gate = jnp.split(heads, [widths.key, 2 * widths.key, 2 * widths.key + values], axis=-1)
+        shares, steps = jnp.split(numbers, 2, axis=-1)
+        return jnp.concatenate([part.reshape(num_tokens, -1) for part in (q, k, v, shares, steps, gate)], axis=1)
 
     def _prepare(self, inputs_BWE: Float[Array, "B W E"]) -> tuple[jax.Array, ...]:
         """Query, key and value, decay and share of a token, of each value head in float32. Queries and keys have length one."""
@@ -109,7 +131,7 @@ class GatedDeltaNet(nnx.Module):
         def of_heads(x: jax.Array) -> jax.Array:
             x = x.reshape(-1, widths.key_heads, widths.key)
             length = jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + NORM_EPSILON)
-            return jnp.repeat(x * length, widths.value_heads // widths.key_heads, axis=1)
+            return jnp.repeat(x * length, widths.per_key, axis=1)
 
         share_BN, step_BN = jnp.split(inputs_BWE[:, -1, widths.convolved :], 2, axis=-1)
         rate_1N, time_step_1N = (each[...].astype(jnp.float32)[None] for each in (self.decay, self.time_step))

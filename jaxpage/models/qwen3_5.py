@@ -22,28 +22,30 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(_without_axes(config), "qwen3_5_text")
-        every, numbers = fields.integer("full_attention_interval", 4), range(1, 1 + fields.integer("num_hidden_layers"))
-        types = fields.layer_types([LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR))
-        delta, head_width = read_delta(fields), fields.integer("head_dim", 256)
-        longest = fields.integer("max_position_embeddings", 32768)
-        rope, longest = fields.rope(head_width, longest, partial=0.25)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 4),
-            head_width=head_width,
-            max_position_embeddings=longest,
-            states=tuple(delta.state if kind == LINEAR else None for kind in types),
-            attention_bias=fields.flag("attention_bias", False),
-            rope=(rope, longest),
-            norm_heads=True,
-            form=BlockForm(kind="rms+1"),
-            delta=delta,
-            attention_gated=True,
-        )
+        fields = Fields(without_axes(config), "qwen3_5_text")
+        return cls._from_fields(fields, num_kv_heads=key_value_heads(fields, 4), **hybrid_knobs(fields))
 
 
-def _without_axes(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
+    """Arguments of `RotaryDecoderSpec._from_fields`. grouped: see `DeltaWidths`."""
+    every, numbers = fields.integer("full_attention_interval", 4), range(1, 1 + fields.integer("num_hidden_layers"))
+    types = fields.layer_types([LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR))
+    delta, head_width = read_delta(fields, grouped=grouped), fields.integer("head_dim", 256)
+    rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 32768), partial=0.25)
+    return {
+        "head_width": head_width,
+        "max_position_embeddings": longest,
+        "states": tuple(delta.state if kind == LINEAR else None for kind in types),
+        "attention_bias": fields.flag("attention_bias", False),
+        "rope": (rope, longest),
+        "norm_heads": True,
+        "form": BlockForm(kind="rms+1"),
+        "delta": delta,
+        "attention_gated": True,
+    }
+
+
+def without_axes(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Positions of images have several axes (`mrope_section`); in a text all of them are the same."""
     if not isinstance(rope := config.get("rope_parameters"), dict):
         return config
