@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
-from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.fields import Fields
 
@@ -32,21 +32,25 @@ def make_delta_net(
     widths: DeltaWidths, layer_index: int, *, width: int, epsilon: float, name: str, dtype: DTypeLike
 ) -> GatedDeltaNet:
     """width: of the model. epsilon: of the norm. name: of the checkpoint's module."""
-    heads = widths.value_heads
-    rows = [("in_proj_qkvz", widths.convolved + widths.values), ("in_proj_ba", 2 * heads)]
-    if not widths.grouped:
-        rows = [
-            ("in_proj_qkv", widths.convolved),
-            ("in_proj_b", heads),
-            ("in_proj_a", heads),
-            ("in_proj_z", widths.values),
-        ]
-    parts = (Part(count, "heads", f"{name}.{module}") for module, count in rows)
+
+    def product(num_in: int, axes: tuple[str, str], *modules: tuple[str, int]) -> Linear:
+        parts = (Part(rows, axes[1], f"{name}.{module}") for module, rows in modules)
+        return linear(num_in, *parts, input_axis=axes[0], bias=False, dtype=dtype)
+
+    heads, convolved, values = widths.value_heads, widths.convolved, widths.values
+    inward, outward = ("embed", "heads"), ("heads", "embed")
+    if widths.grouped:
+        input = product(width, inward, ("in_proj_qkvz", convolved + values))
+        beta_step = product(width, inward, ("in_proj_ba", 2 * heads))
+    else:
+        input = product(width, inward, ("in_proj_qkv", convolved), ("in_proj_z", values))
+        beta_step = product(width, inward, ("in_proj_b", heads), ("in_proj_a", heads))
     return GatedDeltaNet(
         layer_index,
-        linear(width, *parts, input_axis="embed", bias=False, dtype=dtype),
+        input,
+        beta_step,
         RMSNorm(widths.value, name=f"{name}.norm", epsilon=epsilon, axis=None, dtype=dtype),
-        linear(widths.values, Part(width, "embed", f"{name}.out_proj"), input_axis="heads", bias=False, dtype=dtype),
+        product(values, outward, ("out_proj", width)),
         widths,
         name=name,
         dtype=dtype,
