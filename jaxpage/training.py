@@ -19,7 +19,7 @@ from jaxpage.checkpoints.in_memory import named_parameters, open_parameters
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.context import Attend, ForwardContext
+from jaxpage.layers.context import Attend, ForwardContext, Recur, Recurrence
 from jaxpage.layers.experts import Experts
 from jaxpage.models.base import abstract, make_model
 
@@ -66,7 +66,7 @@ class TrainableModel:
         model = nnx.merge(self._graph, parameters)
         positions_T = jnp.tile(jnp.arange(length), num_rows)
         pages = (None,) * self._files.spec.kv.num_layers
-        context = ForwardContext(positions_T, dense_attend(num_rows))
+        context = ForwardContext(positions_T, dense_attend(num_rows), recur=dense_recur(num_rows))
         hidden_TD, _, _ = model(jnp.asarray(token_ids_RC).reshape(-1), pages, context)
         logits_RCV: jax.Array = model.logits(hidden_TD).reshape(num_rows, length, -1)
         return logits_RCV
@@ -113,3 +113,22 @@ def dense_attend(num_rows: int) -> Attend:
         return out.reshape(*q_TNH.shape[:2], -1).astype(q_TNH.dtype), layer_pages
 
     return attend
+
+
+def dense_recur(num_rows: int) -> Recur:
+    """The recurrence of rows of equally many tokens, without pages."""
+
+    def recur(layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: Any, /) -> tuple[jax.Array, Any]:
+        lookback = recurrence.state.lookback
+        x_RCE = x_TE.reshape(num_rows, -1, x_TE.shape[1])
+        padded = jnp.pad(x_RCE, ((0, 0), (lookback, 0), (0, 0)))
+
+        def token(states: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+            inputs_RWE = jax.lax.dynamic_slice_in_dim(padded, place, 1 + lookback, axis=1)
+            return recurrence.update(states, recurrence.prepare(inputs_RWE))
+
+        states = jnp.zeros((num_rows, *recurrence.state.shape))
+        _, out_CRO = jax.lax.scan(token, states, jnp.arange(x_RCE.shape[1]))
+        return out_CRO.swapaxes(0, 1).reshape(len(x_TE), -1), layer_pages
+
+    return recur

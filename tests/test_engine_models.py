@@ -20,7 +20,7 @@ NUM_TOKENS = 14
 ONE_OF_EACH = (
     *("llama-grouped", "mistral-window", "qwen2-layer-types", "qwen3-windows", "opt-350m-form", "gpt2-usual"),
     *("gemma2-caps", "gemma3-types", "cohere2-parallel", "olmo3-windows", "glm4-interleaved", "falcon-grouped"),
-    *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups"),
+    *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed"),
 )
 
 
@@ -53,11 +53,12 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
             llm._engine.scheduler.block_manager.groups[0].sliding_window is None
         ):  # else blocks that fell out of the window are enough
             assert llm.stats()["num_preemptions_total"]["recompute"] > 0
+    tolerance = 2e-4 if name.startswith(("qwen3-5", "qwen3-next")) else 1e-4  # torch computes recurrences in chunks
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         tokens, logits = greedy_with_logits(model, prompt, NUM_TOKENS)
         assert output.outputs[0].token_ids == tokens
         for place, row in enumerate(logits):
-            np.testing.assert_allclose(witness.logits[index, len(prompt) + place], row, atol=1e-4)
+            np.testing.assert_allclose(witness.logits[index, len(prompt) + place], row, atol=tolerance)
 
 
 @pytest.mark.parametrize(

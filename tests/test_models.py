@@ -26,6 +26,7 @@ from jaxpage.layers.parameter import AXES
 from jaxpage.models import registry
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import FAMILIES, load_family
+from jaxpage.training import dense_recur
 from tests.support.dense import dense_attend, logits_of
 from tests.support.hf_models import MODELS, config_json, make_model
 
@@ -299,6 +300,13 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         lambda: {"spec": _rope("deepseek-v2-greedy", interleaved=False)},
     ),
     "keys of heads shifted": ("deepseek-v2-greedy", lambda: {"state": roll("kv_b_proj.weight", 0)}),
+    "convolution shifted": ("qwen3-5-mixed", lambda: {"state": roll("conv1d.weight", 2)}),
+    "decays of other heads": ("qwen3-5-mixed", lambda: {"state": roll("A_log", 0)}),
+    "time steps of other heads": ("qwen3-5-mixed", lambda: {"state": roll("dt_bias", 0)}),
+    "betas for time steps": ("qwen3-5-mixed", lambda: {"state": swap("in_proj_a", "in_proj_b")}),
+    "gates of other heads": ("qwen3-5-mixed", lambda: {"state": roll("in_proj_z.weight", 0)}),
+    "betas of other key heads": ("qwen3-next-mixed", lambda: {"state": roll("in_proj_ba.weight", 0)}),
+    "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
     "positions without offset": ("opt-norm-first", lambda: {"state": roll("embed_positions.weight", 0)}),
     "norms first in the 350m": ("opt-350m-form", lambda: {"spec": {"norm_first": True}}),
     "wrong feed-forward function": ("opt-plain", lambda: {"spec": {"activation": "relu"}}),
@@ -464,6 +472,8 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "mistral-window", "sliding_window", {"sliding_window": 0}),
     (CheckpointError, "qwen2-layer-types", "layer_types", {"layer_types": ["full_attention"]}),
     (CheckpointError, "qwen2-layer-types", "sliding_attention", {"use_sliding_window": False}),
+    (UnsupportedError, "qwen3-5-mixed", "sliding_attention", {"layer_types": ["sliding_attention"] * 3}),
+    (CheckpointError, "qwen3-5-mixed", "linear_num_key_heads", {"linear_num_key_heads": 3}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
     (UnsupportedError, "deepseek-v2-greedy", "topk_method", {"topk_method": "noaux_tc"}),
     (UnsupportedError, "deepseek-v3-groups", "moe_layer_freq", {"moe_layer_freq": 2}),
@@ -519,7 +529,7 @@ def test_strict_promotion_holds_in_every_family():
             def forward(parameters: Parameters, ids_T: jax.Array, graph: Any = graph, spec: Any = spec) -> jax.Array:
                 model = nnx.merge(graph, parameters)
                 pages = (None,) * spec.kv.num_layers
-                context = ForwardContext(ids_T, untouched)
+                context = ForwardContext(ids_T, untouched, recur=dense_recur(1))
                 return model.logits(model(ids_T, pages, context)[0])
 
             logits = jax.eval_shape(forward, parameters, jax.ShapeDtypeStruct((5,), jnp.int32))

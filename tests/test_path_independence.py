@@ -17,6 +17,7 @@ from tests.support.engines import (
     BLOCKS_OF_1,
     BLOCKS_OF_4,
     LLAMA,
+    QWEN3_5,
     SMALL_POOL,
     WIDE,
     give_way,
@@ -75,9 +76,10 @@ FAMILIES = {
             "moe_intermediate_size": 32,
         },
     },
+    "qwen3_5": QWEN3_5,
     "mixtral": {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
 }
-NEWER = ("qwen3", "gemma2", "cohere2", "mixtral", "gpt_oss", "deepseek_v3")
+NEWER = ("qwen3", "gemma2", "cohere2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5")
 # Engines that differ in everything that must not matter.
 ENGINES = {
     "plain": {},
@@ -142,7 +144,8 @@ def test_the_requests_differ(lone_tokens):
         [("llama", engine) for engine in ENGINES]
         + [("opt", "small pool"), ("mistral", "blocks of 4"), ("mistral", "tiny pool"), ("mistral", "swapping")]
         + [("mistral", "odd budget"), ("mistral", "tiny and swapping")]
-        + [(family, engine) for family in NEWER for engine in ("blocks of 4", "small pool", "swapping", "wide")],
+        + [(family, engine) for family in NEWER for engine in ("blocks of 4", "small pool", "swapping", "wide")]
+        + [("qwen3_5", engine) for engine in ("blocks of 1", "blocks of 32", "fair and mixed")],
         [
             *[("llama", engine) for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")],
             *[("opt", "small pool"), ("mistral", "tiny and swapping"), ("qwen3", "blocks of 4")],
@@ -192,7 +195,7 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", few(["llama", "mistral", "qwen3_5"], ["llama", "mistral"]))
 def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens):
     """In the middle of its prompt, at its first token, later: swapped or recomputed, its tokens and their probabilities stay."""
     settings = {"preemption_mode": mode, "enable_prefix_caching": False, "max_num_batched_tokens": 16}

@@ -14,14 +14,15 @@ from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, make_llm
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from tests.support.hf_models import save_model  # noqa: E402
+from tests.support.sweeps import few  # noqa: E402
 
 LENGTHS = (3, 41, 100, 7)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=few(["qwen2-layer-types", "qwen3-5-mixed"], ["qwen2-layer-types"]))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("model")
-    return directory, save_model("qwen2-layer-types", directory)
+    return directory, save_model(request.param, directory)
 
 
 @pytest.fixture(scope="module")

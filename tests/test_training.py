@@ -39,7 +39,7 @@ ALL_DENSE = {"first_k_dense_replace": 3}  # latent attention without experts, wh
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-grouped", "gemma2-caps", "gemma3-types", "opt-350m-form", "deepseek-v3-halves"]
+    "name", ["llama-grouped", "gemma2-caps", "gemma3-types", "opt-350m-form", "deepseek-v3-halves", "qwen3-5-mixed"]
 )
 def test_log_probabilities_and_derivatives_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     oracle = save_model(name, tmp_path, **(ALL_DENSE if "deepseek" in name else {}))
@@ -57,9 +57,11 @@ def test_log_probabilities_and_derivatives_are_those_of_transformers(name: str, 
     named = model.named(gradients)
     parameters = {key: each for key, each in oracle.named_parameters() if each.grad is not None}
     assert named.keys() >= parameters.keys()
+    # Torch computes recurrences in chunks: beside its own in float64, its errors are three times ours.
+    tolerance = 1e-4 if "qwen3-5" in name else 1e-5
     for key, parameter in parameters.items():
         gradient = parameter.grad.numpy()
-        np.testing.assert_allclose(named[key], gradient, atol=1e-5 * max(1.0, np.abs(gradient).max()), err_msg=key)
+        np.testing.assert_allclose(named[key], gradient, atol=tolerance * max(1.0, np.abs(gradient).max()), err_msg=key)
 
 
 def test_a_window_that_is_one_too_wide_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from jaxpage.device.step_inputs import TableShape, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
 from jaxpage.engine.capacity import choose_dtype, device_spec_of
 from jaxpage.engine.embedding import packed_chunk
+from jaxpage.engine.recurrent import refuse_recurrent
 from jaxpage.models.base import abstract_model
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -52,6 +53,7 @@ _ROWS = (
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object. Raises UsageError for a text that is too short."""
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
+    refuse_recurrent("bench kv-dtype", files.spec.kv)
     place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config, place, files.plan.stored_dtype())
     longest = _longest(config, files)

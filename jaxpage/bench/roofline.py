@@ -29,6 +29,7 @@ from jaxpage.device.cpu_products import cpu_products
 from jaxpage.device.kv_pages import bytes_per_layer
 from jaxpage.engine.batch_builder import Batch
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.recurrent import refuse_recurrent
 from jaxpage.engine.reporting import Reporter
 from jaxpage.models.base import Family, ModelSpec, model_weights
 from jaxpage.models.replacing import Rule
@@ -99,6 +100,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     _check(arguments, config)
     model = describe_model(resolve_model(config.model, config.revision), config.quantization)
     spec = model.spec
+    refuse_recurrent("bench roofline", spec.kv)
     longest = min(spec.max_position_embeddings, config.max_model_len or spec.max_position_embeddings)
     if arguments.context + 4 * STEPS > longest:
         raise UsageError(f"--context must be at most {longest - 4 * STEPS}: max_model_len is {longest}")

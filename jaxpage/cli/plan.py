@@ -26,7 +26,7 @@ from jaxpage.engine.capacity import (
 )
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.engine_spec import EngineSpec, describe_engine
-from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.models.base import KVSpec, ModelSpec, model_weights
 from jaxpage.models.lora import LoRASpec
 from jaxpage.models.weights import Weight, num_bytes
@@ -69,7 +69,7 @@ class Subject:
         refused = refused_settings(self.config, layout)
         try:
             spec = self.engine_spec(layout)
-        except (CapacityError, ConfigError) as error:
+        except (CapacityError, ConfigError, UnsupportedError) as error:
             return Option(layout, refused, None, 0, error)
         num_devices = layout.tensor_parallel_size
         num_copies = num_devices * spec.sharding.kv_heads_of_device // self.spec.kv.num_kv_heads
@@ -84,7 +84,7 @@ class Option:
     refused: tuple[str, ...]  # settings that this version does not honour: it plans this and does not run it
     plan: MemoryPlan | None
     num_kv_copies: int  # devices that have the same key/value heads
-    error: CapacityError | ConfigError | None
+    error: CapacityError | ConfigError | UnsupportedError | None
 
     def num_users(self, length: int) -> int:
         return self.plan.num_users(length) if self.plan else 0
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
     subject, layout = _described(arguments, config, given)
     device, model_spec = subject.device, subject.spec
     chosen = subject.option(layout)
-    if isinstance(chosen.error, ConfigError):
+    if isinstance(chosen.error, ConfigError | UnsupportedError):
         raise chosen.error
     for notice in notices(config, device, model_spec, chosen.plan) if chosen.plan else ():
         logger.warning(notice)
@@ -176,7 +176,12 @@ def _bytes_per_token_text(plan: MemoryPlan) -> str:
 def _kept_text(kv: KVSpec) -> str:
     if kv.value_width is not None:
         return f"{kv.num_layers} layers, a latent of {kv.head_width} for all heads"
-    return f"{kv.num_layers} layers, {kv.num_kv_heads} heads of {kv.head_width}"
+    states = [state for state in kv.states if state is not None]
+    kept = f"{kv.num_layers - len(states)} layers, {kv.num_kv_heads} heads of {kv.head_width}"
+    if not states:
+        return kept
+    shape = " x ".join(map(str, states[0].shape))
+    return f"{kept}; {len(states)} layers, a state of {shape} behind each block and {states[0].input_width} numbers of each token"
 
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
@@ -234,11 +239,18 @@ def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
             "",
             "",
             "",
-            "does not fit" if isinstance(option.error, CapacityError) else str(option.error),
+            _remark(option.error),
         )
     factor = f"{users / of:.2f}" if of else ""
     remark = f"{option.num_kv_copies} devices have the same KV heads" if option.num_kv_copies > 1 else ""
     return (*names, gib(plan.weights_bytes), gib(_bytes_per_token(plan)), f"{users:,}", factor, remark)
+
+
+def _remark(error: Exception | None) -> str:
+    """Why a layout cannot be."""
+    if isinstance(error, CapacityError):
+        return "does not fit"
+    return "not supported for this model" if isinstance(error, UnsupportedError) else str(error)
 
 
 def _as_dict(subject: Subject, chosen: Option, options: Sequence[Option], length: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.engine.capacity import ModelLayout
-from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.errors import CapacityError, JaxpageError
 from jaxpage.tables import aligned
 
 
@@ -20,7 +20,7 @@ class Planned(Protocol):
     @property
     def plan(self) -> MemoryPlan | None: ...
     @property
-    def error(self) -> CapacityError | ConfigError | None: ...
+    def error(self) -> JaxpageError | None: ...
     def num_users(self, length: int) -> int: ...
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxpage.device.kv_pages import QUANTIZED, LayerPages
+from jaxpage.device.kv_pages import QUANTIZED, KVPages, LayerPages
 from jaxpage.errors import UnsupportedError
 from pallas_kernels import SETS, XLA_BACKENDS, Arguments, Call, candidates, set_for
 from pallas_kernels.cpu.library import load as load_cpu_library
@@ -50,7 +49,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
     return Backend(name, interpret)
 
 
-def attention_set(backend: Backend, device: Any, pages: Iterable[LayerPages], num_heads: int, dtype: DTypeLike) -> str:
+def attention_set(backend: Backend, device: Any, pages: KVPages, num_heads: int, dtype: DTypeLike) -> str:
     """The kernel set that computes attention over these layers' pages, before anything is loaded or compiled.
 
     pages: shapes. num_heads, dtype: of the queries.
@@ -75,7 +74,7 @@ def attention_set(backend: Backend, device: Any, pages: Iterable[LayerPages], nu
         chosen = set_for(call, backend=backend.name, device=device).name
 
     index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,), (2,))]
-    for layer in set(pages):
+    for layer in {layer for layer in pages if isinstance(layer, LayerPages)}:
         query = jax.ShapeDtypeStruct((1, num_heads, layer.k_pages.shape[3]), dtype)
         try:
             jax.eval_shape(ask, query, *index, layer)

@@ -1,13 +1,20 @@
-"""Cache groups: layers that see equally far back share block tables, and have blocks of their own."""
+"""Cache groups: layers that see equally far back share block tables, and have blocks of their own.
+
+Recurrent layers are a group of kind `state`. They need their blocks as layers with a window do: the block that is computed, the one before
+it, whose state it goes on from, and those whose inputs a convolution reaches back to.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax.typing import DTypeLike
 
 from jaxpage.device.kv_pages import KVPages, bytes_per_layer
+from jaxpage.layers.context import StateSpec
 from jaxpage.models.base import KVSpec
 
 
@@ -19,12 +26,19 @@ class CacheGroup:
     sliding_window: positions that they see, the own one included; None: all.
     block_bytes: of one block in all of them.
     array_elements: of one block in the largest array of keys or values.
+    is_state: recurrent layers; the window is what `state_window` says.
     """
 
     layers: tuple[int, ...]
     sliding_window: int | None
     block_bytes: int
     array_elements: int
+    is_state: bool = False
+
+
+def state_window(state: StateSpec, block_size: int) -> int:
+    """Up to so many positions before it, its own included, a token needs something of: see `device.recurrence`."""
+    return block_size + max(1, state.lookback)
 
 
 def cache_groups(kvs: Sequence[KVSpec], *, longest: int, block_size: int, dtype: DTypeLike) -> tuple[CacheGroup, ...]:
@@ -35,17 +49,31 @@ def cache_groups(kvs: Sequence[KVSpec], *, longest: int, block_size: int, dtype:
         longest: positions of the longest sequence: a window that is no shorter is none.
         dtype: of the pages.
     """
-    windows = [
-        window if window is not None and window < longest else None for kv in kvs for window in kv.sliding_windows
-    ]
-    layer_bytes = [bytes_per_layer(kv, block_size, dtype) for kv in kvs for _ in range(kv.num_layers)]
+    kinds = [_kind(kv, layer, longest, block_size) for kv in kvs for layer in range(kv.num_layers)]
+    layer_bytes = [bytes_per_layer(kv, block_size, dtype, layer) for kv in kvs for layer in range(kv.num_layers)]
     elements = [block_size * kv.num_kv_heads * kv.head_width for kv in kvs for _ in range(kv.num_layers)]
     groups = []
-    for window in sorted(set(windows), key=lambda window: -(window or longest)):
-        layers = tuple(place for place, of_layer in enumerate(windows) if of_layer == window)
-        block_bytes, most = sum(layer_bytes[place] for place in layers), max(elements[place] for place in layers)
-        groups.append(CacheGroup(layers, window, block_bytes, most))
+    for kind in sorted(set(kinds), reverse=True):
+        layers = tuple(place for place, of_layer in enumerate(kinds) if of_layer == kind)
+        block_bytes = sum(layer_bytes[place] for place in layers)
+        most = 1 if kind.is_state else max(elements[place] for place in layers)
+        window = None if kind.reach == math.inf else int(kind.reach)
+        groups.append(CacheGroup(layers, window, block_bytes, most, kind.is_state))
     return tuple(groups)
+
+
+class _Kind(NamedTuple):
+    """Of a layer. reach: positions that it sees; infinite: all."""
+
+    reach: float
+    is_state: bool
+
+
+def _kind(kv: KVSpec, layer: int, longest: int, block_size: int) -> _Kind:
+    if (state := kv.state_of(layer)) is not None:
+        return _Kind(state_window(state, block_size), True)
+    window = kv.sliding_windows[layer]
+    return _Kind(math.inf if window is None or window >= longest else window, False)
 
 
 def group_of_layers(groups: Sequence[CacheGroup]) -> tuple[int, ...]:

@@ -250,7 +250,7 @@ def _follow(drafting: _Drafting, ends: Ends, tree: _Tree, index: Any) -> _Tree:
     drafter, options, target = drafting
     backend = target.backend
     num_rows, width = tree.token_id_BX.shape
-    count, block_size = num_rows * width, tree.pages[0].k_pages.shape[1]
+    count, block_size = num_rows * width, tree.pages[0][0].shape[1]
     first_block_ZBX = _first_blocks(num_rows, options, block_size)
     pages = tree.pages if width == 1 else _inherit(tree, ends, first_block_ZBX, index, options, backend)
     position_BX = jnp.broadcast_to(ends.position_B[:, None] + index, (num_rows, width))
@@ -273,7 +273,7 @@ def _inherit(
     tree: _Tree, ends: Ends, first_block_ZBX: jax.Array, index: Any, options: ModelDrafter, backend: Backend
 ) -> KVPages:
     """A branch goes on from what stands in the scratch of the one that it continues."""
-    block_size, place_J = tree.pages[0].k_pages.shape[1], jnp.arange(options.shape.num_levels)
+    block_size, place_J = tree.pages[0][0].shape[1], jnp.arange(options.shape.num_levels)
     offset_B1J = (ends.position_B % block_size)[:, None, None] + place_J
     num_groups = len(options.num_blocks)
     source, destination = (
@@ -295,7 +295,7 @@ def _first_blocks(num_rows: int, options: ModelDrafter, block_size: int) -> Int[
 
 def _fork_last_blocks(pages: KVPages, ends: Ends, options: ModelDrafter, backend: Backend) -> KVPages:
     """Copies of the block in which each row ends, for each of its branches: what is written behind it stays out of the row's own."""
-    block_size, last = pages[0].k_pages.shape[1], ends.block_table_ZBM.shape[2] - 1
+    block_size, last = pages[0][0].shape[1], ends.block_table_ZBM.shape[2] - 1
     place_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
     source_ZB1 = jnp.take_along_axis(ends.block_table_ZBM, place_B1[None], axis=2)
     first_block = _first_blocks(ends.position_B.shape[0], options, block_size)

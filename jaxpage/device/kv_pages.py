@@ -1,5 +1,5 @@
 """The keys and values on the device: one donated pytree, two arrays per layer and two of scales where they are quantised. Latents, which
-have values within the keys, are one array and one of scales.
+have values within the keys, are one array and one of scales. A recurrent layer has three arrays: see `StatePages`.
 
 Block 0 is the null block, which takes padding.
 """
@@ -31,7 +31,15 @@ class LayerPages(NamedTuple):
     v_scale: jax.Array | None = None
 
 
-KVPages = tuple[LayerPages, ...]
+class StatePages(NamedTuple):
+    """One recurrent layer's blocks: see `device.recurrence`."""
+
+    inputs: jax.Array  # [P, S, E], of tokens
+    state: jax.Array  # [P, ...] in float32, behind the last computed token of a block
+    num_seen: jax.Array  # [P] in int32: the tokens of its sequence that the state has seen
+
+
+KVPages = tuple[LayerPages | StatePages, ...]
 
 
 def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
@@ -39,9 +47,9 @@ def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(QUANTIZED.get(kv_cache_dtype, model_dtype))
 
 
-def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:
+def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike, layer: int = 0) -> int:
     """Of one block in one layer, scales included."""
-    return num_bytes((_layer_shapes(kv, 1, block_size, dtype),))
+    return num_bytes((_layer_shapes(kv, layer, 1, block_size, dtype),))
 
 
 def num_bytes(pages: KVPages) -> int:
@@ -52,7 +60,7 @@ def num_bytes(pages: KVPages) -> int:
 def page_shapes(kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
     """The pages as shapes, for compiling ahead of time. num_blocks: P of every layer, or of each."""
     of_layers = [num_blocks] * kv.num_layers if isinstance(num_blocks, int) else num_blocks
-    return tuple(_layer_shapes(kv, count, block_size, dtype) for count in of_layers)
+    return tuple(_layer_shapes(kv, layer, count, block_size, dtype) for layer, count in enumerate(of_layers))
 
 
 def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPages:
@@ -61,7 +69,15 @@ def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPag
     return tuple(mesh.divided(each, KV_HEAD_AXIS))
 
 
-def _layer_shapes(kv: KVSpec, num_blocks: int, block_size: int, dtype: DTypeLike) -> LayerPages:
+def _layer_shapes(
+    kv: KVSpec, layer: int, num_blocks: int, block_size: int, dtype: DTypeLike
+) -> LayerPages | StatePages:
+    if (state := kv.state_of(layer)) is not None:
+        return StatePages(
+            jax.ShapeDtypeStruct((num_blocks, block_size, state.input_width), dtype),  # type: ignore[arg-type]
+            jax.ShapeDtypeStruct((num_blocks, *state.shape), jnp.float32),  # type: ignore[arg-type]
+            jax.ShapeDtypeStruct((num_blocks,), jnp.int32),  # type: ignore[arg-type]
+        )
     slots = (num_blocks, block_size, kv.num_kv_heads)
     page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
     scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None

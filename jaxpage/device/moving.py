@@ -48,5 +48,5 @@ def _each(move: Callable[..., KVPages], pages: KVPages, *arguments: Any, **optio
 
 def _by_length(pages: KVPages) -> list[KVPages]:
     """Layers of as many blocks can be moved in one go."""
-    groups = itertools.groupby(pages, key=lambda layer: layer.k_pages.shape[0])
+    groups = itertools.groupby(pages, key=lambda layer: layer[0].shape[0])
     return [tuple(layers) for _, layers in groups]

@@ -29,12 +29,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class WindowBlocks(NamedTuple):
-    """A cache group whose layers see a window, beside one whose layers see more."""
+    """A cache group whose layers see a window, beside one whose layers see more. is_state: the layers are recurrent."""
 
     sliding_window: int  # tokens
     block_bytes: int
     sequence_blocks: int  # that one sequence holds at most at a time
     most_blocks: int  # that all sequences can hold at most at a time: no pool of it is larger
+    is_state: bool = False
+
+    @property
+    def described(self) -> str:
+        return "state blocks" if self.is_state else f"KV blocks, window {self.sliding_window:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +126,7 @@ class MemoryPlan:
             ("KV pool", gib(self.pool_bytes)),
             ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(self.first_block_bytes)} each"),
             *(
-                (f"KV blocks, window {window.sliding_window:,}", f"{count - 1:,}, {gib(window.block_bytes)} each")
+                (window.described, f"{count - 1:,}, {gib(window.block_bytes)} each")
                 for window, count in zip(self.windows, counts, strict=True)
             ),
             ("KV tokens", f"{self.num_slots:,}"),

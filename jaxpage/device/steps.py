@@ -18,6 +18,7 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
+from jaxpage.device.recurrence import make_recur
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
 from jaxpage.device.verify import last_of, moves
@@ -225,7 +226,8 @@ def _hidden(
     groups = options.layer_groups[:: options.sharding.num_local]
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket, layer_groups=groups)
     aux_layers = options.drafter.aux_layers if options.drafter else ()
-    context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers)
+    recur = make_recur(inputs, layer_groups=groups, by_row=options.sample_by_row)
+    context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers, recur=recur)
     with token_adapters(adapters_of(inputs.lora_slot_T, options.max_loras)):
         hidden_TD, by_layer, states = model(inputs.token_ids_T, _by_layer(pages, options.sharding), context)
     return model, hidden_TD, _in_a_row(by_layer, options.sharding), states or (hidden_TD,)

@@ -183,6 +183,7 @@ def plan_memory(
                 group.block_bytes,
                 at_a_time(group.sliding_window),
                 config.max_num_seqs * at_a_time(group.sliding_window),
+                group.is_state,
             )
             for group in further
             if group.sliding_window is not None
@@ -239,6 +240,13 @@ def notices(config: EngineConfig, device: DeviceSpec, spec: ModelSpec, plan: Mem
             f"the KV pool has {plan.num_blocks} blocks, {gib(plan.pool_bytes)} of {gib(plan.free_bytes)} that are free: with more, the "
             "one-byte keys of a layer have 2^31 elements, which the attention kernels for GPUs cannot address"
         )
+    counts = plan.blocks_of_groups(plan.num_blocks)[1:]
+    for states in (window for window, count in zip(plan.windows, counts, strict=True) if count <= window.most_blocks):
+        if states.is_state:
+            found.append(
+                f"there are {plan.num_blocks - 1} KV blocks and no more, since a sequence takes up to {states.sequence_blocks} state "
+                f"blocks of {gib(states.block_bytes)} while its prompt is computed: a lower max_num_batched_tokens leaves room for more"
+            )
     return found
 
 

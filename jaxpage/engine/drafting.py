@@ -122,15 +122,15 @@ def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Draft
 
 
 def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KVSpec]) -> None:
-    """Attention takes a tree or a sliding window, not both.
+    """Attention takes a tree or a sliding window, not both, and the states of recurrent layers follow no branches.
 
     model: its name, for the error. kvs: of the model, and of a drafter.
     Raises UnsupportedError.
     """
-    if config is None or not config.branches or all(window is None for kv in kvs for window in kv.sliding_windows):
+    if config is None or not config.branches or not any(any(kv.sliding_windows) or any(kv.states) for kv in kvs):
         return
     what, instead = ("tree=True", "tree=False") if config.tree else (f"method {config.method!r}", "a method of chains")
     raise UnsupportedError(
         f"speculative_config: {what} is not supported for {model}: its layers, or those of what drafts for it, have sliding "
-        f"windows; use {instead}"
+        f"windows or states; use {instead}"
     )

@@ -27,6 +27,7 @@ from jaxpage.engine.capacity import (
     step_menu,
 )
 from jaxpage.engine.drafting import Drafting, check_windows
+from jaxpage.engine.recurrent import check_recurrent
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
@@ -137,7 +138,7 @@ def describe_engine(
     Raises:
         ConfigError: `max_model_len` is beyond the model's positions, the heads cannot be divided among the devices, or no step has room
             for the drafts that are asked for.
-        UnsupportedError: drafts that branch, for layers with sliding windows.
+        UnsupportedError: drafts that branch, for layers with sliding windows; what recurrent layers do not take.
         CapacityError: the weights leave no room, or one sequence of `max_model_len` does not fit; with the numbers.
     """
     longest = model.max_position_embeddings
@@ -147,6 +148,7 @@ def describe_engine(
     kv = replace(model.kv, num_kv_heads=sharding.kv_heads_of_device)
     kvs = (kv, *(drafting.kvs if drafting else ()))
     check_windows(config.speculative_config, config.model, kvs)
+    check_recurrent(config.model, kv, layout, sharding, kvs[1:])
     menu = step_menu(config, device)
     limits = step_limits(menu, config.max_num_seqs, mixed=mixes(config, device))
     groups = cache_groups(

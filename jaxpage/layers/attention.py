@@ -25,6 +25,7 @@ class Attention(nnx.Module):
     query_growth: (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))` (Llama 4, Ministral 3).
     sinks: see `Attend` [N].
     num_groups: `query_key_value` is one part: for each of so many key/value heads its queries, its key and its value (Falcon).
+    gated: behind each query head stands a gate as wide: what the head gives is multiplied by its sigmoid (Qwen3-Next).
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class Attention(nnx.Module):
         query_growth: tuple[float, int] | None = None,
         sinks: nnx.Param[jax.Array] | None = None,
         num_groups: int | None = None,
+        gated: bool = False,
     ):
         self.layer_index = layer_index
         self.query_key_value, self.output = query_key_value, output
         self.query_norm, self.key_norm, self.norm_together = query_norm, key_norm, norm_together
         self.logit_softcap, self.query_growth = logit_softcap, query_growth
-        self.sinks, self.num_groups = sinks, num_groups
+        self.sinks, self.num_groups, self.gated = sinks, num_groups, gated
         self.head_width, self.sliding_window, self.rope = head_width, sliding_window, rope
         self.scale = head_width**-0.5 if scale is None else scale
 
@@ -77,6 +79,9 @@ class Attention(nnx.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """The output, of what `projected` made; behind norms that are over all heads."""
+        gate_TNH = None
+        if self.gated:
+            q, gate_TNH = jnp.split(q.reshape(q.shape[0], -1, 2 * self.head_width), 2, axis=-1)
         q_TNH, k_TKH, v_TKH = (part.reshape(part.shape[0], -1, self.head_width) for part in (q, k, v))
         if not self.norm_together:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
@@ -100,6 +105,8 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             **more,
         )
+        if gate_TNH is not None:
+            out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
         return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages
 
     def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Int
 
+from jaxpage.errors import UnsupportedError
 from jaxpage.layers.rope import Angles, Rope
 
-LayerPages = Any  # keys and values of one layer: opaque here, given to `attend` and handed on as it returns them
+LayerPages = (
+    Any  # what one layer keeps of tokens: opaque here, given to `attend` or `recur` and handed on as it returns it
+)
 
 
 @runtime_checkable
@@ -44,6 +48,45 @@ class Attend(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class StateSpec:
+    """What a recurrent layer keeps: of each token its input [input_width], and of a sequence a state of this shape, in float32.
+
+    lookback: earlier inputs that an update takes beside the token's own: what a causal convolution reaches back.
+    """
+
+    shape: tuple[int, ...]
+    input_width: int
+    lookback: int
+
+
+class Recurrence(NamedTuple):
+    """One token of each row. What a row gets must not depend on the others.
+
+    prepare: the last inputs [B, 1 + lookback, E], zeros before the first one -> any arrays [B, ...].
+    update: (states [B, *shape], those arrays) -> the states behind the token, and outputs [B, O].
+    """
+
+    prepare: Callable[[jax.Array], Any]
+    update: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+    state: StateSpec
+
+
+@runtime_checkable
+class Recur(Protocol):
+    """Keep the inputs of new tokens, update the state of their sequence one token after the other, return the outputs and the pages."""
+
+    def __call__(
+        self, layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: LayerPages, /
+    ) -> tuple[jax.Array, LayerPages]:
+        """Outputs [T, O]. A sequence's state before its first token is zero. layer_index: of the model's layers."""
+
+
+def no_recurrence(*_: Any) -> NoReturn:
+    """Where a model runs that has no recurrent layers."""
+    raise UnsupportedError("recurrent layers (linear attention) are not supported here")
+
+
 @dataclass(frozen=True, eq=False)
 class ForwardContext:
     """One pass of a model over a stream of tokens. It belongs to the trace in which it is made.
@@ -54,6 +97,7 @@ class ForwardContext:
     positions_T: Int[Array, "T"]
     attend: Attend
     aux_layers: tuple[int, ...] = ()
+    recur: Recur = no_recurrence
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 
     def angles(self, rope: Rope) -> Angles:

@@ -89,6 +89,11 @@ def product_by_head(
     return found
 
 
+def product_by_state(x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N K V"]) -> Float[Array, "B N V"]:
+    """What the matrix of each row and head holds under a vector. A plain sum of products takes XLA on CPU up to twenty times as long."""
+    return jnp.einsum("BNK,BNKV->BNV", x_BNK, state_BNKV, precision=jax.lax.Precision.HIGHEST)
+
+
 def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:
     """In float32. Each token is rounded to eight bits with a scale of its own, so that the sums are of integers, and exact in any order."""
     x_TI = x_TI.astype(jnp.float32)

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
 from jaxpage.models.replacing import Rule, replace_modules
 from jaxpage.models.weights import Weight, weights_of
 
@@ -24,6 +24,7 @@ class KVSpec:
 
     sliding_windows: per layer, how many positions it sees, the own included (see `Attend`); None sees all.
     value_width: values are the first so many numbers of the keys, and are not kept apart (latents); None: as wide as keys, and kept.
+    states: per layer, what a recurrent layer keeps in place of keys and values; None: it is none. Empty: no layer is.
     """
 
     num_layers: int
@@ -31,6 +32,10 @@ class KVSpec:
     head_width: int
     sliding_windows: tuple[int | None, ...]
     value_width: int | None = None
+    states: tuple[StateSpec | None, ...] = ()
+
+    def state_of(self, layer: int) -> StateSpec | None:
+        return self.states[layer] if self.states else None
 
 
 @runtime_checkable

@@ -74,15 +74,17 @@ class Fields:
     def optional_number(self, name: str, default: float | None) -> float | None:
         return None if self.get(name, default) is None else self.number(name, 1.0 if default is None else default)
 
-    def layer_types(self, default: Sequence[str]) -> tuple[str, ...]:
-        """`layer_types`: for each layer "full_attention" or "sliding_attention"."""
+    def layer_types(
+        self, default: Sequence[str], *, kinds: Sequence[str] = ("full_attention", "sliding_attention")
+    ) -> tuple[str, ...]:
+        """`layer_types`: for each layer one of the kinds that this family has."""
         types = self.get("layer_types", None)
         types = list(default) if types is None else types
         if not isinstance(types, list) or len(types) != len(default):
             raise CheckpointError(
                 f"config.json: layer_types must name each of the {len(default)} layers, not {types!r}"
             )
-        unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
+        unknown = sorted({str(kind) for kind in types} - {*kinds})
         if unknown:
             raise UnsupportedError(f"config.json: layer_types {', '.join(unknown)} are not supported")
         return tuple(types)

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.attention import Attention, query_key_value
-from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
+from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
 from jaxpage.layers.embedding import token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
@@ -27,6 +28,7 @@ from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
+from jaxpage.models.delta_net import make_delta_net
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, make_latent_attention
@@ -87,6 +89,8 @@ class RotaryDecoderSpec:
     attention_softcap: float | None = None
     sinks: bool = False  # of attention
     latent: LatentSpec | None = None  # attention is latent
+    delta: DeltaWidths | None = None  # of the layers with linear attention, which `kv.states` tells
+    attention_gated: bool = False  # see `Attention`
     query_growth: tuple[float, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each half of a layer adds
@@ -109,6 +113,7 @@ class RotaryDecoderSpec:
         head_width: int | None = None,
         value_width: int | None = None,
         sliding_windows: tuple[int | None, ...] | None = None,
+        states: tuple[StateSpec | None, ...] = (),
         attention_bias: bool = False,
         attention_input_bias: bool = False,
         rope: tuple[Rope, int] | None = None,
@@ -117,7 +122,7 @@ class RotaryDecoderSpec:
         tied: bool = False,
         **knobs: Any,
     ) -> RotaryDecoderSpec:
-        """head_width: None is `head_width_or_quotient`. value_width: see `KVSpec`. sliding_windows: None is none.
+        """head_width: None is `head_width_or_quotient`. value_width, states: see `KVSpec`. sliding_windows: None is none.
 
         attention_bias: on all four products of attention; attention_input_bias: on those of its input alone.
         rope: with the positions it holds for, where it is not what `Fields.rope` reads.
@@ -136,7 +141,9 @@ class RotaryDecoderSpec:
             feed_forward_width=fields.integer("intermediate_size"),
             num_query_heads=num_query_heads,
             max_position_embeddings=length,
-            kv=KVSpec(num_layers, num_kv_heads, head_width, sliding_windows or (None,) * num_layers, value_width),
+            kv=KVSpec(
+                num_layers, num_kv_heads, head_width, sliding_windows or (None,) * num_layers, value_width, states
+            ),
             rope=turned,
             norm_epsilon=fields.number(*epsilon),
             activation=fields.activation(*activation),
@@ -202,7 +209,14 @@ def make_attention(
 
     return Attention(
         layer_index,
-        query_key_value(input_width or width, queries, keys, name=name, bias=spec.attention_input_bias, dtype=dtype),
+        query_key_value(
+            input_width or width,
+            queries * (2 if spec.attention_gated else 1),
+            keys,
+            name=name,
+            bias=spec.attention_input_bias,
+            dtype=dtype,
+        ),
         linear(
             queries,
             Part(width, "embed", f"{name}.o_proj"),
@@ -220,6 +234,19 @@ def make_attention(
         logit_softcap=spec.attention_softcap,
         query_growth=spec.query_growth,
         sinks=_sinks(spec, name, dtype),
+        gated=spec.attention_gated,
+    )
+
+
+def make_mixer(
+    spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
+) -> Attention | LatentAttention | GatedDeltaNet:
+    """The half of a layer in which tokens see others. name: of the layer."""
+    if spec.delta is None or spec.kv.state_of(layer_index) is None:
+        return make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
+    width, epsilon = spec.model_width, spec.norm_epsilon
+    return make_delta_net(
+        spec.delta, layer_index, width=width, epsilon=epsilon, name=f"{name}.linear_attn", dtype=dtype
     )
 
 
@@ -279,7 +306,7 @@ class DecoderLayer(nnx.Module):
 
         before_attention, behind_attention, before_mlp, behind_mlp = spec.form.norms
         self.attention_norm = norm(before_attention) if norm_first else None
-        self.attention = make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
+        self.attention = make_mixer(spec, layer_index, name=name, dtype=dtype)
         self.behind_attention = norm(behind_attention)
         self.mlp_norm = norm(before_mlp)
         self.mlp = make_feed_forward(spec, layer_index, name=name, dtype=dtype)

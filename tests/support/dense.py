@@ -15,6 +15,7 @@ from jaxpage.device.backends import Backend
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.product import grouped_products
 from jaxpage.models.base import abstract_model
+from jaxpage.training import dense_recur
 
 
 def dense_attend(window_error: int = 0) -> Callable[..., Any]:
@@ -73,7 +74,8 @@ def logits_of(
     @jax.jit
     def forward(parameters: dict[Any, Any], token_ids_T: jax.Array) -> jax.Array:
         model = nnx.merge(graph, parameters)
-        context = ForwardContext(jnp.arange(token_ids_T.shape[0]), attend or dense_attend())
+        positions_T = jnp.arange(token_ids_T.shape[0])
+        context = ForwardContext(positions_T, attend or dense_attend(), recur=dense_recur(1))
         with grouped_products(make_grouped_product(Backend("auto"))):
             hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
             return model.logits(hidden_TD)

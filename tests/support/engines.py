@@ -39,6 +39,11 @@ LLAMA = {
     "eos_token_id": 0,
 }
 
+QWEN3_5 = {
+    **{**LLAMA, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 16},
+    **{"num_hidden_layers": 3, "full_attention_interval": 3, "partial_rotary_factor": 0.5},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 
 # The geometries of the tests. Engines of a model share what is compiled for one, also those with fewer blocks (see `make_llm`) or with 16
 # tokens, whose shapes are among those of 64. Other numbers are shapes of their own: a test needs a reason for them.

@@ -37,6 +37,10 @@ _LATENT = {
     **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 20},
     **{"num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "num_key_value_heads": 4},
 }
+_DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 12, "linear_value_head_dim": 20},
+}
 _FALCON = {"hidden_size": 48, "num_attention_heads": 4}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
@@ -70,6 +74,54 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-windows": (
         "qwen3",
         {"head_dim": 12, **_QWEN_WINDOWS, "max_window_layers": 2, "num_hidden_layers": 3, "num_key_value_heads": 4},
+    ),
+    "qwen3-5-mixed": (
+        "qwen3_5_text",
+        {
+            **{
+                "head_dim": 24,
+                "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            },
+            **{
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 12,
+                "linear_value_head_dim": 20,
+            },
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+                **{"mrope_section": [2, 2, 2], "mrope_interleaved": True},
+            },
+        },
+    ),
+    "qwen3-5-short": (
+        "qwen3_5_text",
+        {
+            **{"head_dim": 16, "full_attention_interval": 2, "attention_bias": True, "tie_word_embeddings": True},
+            **{
+                "linear_num_key_heads": 3,
+                "linear_num_value_heads": 3,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 8,
+            },
+            "linear_conv_kernel_dim": 2,
+        },
+    ),
+    "qwen3-5-moe": (
+        "qwen3_5_moe_text",
+        {
+            **{"head_dim": 16, "full_attention_interval": 2, "num_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, **_DELTA},
+        },
+    ),
+    "qwen3-next-mixed": (
+        "qwen3_next",
+        {
+            **{"head_dim": 16, "full_attention_interval": 3, "num_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, **_DELTA},
+            **{"num_hidden_layers": 3, "mlp_only_layers": [1]},
+        },
     ),
     "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": None}),
     "phi3-longrope": (
@@ -258,6 +310,9 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -340,6 +395,9 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         for extra in (getattr(module, name, None) for name in ("gate_up_proj_bias", "down_proj_bias", "sinks")):
             if isinstance(extra, torch.nn.Parameter):
                 draw(extra, 0.5)
+        for recurrent, mean in (("A_log", -1.0), ("dt_bias", 0.0)):
+            if isinstance(parameter := getattr(module, recurrent, None), torch.nn.Parameter):
+                draw(parameter, 1.0, mean)
         if isinstance(correction := getattr(module, "e_score_correction_bias", None), torch.Tensor):
             correction.normal_(0.0, 0.3, generator=generator)
         if isinstance(module, torch.nn.Embedding):

@@ -34,7 +34,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0, dtype: str = "float32"
         if noise.ndim > 1:
             values = noise * np.clip(1.6 / np.sqrt(noise.shape[-1]), 0.05, 0.3)
         else:
-            values = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
+            values = 0.1 * noise + (0.0 if name.endswith("bias") else -2.0 if name.endswith("A_log") else 1.0)
         tensors[name] = values.astype(DTYPES[dtype])
     return tensors
 

@@ -1,0 +1,147 @@
+"""Binds recurrent layers to their pages: the seam `recur` writes the inputs of new tokens, then updates states through the block tables.
+
+A slot holds the input of its token, as a slot of keys and values does. A block holds the state behind the last of its tokens that was
+computed, with the number of tokens that the state has seen. A row goes on from the state in the block of the token before it if that has
+seen exactly the tokens before the row. Else (drafts were rejected, or a token is computed again) it begins with the state of the block
+before, which is full, and updates it with the inputs that its own block holds. So what a step has written behind a row's tokens is of no
+account, and copying, swapping or finding blocks is all that a fork, a preemption or a prefix hit needs.
+
+Each state is updated token by token in one order, however the tokens are cut into steps: the bits are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpage.device.kv_pages import StatePages
+from jaxpage.device.step_inputs import StepInputs
+from jaxpage.layers.context import Recur, Recurrence
+
+
+class _Rows(NamedTuple):
+    """first_B, stop_B: positions that are computed anew. start_B: of the first of them, in the stream."""
+
+    table_BM: jax.Array
+    first_B: jax.Array
+    stop_B: jax.Array
+    start_B: jax.Array
+
+
+def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: bool) -> Recur:
+    """The seam for one step.
+
+    layer_groups: the cache group of each layer.
+    by_row: one row after the other, in shapes that do not depend on their number; else all at once.
+    """
+
+    @jax.named_scope("recurrence")
+    def recur(
+        layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: StatePages, /
+    ) -> tuple[jax.Array, StatePages]:
+        group, length_B = layer_groups[layer_index], jnp.diff(inputs.query_start)
+        rows = _Rows(
+            inputs.block_table_ZBM[group],
+            first_B=jnp.where(length_B > 0, inputs.context_len_B - length_B, 0),
+            stop_B=jnp.where(length_B > 0, inputs.context_len_B, 0),
+            start_B=inputs.query_start[:-1],
+        )
+        pages = _written(layer_pages, x_TE, inputs.slots_ZT[group])
+        out_TO = jnp.zeros((x_TE.shape[0], _out_width(recurrence, x_TE)), jnp.float32)
+        if not by_row:
+            return _updated(rows, out_TO, pages, recurrence)
+
+        def one(row: jax.Array, carry: tuple[jax.Array, StatePages]) -> tuple[jax.Array, StatePages]:
+            own = jax.tree.map(lambda of_rows: jax.lax.dynamic_slice_in_dim(of_rows, row, 1), rows)
+            return _updated(own, *carry, recurrence)
+
+        num_rows = jnp.max(jnp.where(length_B > 0, 1 + jnp.arange(len(length_B)), 0))  # padding is behind
+        return jax.lax.fori_loop(0, num_rows, one, (out_TO, pages))
+
+    return recur
+
+
+def _out_width(recurrence: Recurrence, x_TE: jax.Array) -> int:
+    state = recurrence.state
+    states = jax.ShapeDtypeStruct((1, *state.shape), jnp.float32)
+    inputs = jax.ShapeDtypeStruct((1, 1 + state.lookback, state.input_width), x_TE.dtype)
+    prepared = jax.eval_shape(recurrence.prepare, inputs)
+    return int(jax.eval_shape(recurrence.update, states, prepared)[1].shape[1])
+
+
+def _written(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePages:
+    block_size = pages.inputs.shape[1]
+    place = slots_T // block_size, slots_T % block_size
+    written = pages.inputs.at[place].set(x_TE.astype(pages.inputs.dtype), mode="drop", wrap_negative_indices=False)
+    return pages._replace(inputs=written)
+
+
+def _updated(rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recurrence) -> tuple[jax.Array, StatePages]:
+    """Outputs of the rows' tokens put into `out_TO`, and the pages with their states. Block by block, and in each token by token.
+
+    What a token's update takes is prepared in the turn before: XLA on CPU would compute it anew for each number of the state.
+    """
+    block_size, num_tokens = pages.inputs.shape[1], out_TO.shape[0]
+    is_one = len(rows.first_B) == 1  # then no turn of a loop is another row's
+    begin_B = _begin(rows, pages)
+    state = pages.state[_block_at(rows.table_BM, (begin_B - 1) // block_size)]
+    state = jnp.where(_along(begin_B > 0, state), state, 0.0)
+    num_blocks_B = jnp.where(rows.stop_B > rows.first_B, (rows.stop_B - 1) // block_size - begin_B // block_size + 1, 0)
+
+    def in_block(
+        index: jax.Array, carry: tuple[jax.Array, jax.Array, StatePages]
+    ) -> tuple[jax.Array, jax.Array, StatePages]:
+        state, out_TO, pages = carry
+        number_B = begin_B // block_size + index
+        from_B = jnp.maximum(begin_B, number_B * block_size)
+        to_B = jnp.where(index < num_blocks_B, jnp.minimum(rows.stop_B, (number_B + 1) * block_size), from_B)
+
+        def prepared(position_B: jax.Array) -> Any:
+            return recurrence.prepare(_last_inputs(pages.inputs, rows.table_BM, position_B, recurrence.state.lookback))
+
+        def token(step: jax.Array, carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
+            state, out_TO, ready = carry
+            position_B = from_B + step
+            new_state, out_BO = recurrence.update(state, ready)
+            is_there_B = position_B < to_B
+            is_new_B = is_there_B & (position_B >= rows.first_B)
+            place_B = jnp.where(is_new_B, rows.start_B + position_B - rows.first_B, num_tokens)
+            state = new_state if is_one else jnp.where(_along(is_there_B, state), new_state, state)
+            return state, out_TO.at[place_B].set(out_BO, mode="drop"), prepared(position_B + 1)
+
+        carry = state, out_TO, prepared(from_B)
+        state, out_TO, _ = jax.lax.fori_loop(0, jnp.max(to_B - from_B), token, carry)
+        block_B = jnp.where(to_B > from_B, _block_at(rows.table_BM, number_B), 0)  # else the null block
+        pages = pages._replace(state=pages.state.at[block_B].set(state), num_seen=pages.num_seen.at[block_B].set(to_B))
+        return state, out_TO, pages
+
+    _, out_TO, pages = jax.lax.fori_loop(0, jnp.max(num_blocks_B), in_block, (state, out_TO, pages))
+    return out_TO, pages
+
+
+def _begin(rows: _Rows, pages: StatePages) -> jax.Array:
+    """The position that each row's first update is for, behind which a state is in place."""
+    block_size = pages.inputs.shape[1]
+    num_seen_B = pages.num_seen[_block_at(rows.table_BM, (rows.first_B - 1) // block_size)]
+    return jnp.where(num_seen_B == rows.first_B, rows.first_B, rows.first_B // block_size * block_size)
+
+
+def _last_inputs(inputs: jax.Array, table_BM: jax.Array, position_B: jax.Array, lookback: int) -> jax.Array:
+    """[B, 1 + lookback, E]: those up to each row's position."""
+    block_size = inputs.shape[1]
+    position_BW = position_B[:, None] + jnp.arange(-lookback, 1)
+    block_BW = jnp.take_along_axis(table_BM, jnp.clip(position_BW // block_size, 0, table_BM.shape[1] - 1), axis=1)
+    found = inputs[block_BW, position_BW % block_size]
+    return jnp.where((position_BW >= 0)[..., None], found, 0)
+
+
+def _block_at(table_BM: jax.Array, place_B: jax.Array) -> jax.Array:
+    """The block at a place of each row's table, which is clamped to it."""
+    place_B1 = jnp.clip(place_B, 0, table_BM.shape[1] - 1)[:, None]
+    return jnp.take_along_axis(table_BM, place_B1, axis=1)[:, 0]
+
+
+def _along(mask_B: jax.Array, array: jax.Array) -> jax.Array:
+    return mask_B.reshape(-1, *(1,) * (array.ndim - 1))

@@ -1,0 +1,40 @@
+"""What is not done for a model with recurrent layers, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxpage.engine.capacity import ModelLayout
+from jaxpage.errors import UnsupportedError
+from jaxpage.layers.sharding import Sharding
+from jaxpage.models.base import KVSpec
+
+
+def check_recurrent(
+    model: str, kv: KVSpec, layout: ModelLayout, sharding: Sharding, drafters: Iterable[KVSpec] = ()
+) -> None:
+    """model: its name, for the error. drafters: what they keep. Raises UnsupportedError."""
+    if any(any(each.states) for each in drafters):
+        raise UnsupportedError(
+            "speculative_config: a draft model with recurrent layers is not supported; use one without, or a method "
+            "that drafts without a model"
+        )
+    if not any(kv.states):
+        return
+    if layout.kv_cache_dtype != "auto":
+        raise UnsupportedError(
+            f"kv_cache_dtype {layout.kv_cache_dtype!r} is not supported for {model}, which has recurrent layers: their states "
+            "are kept in float32, and their inputs in the model's dtype; use 'auto'"
+        )
+    if sharding.is_divided:
+        raise UnsupportedError(
+            f"tensor_parallel_size: {model} has recurrent layers, which this version does not divide"
+        )
+
+
+def refuse_recurrent(what: str, kv: KVSpec) -> None:
+    """Raises UnsupportedError for a program that counts keys and values alone."""
+    if any(kv.states):
+        raise UnsupportedError(
+            f"{what} is not supported for a model with recurrent layers: it knows keys and values alone"
+        )

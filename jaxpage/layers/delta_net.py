@@ -1,0 +1,153 @@
+"""Linear attention by the gated delta rule (Yang et al., 2024): a matrix for each head in place of keys and values of all tokens.
+
+A token lets the matrix decay, then replaces what it holds under its key by its value, to the share `beta`, and reads it with its query:
+
+    S = decay * S;  S = S + k (beta * (v - S^T k))^T;  out = S^T q
+
+Queries, keys and values come out of a short causal convolution over the tokens' inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxpage.layers.context import ForwardContext, LayerPages, Recurrence, StateSpec
+from jaxpage.layers.linear import Linear
+from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.product import product_by_state
+
+NORM_EPSILON = 1e-6  # of the length of queries and keys
+
+
+@dataclass(frozen=True)
+class DeltaWidths:
+    """key_heads, value_heads: how many; each key head serves as many value heads. key, value: of one head. kernel: of the convolution.
+
+    grouped: products of the input go by key heads: one has for each its query, its key, and the values and gates of its value heads, the
+    other the betas and time steps of these.
+    """
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    kernel: int
+    grouped: bool = False
+
+    @property
+    def per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value
+
+    @property
+    def convolved(self) -> int:
+        """Queries, keys and values of all heads."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state(self) -> StateSpec:
+        """The input of a token is what is convolved, and for each value head its beta and its time step, which make the decay."""
+        shape = (self.value_heads, self.key, self.value)
+        return StateSpec(shape, self.convolved + 2 * self.value_heads, self.kernel - 1)
+
+
+class GatedDeltaNet(nnx.Module):
+    """input: to queries, keys and values, and behind these the gates of the outputs. beta_step: to betas and time steps, apart since
+    quantised checkpoints leave these as they are. In both one part of all heads is behind the other, or see `DeltaWidths`.
+
+    norm: of each value head's output, before its gate. name: of the module in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        layer_index: int,
+        input: Linear,
+        beta_step: Linear,
+        norm: RMSNorm,
+        output: Linear,
+        widths: DeltaWidths,
+        *,
+        name: str,
+        dtype: DTypeLike,
+    ):
+        self.layer_index, self.widths = layer_index, widths
+        self.input, self.beta_step, self.norm, self.output = input, beta_step, norm, output
+        kernel, heads = (widths.convolved, 1, widths.kernel), widths.value_heads
+
+        def declare(part: str, *shape: int) -> nnx.Param[jax.Array]:
+            axes = ("heads", *(None,) * (len(shape) - 1))
+            return parameter(shape, axes=axes, dtype=dtype, sources=[tensor(f"{name}.{part}", *shape)])
+
+        self.convolution = declare("conv1d.weight", *kernel)
+        self.rate, self.time_step_bias = declare("A_log", heads), declare("dt_bias", heads)
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        widths = self.widths
+        input_TE, gate = self._projected(x_TD)
+        recurrence = Recurrence(self._prepare, self._update, widths.state)
+        out, layer_pages = context.recur(self.layer_index, input_TE, recurrence, layer_pages)
+        shape = (x_TD.shape[0], widths.value_heads, widths.value)
+        gate_TNH = jax.nn.silu(gate.astype(jnp.float32)).reshape(shape)
+        gated_TNH = self.norm(out.astype(x_TD.dtype).reshape(shape)).astype(jnp.float32) * gate_TNH
+        return self.output(gated_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1)), layer_pages
+
+    def _projected(self, x_TD: Float[Array, "T D"]) -> tuple[Float[Array, "T E"], Float[Array, "T _"]]:
+        """The input of the recurrence, and the gates."""
+        widths, num_tokens = self.widths, x_TD.shape[0]
+        mixed, numbers = self.input(x_TD), self.beta_step(x_TD)
+        if not widths.grouped:
+            mixed, gate = jnp.split(mixed, [widths.convolved], axis=1)
+            return jnp.concatenate([mixed, numbers], axis=1), gate
+        mixed, numbers = (each.reshape(num_tokens, widths.key_heads, -1) for each in (mixed, numbers))
+        ends = [widths.key, 2 * widths.key, 2 * widths.key + widths.per_key * widths.value]
+        q, k, v, gate = jnp.split(mixed, ends, axis=-1)
+        parts = (q, k, v, *jnp.split(numbers, 2, axis=-1))
+        of_all = jnp.concatenate([part.reshape(num_tokens, -1) for part in parts], axis=1)
+        return of_all, gate.reshape(num_tokens, -1)
+
+    def _prepare(self, inputs_BWE: Float[Array, "B W E"]) -> tuple[jax.Array, ...]:
+        """Query, key, value, decay and beta of a token, of each value head in float32. Queries and keys have length one."""
+        widths = self.widths
+        inputs_BWE = inputs_BWE.astype(jnp.float32)
+        kernel_WC = self.convolution[...][:, 0].astype(jnp.float32).T
+        mixed_BC = inputs_BWE[:, 0, : widths.convolved] * kernel_WC[:1]
+        for place in range(1, widths.kernel):
+            mixed_BC += inputs_BWE[:, place, : widths.convolved] * kernel_WC[place][None]
+        q, k, v = jnp.split(jax.nn.silu(mixed_BC), [widths.keys, 2 * widths.keys], axis=-1)
+
+        def of_heads(x: jax.Array) -> jax.Array:
+            x = x.reshape(-1, widths.key_heads, widths.key)
+            length = jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + NORM_EPSILON)
+            return jnp.repeat(x * length, widths.per_key, axis=1)
+
+        beta_BN, time_step_BN = jnp.split(inputs_BWE[:, -1, widths.convolved :], 2, axis=-1)
+        rate_1N, bias_1N = (each[...].astype(jnp.float32)[None] for each in (self.rate, self.time_step_bias))
+        decay_BN = jnp.exp(-jnp.exp(rate_1N) * jax.nn.softplus(time_step_BN + bias_1N))
+        v_BNV = v.reshape(-1, widths.value_heads, widths.value)
+        return of_heads(q) * widths.key**-0.5, of_heads(k), v_BNV, decay_BN, jax.nn.sigmoid(beta_BN)
+
+    def _update(
+        self, state_BNKV: Float[Array, "B N K V"], prepared: tuple[jax.Array, ...]
+    ) -> tuple[Float[Array, "B N K V"], Float[Array, "B _"]]:
+        q_BNK, k_BNK, v_BNV, decay_BN, beta_BN = prepared
+        state_BNKV = state_BNKV * decay_BN[..., None, None]
+        change_BNV = (v_BNV - product_by_state(k_BNK, state_BNKV)) * beta_BN[..., None]
+        state_BNKV = state_BNKV + k_BNK[..., None] * change_BNV[:, :, None]
+        return state_BNKV, product_by_state(q_BNK, state_BNKV).reshape(len(q_BNK), -1)

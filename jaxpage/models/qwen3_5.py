@@ -1,0 +1,53 @@
+"""Qwen3.5 and 3.6, dense, text (Qwen Team, 2026): a gated delta rule in three of four layers, attention with gates in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models import rotary_decoder
+from jaxpage.models.delta_net import read_delta
+from jaxpage.models.fields import Fields
+from jaxpage.models.rotary_decoder import BlockForm, RotaryDecoder, RotaryDecoderSpec, key_value_heads, prefix
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+ignored = (*rotary_decoder.ignored, "mtp.*")  # that predicts a second token ahead, and drafts
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+class Spec(RotaryDecoderSpec):
+    """`Qwen3_5TextConfig`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields(without_axes(config), "qwen3_5_text")
+        return cls._from_fields(fields, num_kv_heads=key_value_heads(fields, 4), **hybrid_knobs(fields))
+
+
+def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
+    """Arguments of `RotaryDecoderSpec._from_fields`. grouped: see `DeltaWidths`."""
+    every, numbers = fields.integer("full_attention_interval", 4), range(1, 1 + fields.integer("num_hidden_layers"))
+    types = fields.layer_types([LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR))
+    delta, head_width = read_delta(fields, grouped=grouped), fields.integer("head_dim", 256)
+    rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 32768), partial=0.25)
+    return {
+        "head_width": head_width,
+        "max_position_embeddings": longest,
+        "states": tuple(delta.state if kind == LINEAR else None for kind in types),
+        "attention_bias": fields.flag("attention_bias", False),
+        "rope": (rope, longest),
+        "norm_heads": True,
+        "form": BlockForm(kind="rms+1"),
+        "delta": delta,
+        "attention_gated": True,
+    }
+
+
+def without_axes(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Positions of images have several axes (`mrope_section`); in a text all of them are the same."""
+    if not isinstance(rope := config.get("rope_parameters"), dict):
+        return config
+    rope = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+    return {**config, "rope_parameters": rope}

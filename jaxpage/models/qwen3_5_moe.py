@@ -1,0 +1,33 @@
+"""Qwen3.5 and 3.6 with experts, text (Qwen Team, 2026), of which one takes all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.models.experts import read_experts
+from jaxpage.models.fields import Fields
+from jaxpage.models.qwen3_5 import hybrid_knobs, ignored, without_axes
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, key_value_heads, prefix
+
+__all__ = ["Model", "Spec", "ignored", "prefix"]
+
+Model = RotaryDecoder
+
+
+class Spec(RotaryDecoderSpec):
+    """`Qwen3_5MoeTextConfig`. All layers have experts, so there is no other inner width."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        fields = Fields({"intermediate_size": 1, **without_axes(config)}, "qwen3_5_moe_text")
+        width, shared = ("moe_intermediate_size", 512), fields.integer("shared_expert_intermediate_size", 512)
+        return cls._from_fields(
+            fields,
+            num_kv_heads=key_value_heads(fields, 2),
+            experts=read_experts(
+                fields, count=("num_experts", 256), per_token=8, width=width, normalized=True, shared_width=shared
+            ),
+            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
+            **hybrid_knobs(fields),
+        )

@@ -1,0 +1,287 @@
+"""Layers with a recurrent state: no bit depends on how it came to be, and each way in which it could is seen to matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.device import cache_groups, executables, recurrence, steps
+from jaxpage.device.kv_pages import StatePages
+from jaxpage.device.step_inputs import StepInputs
+from jaxpage.errors import UnsupportedError
+from jaxpage.layers.context import Recurrence, StateSpec
+from jaxpage.outputs import CompletionOutput
+from tests.support.engines import BLOCKS_OF_4, QWEN3_5, invariants, make_llm, run_giving_way
+from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
+from tests.test_plan import planned
+
+NUM_TOKENS = 40
+FEW = [5, 6, 7, 8]  # in a text of few tokens n-grams come again, and drafts are right now and then
+
+
+def sampled(**params: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, **params)
+
+
+PROMPTS = [np.random.default_rng(5).integers(1, 257, length).tolist() for length in (70, 3, 33, 16)] + [FEW * 5]
+REQUESTS: list[SamplingParams | BeamSearchParams] = [
+    sampled(temperature=0.0),
+    sampled(temperature=0.9, seed=3, n=3),
+    BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS, ignore_eos=True),
+    sampled(temperature=0.0),
+    sampled(temperature=0.9, seed=4, n=2, allowed_token_ids=FEW),
+]
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+# 56 blocks of 4 hold one of the requests at its longest, and hardly another.
+TIGHT = {**BLOCKS_OF_4, "max_num_batched_tokens": 16, "max_model_len": 192, "num_blocks": 57}
+ENGINES: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 4},
+    "recomputing": TIGHT,
+    "swapping": {**TIGHT, "preemption_mode": "swap"},
+    "drafting": {**TIGHT, **DRAFTS},
+    "several steps": {**TIGHT, "num_scheduler_steps": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("qwen"), QWEN3_5)
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path) -> Iterator[Callable[[str], LLM]]:
+    made: dict[str, LLM] = {}
+
+    def engine(name: str) -> LLM:
+        made[name] = made.get(name) or make_llm(model, **ENGINES[name])
+        made[name].reset_prefix_cache()
+        return made[name]
+
+    yield engine
+    for llm in made.values():
+        llm.shutdown()
+
+
+def texts(llm: LLM, chosen: range = range(len(PROMPTS))) -> list[Any]:
+    outputs = llm.generate([PROMPTS[i] for i in chosen], [REQUESTS[i] for i in chosen], use_tqdm=False)
+    return [bits(output.outputs) for output in outputs]
+
+
+def bits(outputs: list[CompletionOutput]) -> list[Any]:
+    """Tokens and their log probabilities, which must agree to the last bit."""
+    return [(one.token_ids, one.logprobs, one.cumulative_logprob) for one in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Callable[[str], LLM]) -> list[Any]:
+    """Each request by itself, with blocks of 16 and nothing cached."""
+    llm = engines("alone")
+    assert [(group.sliding_window, group.is_state, group.layers) for group in llm.spec.groups] == [
+        (None, False, (2,)),
+        (16 + 3, True, (0, 1)),
+    ]
+    found = []
+    for index in range(len(PROMPTS)):
+        llm.reset_prefix_cache()
+        found += texts(llm, range(index, index + 1))
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "alone"])
+def test_no_bit_depends_on_the_engine(name: str, engines: Callable[[str], LLM], expected: list[Any]) -> None:
+    """In a batch, in chunks and other blocks, recomputed or swapped, forked, behind drafts and behind cached prefixes."""
+    llm = engines(name)
+    before = llm.stats()
+    for turn in ("computed", "with prefixes in the cache"):
+        assert texts(llm) == expected, turn
+        invariants(llm)
+    stats = llm.stats()
+    assert stats["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] >= 16
+    assert stats["copy_on_write_blocks_total"] > before["copy_on_write_blocks_total"]
+    mode = "swap" if name == "swapping" else "recompute"
+    assert stats["num_preemptions_total"][mode] > before["num_preemptions_total"][mode]
+    if name == "drafting":
+        drafted, accepted = (stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
+        assert 20 < accepted < drafted - 20
+
+
+def test_behind_a_pinned_prefix(engines: Callable[[str], LLM], expected: list[Any]) -> None:
+    """It ends within a block, whose state has seen more than some of what begins with it."""
+    llm = engines("recomputing")
+    other = PROMPTS[0][:34] + PROMPTS[2]
+    wanted = [bits(output.outputs) for output in engines("alone").generate([other], REQUESTS[0], use_tqdm=False)]
+    for length in (33, 34, 35, 37, 70):
+        llm.reset_prefix_cache()
+        with llm.pin_prefix(PROMPTS[0][:length]):
+            assert texts(llm, range(1)) == expected[:1]
+            llm.reset_prefix_cache()
+            (output,) = llm.generate([other], REQUESTS[0], use_tqdm=False)
+            assert [bits(output.outputs)] == wanted
+            assert (output.metrics.num_cached_tokens >= 32) == (
+                length < 70
+            )  # of the longest one the last blocks are kept
+    invariants(llm)
+
+
+def _without_states(move: Callable[..., Any]) -> Callable[..., Any]:
+    """Moves blocks, but leaves the states behind."""
+
+    def moved(pages: Any, *arguments: Any, **options: Any) -> Any:
+        new = move(pages, *arguments, **options)
+        return tuple(
+            after._replace(state=before.state) if hasattr(before, "state") else after
+            for before, after in zip(pages, new, strict=True)
+        )
+
+    return moved
+
+
+STATE = StateSpec((2, 3), input_width=3, lookback=2)
+SUM = Recurrence(
+    lambda inputs_BWE: jnp.einsum("bwe,w->be", inputs_BWE, jnp.array([0.25, -0.5, 1.0])),
+    lambda states, x: ((new := 0.5 * states + x[:, None] * jnp.array([1.0, 2.0])[:, None]), new.reshape(-1, 6)),
+    STATE,
+)
+
+
+def summed(inputs: np.ndarray) -> np.ndarray:
+    """What `SUM` gives behind each token of a whole sequence, by its definition."""
+    padded, state, found = np.pad(inputs, ((2, 0), (0, 0))), np.zeros((2, 3)), []
+    for place in range(len(inputs)):
+        x = 0.25 * padded[place] - 0.5 * padded[place + 1] + padded[place + 2]
+        state = 0.5 * state + np.stack([x, 2 * x])
+        found.append(state.reshape(-1))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("by_row", [True, False], ids=["row by row", "all at once"])
+def test_steps_over_pages_are_the_recurrence(by_row: bool) -> None:
+    """Of three sequences in steps of 1 to 6 tokens each, some of which are rejected and come once more; as on CPUs and as on GPUs."""
+    size, num_tokens, longest, rng = 4, 16, 48, np.random.default_rng(2)
+    sequences = rng.standard_normal((3, longest, 3)).astype(np.float32)
+    wanted = [summed(inputs) for inputs in sequences]
+    table_BM = 1 + rng.permutation(3 * 12).reshape(3, 12)
+    pages = StatePages(jnp.full((37, size, 3), jnp.nan), jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32))
+
+    @jax.jit
+    def step(x_TE: Any, slots_T: Any, context_len_B: Any, query_start: Any, table_BM: Any, pages: Any) -> Any:
+        used = {"slots_ZT": slots_T[None], "context_len_B": context_len_B, "query_start": query_start}
+        unused = dict.fromkeys(StepInputs._fields)
+        inputs = StepInputs(**{**unused, **used, "block_table_ZBM": table_BM[None]})
+        return recurrence.make_recur(inputs, layer_groups=(0,), by_row=by_row)(0, x_TE, SUM, pages)
+
+    computed = [0, 0, 0]
+    while min(computed) < longest:
+        rows = [index for index in rng.permutation(3) if computed[index] < longest]
+        counts = [min(int(rng.integers(1, 8 - len(rows))), longest - computed[index]) for index in rows]
+        right = [int(rng.integers(1, count + 1)) for count in counts]
+        x_TE, slots_T, start = np.full((num_tokens, 3), np.nan, np.float32), np.zeros(num_tokens, np.int32), 0
+        for index, count, num_right in zip(rows, counts, right, strict=True):
+            at = np.arange(computed[index], computed[index] + count)
+            x_TE[start : start + count] = sequences[index][at]
+            x_TE[start + num_right : start + count] = 7.0
+            slots_T[start : start + count] = table_BM[index][at // size] * size + at % size
+            start += count
+        padding = 3 - len(rows)
+        starts = np.cumsum([0, *counts, *[0] * padding])
+        lengths = [computed[index] + count for index, count in zip(rows, counts, strict=True)]
+        tables = np.concatenate([table_BM[rows], np.zeros((padding, 12), np.int64)])
+        out_TO, pages = step(x_TE, slots_T, np.array([*lengths, *[0] * padding]), starts, tables, pages)
+        for row, index in enumerate(rows):
+            at = slice(computed[index], computed[index] + right[row])
+            np.testing.assert_allclose(out_TO[starts[row] :][: right[row]], wanted[index][at], atol=1e-5)
+            computed[index] += right[row]
+
+
+# A planted mistake, and the engine that shows it.
+MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "what was rejected stays": (
+        "drafting",
+        lambda patch: patch.setattr(recurrence, "_begin", lambda rows, pages: rows.first_B),
+    ),
+    "forks without states": (
+        "recomputing",
+        lambda patch: patch.setattr(steps, "copy_blocks", _without_states(steps.copy_blocks)),
+    ),
+    "swaps without states": (
+        "swapping",
+        lambda patch: patch.setattr(executables, "scatter_blocks", _without_states(executables.scatter_blocks)),
+    ),
+    "a window too short": (
+        "recomputing",
+        lambda patch: patch.setattr(cache_groups, "state_window", lambda state, block_size: 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", few(MISTAKES, ["what was rejected stays"]))
+def test_a_planted_mistake_is_seen(
+    mistake: str, model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, plant = MISTAKES[mistake]
+    plant(monkeypatch)
+    with make_llm(model, **ENGINES[name]) as llm:
+        assert texts(llm) != expected
+
+
+def test_gives_way_at_every_step(engines: Callable[[str], LLM], expected: list[Any]) -> None:
+    """In the middle of a block, at its end, behind it: swapped."""
+    llm = engines("swapping")
+    engine = llm._engine
+    for step in range(2, 16):
+        engine.add("older", engine.prepare(None, PROMPTS[1], REQUESTS[0]))
+        reporter = engine.add("watched", engine.prepare(None, PROMPTS[0], REQUESTS[0]))
+        run_giving_way(engine, step)
+        assert bits(reporter.whole().outputs) == expected[0]
+    invariants(llm)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "quantised pages": ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8' .* recurrent layers"),
+    "several devices": ({"tensor_parallel_reduction": "invariant"}, "tensor_parallel_size: .* recurrent layers"),
+    "trees": ({"speculative_config": {"method": "lookahead"}}, "'lookahead' is not supported .* states"),
+    "prefixes as files": (
+        {"prefix_cache_directory": "."},
+        "prefix_cache_directory is not supported for 2 cache groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_honoured_is_refused_by_name(case: str, model: Path) -> None:
+    settings, text = REFUSED[case]
+    with pytest.raises(UnsupportedError, match=text):
+        make_llm(model, **settings)
+
+
+def test_a_draft_model_with_states_is_refused(model: Path) -> None:
+    drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedError, match="a draft model with recurrent layers"):
+        make_llm(model, speculative_config=drafts)
+
+
+def test_the_plan_counts_states(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: of a block of 4, for each layer that attends 2 heads of keys and values; for each other one 4 inputs and a state."""
+    plan = planned(capsys, str(model), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1")
+    attention = 4 * 2 * 2 * 16 * 4
+    inputs, state = 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4) * 4, 4 * 16 * 16 * 4 + 4
+    assert plan["block_bytes"] == attention + 2 * (inputs + state)
+    assert plan["windows"][0][1] == 2 * (inputs + state)
+
+
+def test_a_pool_that_states_keep_small_says_so(
+    model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("--block-size", "4", "--memory", "2252KiB", "--gpu-memory-utilization", "1", "--max-num-seqs", "2")
+    for chunk, said in (("128", 1), ("16", 0)):
+        caplog.clear()
+        planned(capsys, str(model), *words, "--max-num-batched-tokens", chunk)
+        assert caplog.text.count("a lower max_num_batched_tokens leaves room for more") == said
