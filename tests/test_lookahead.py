@@ -380,7 +380,7 @@ def test_drafts_for_which_no_step_has_room_are_refused(tmp_path: Path) -> None:
 def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
     mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
     with pytest.raises(
-        UnsupportedError, match="method 'lookahead' is not supported for .*sliding windows; use a method"
+        UnsupportedError, match="method 'lookahead' is not supported for .*sliding windows or states; use a method"
     ):
         make_llm(random_checkpoint(tmp_path, mistral), speculative_config={"method": "lookahead"})
 
