@@ -67,8 +67,10 @@ def _out_width(recurrence: Recurrence, x_TE: jax.Array) -> int:
     state = recurrence.state
     states = jax.ShapeDtypeStruct((1, *state.shape), jnp.float32)
     inputs = jax.ShapeDtypeStruct((1, 1 + state.lookback, state.input_width), x_TE.dtype)
-    prepared = jax.eval_shape(recurrence.prepare, inputs)
-    return int(jax.eval_shape(recurrence.update, states, prepared)[1].shape[1])
+    _, out = jax.eval_shape(
+        lambda states, inputs: recurrence.update(states, recurrence.prepare(inputs)), states, inputs
+    )
+    return int(out.shape[1])
 
 
 def _written(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePages:

@@ -241,8 +241,8 @@ def notices(config: EngineConfig, device: DeviceSpec, spec: ModelSpec, plan: Mem
             "one-byte keys of a layer have 2^31 elements, which the attention kernels for GPUs cannot address"
         )
     counts = plan.blocks_of_groups(plan.num_blocks)[1:]
-    for states in (window for window, count in zip(plan.windows, counts, strict=True) if count <= window.most_blocks):
-        if states.is_state:
+    for states, count in zip(plan.windows, counts, strict=True):
+        if states.is_state and count <= states.most_blocks:
             found.append(
                 f"there are {plan.num_blocks - 1} KV blocks and no more, since a sequence takes up to {states.sequence_blocks} state "
                 f"blocks of {gib(states.block_bytes)} while its prompt is computed: a lower max_num_batched_tokens leaves room for more"

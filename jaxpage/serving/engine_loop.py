@@ -125,9 +125,8 @@ class EngineLoop:
         Raises QueueFull, ShuttingDown, EngineFailed; CapacityError if so many could never be there at once, or one could never run;
         UnsupportedError: of a beam search or of `best_of` nothing can be shown before the end.
         """
-        if stream:
-            for request in requests:
-                check_streamable(request.params)
+        for request in requests if stream else ():
+            check_streamable(request.params)
         deadline = (time.monotonic() if arrived is None else arrived) + self._timeout
         submitted = [RequestHandle(self, request, stream=stream, deadline=deadline) for request in requests]
         self._take_places(len(submitted))
@@ -355,7 +354,8 @@ class EngineLoop:
             self._end(one)
 
     def _end_what_is_late(self) -> None:
-        for one in [one for one in self._live.values() if one.deadline < time.monotonic()]:
+        now = time.monotonic()
+        for one in [one for one in self._live.values() if one.deadline < now]:
             if one.reporter is not None and not one.reporter.finished:
                 self._end(one, self._too_late())
 

@@ -91,7 +91,6 @@ class Watcher(Both):
         self.last_look = now = time.monotonic()
         self._engine = engine
         super().__init__(engine.events, Events())
-        self._listener = engine.events
         self._began = now
         self._group_of: dict[int, SequenceGroup] = {}  # of the step that is under way, by sequence id
         for group in (*engine.scheduler.running, *engine.scheduler.waiting):
@@ -144,7 +143,7 @@ class Watcher(Both):
 
     def _leave(self) -> None:
         if self.is_listening:
-            self._engine.events = self._listener
+            self._engine.events = self._first
 
     def _close(self, group: SequenceGroup) -> None:
         if track := self.tracks.get(group.request.request_id):
