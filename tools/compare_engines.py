@@ -40,6 +40,7 @@ CASES = {
     "llama.cpp bfloat16": ("llama_cpp", "bfloat16"),
     "llama.cpp int8 (Q8_0)": ("llama_cpp", "int8"),
 }
+PEERS = sorted({peer for peer, _ in CASES.values()})
 BEGIN, END = "<!-- written by tools/compare_engines.py -->", "<!-- end of what tools/compare_engines.py wrote -->"
 
 
@@ -51,7 +52,7 @@ def main() -> None:
         "sharegpt", arguments.num_prompts, seed=0, vocab_size=config["vocab_size"], max_input=512, max_output=512
     )
     trace = [(list(item.prompt_token_ids), item.num_output_tokens) for item in work]
-    pythons = dict(each.split("=", 1) for each in arguments.python)
+    pythons = dict(arguments.python)
     answers: dict[str, Answer] = {}
     for name, (peer, dtype) in CASES.items():
         if name in arguments.engines:
@@ -77,7 +78,8 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("model", help="directory of a Llama, as tools/make_random_model.py writes it")
     add("--engines", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=f"default: {', '.join(CASES)}")
-    add("--python", action="append", default=[], metavar="ENGINE=PATH", help="the Python of an engine; repeatable")
+    pythons: dict[str, Any] = {"type": _python, "action": "append", "default": [], "metavar": "PEER=PATH"}
+    add("--python", **pythons, help=f"the Python of one of {', '.join(PEERS)}; repeatable")
     add("--num-prompts", type=int, default=64, metavar="N", help="requests of the trace; default: 64")
     add("--batches", type=int, nargs="+", default=[1, 8, 16, 64], metavar="N", help="rows; default: 1 8 16 64")
     add("--context", type=int, default=200, metavar="N", help="prompt of uniform decode; default: 200")
@@ -85,6 +87,13 @@ def _arguments() -> argparse.Namespace:
     add("--write", metavar="FILE", help="replace the section between the marks in this file")
     add("--chart", metavar="FILE", help="draw the throughput of the trace: .svg or .png")
     return parser.parse_args()
+
+
+def _python(text: str) -> tuple[str, str]:
+    peer, is_given, path = text.partition("=")
+    if not is_given or peer not in PEERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(PEERS)} with = and a path")
+    return peer, path
 
 
 def _run(peer: str, task: Task, python: str) -> Answer | None:

@@ -15,7 +15,7 @@ from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.models.weights import Weight
 
-_AT_ONCE = 1 << 20  # numbers that are dequantised at a time
+_AT_ONCE = 1 << 18  # numbers that are dequantised at a time
 # What the config was made of (`gguf_config`), and is no parameter.
 OF_CONFIG = ("rope_freqs.weight",)
 
@@ -68,5 +68,7 @@ def _dequantised(tensor: GGUFTensor) -> np.ndarray:
     step = max(1, _AT_ONCE // width)
     with np.errstate(all="ignore"):  # of what is stored
         for start in range(0, len(blocks_NB), step):
-            result_NK[start : start + step] = kind.dequantise(blocks_NB[start : start + step])
+            # As one row: the package goes through rows a few at a time, and small ones cost it more than their numbers.
+            numbers = kind.dequantise(blocks_NB[start : start + step].reshape(1, -1))
+            result_NK[start : start + step] = numbers.reshape(-1, width)
     return result_NK.reshape(tensor.shape)

@@ -6,8 +6,10 @@ Weights that are NaN or infinite are loaded as they are: whether they are meant 
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -30,8 +32,8 @@ def load_weights(
     """The parameters as a nested dict keyed by `Weight.path`, each one `put(array)`.
 
     `array` has the parameter's shape and `dtype` (or its own), is row major and owns its memory, so `put` may keep it.
-    Parameters are read and converted one at a time, so the host never holds two copies of the model (an Orbax
-    checkpoint is restored whole, and given away piece by piece). dtype None keeps each tensor as it is stored.
+    Parameters are read and converted one at a time, of GGUF one for each core, so the host never holds two copies of the
+    model (an Orbax checkpoint is restored whole, and given away piece by piece). dtype None keeps each tensor as it is stored.
     A progress bar counts bytes on standard error. Raises CheckpointError when the data is damaged.
     """
 
@@ -166,9 +168,17 @@ def _loaded(
 ) -> dict[Any, Any]:
     tree: dict[Any, Any] = {}
     total, shown = plan.num_bytes(dtype), None if progress else True
-    with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar:
-        for filled in plan.parameters:
-            made, num_bytes = load(filled, [read(info) for _, info in filled.pieces])
+
+    def one(filled: Filled) -> tuple[dict[Path, Any], int]:
+        return load(filled, [read(info) for _, info in filled.pieces])
+
+    # Dequantising is work for all cores; the others read as fast as memory or disk give, and one at a time takes the least of it.
+    num_threads = (os.cpu_count() or 1) if plan.layout == "gguf" else 1
+    with (
+        ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool,
+        tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar,
+    ):
+        for made, num_bytes in pool.map(one, plan.parameters):
             for path, value in made.items():
                 insert(tree, path, value)
             bar.update(num_bytes)

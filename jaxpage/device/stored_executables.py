@@ -56,7 +56,8 @@ class StoredExecutables:
         arguments, result: trees like those that the executable takes and gives, whatever the leaves are.
         """
         trees = jax.tree.structure((arguments, {})), jax.tree.structure(result)
-        path = self._path(compile_one)
+        with self._lock:  # what the names have in common is made once, and not by each thread
+            path = self._path(compile_one)
         if path is None:
             return compile_one()
         if (contents := _read(path)) is not None:
