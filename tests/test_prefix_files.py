@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.engine import capacity
 from jaxpage.engine.prefix_files import PrefixFiles, StoredBlock
-from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 
@@ -23,8 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("model") / "m", LLAMA)
 
 
-def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[Any]:
-    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+def answers(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = PARAMS) -> list[Any]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     llm._engine.scheduler.block_manager.check()
     return [(each.outputs[0].token_ids, each.outputs[0].cumulative_logprob) for each in outputs]
 
@@ -125,6 +127,26 @@ def test_the_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Pa
     files.close()
     assert files.num_bytes <= 5 * 4500
     assert [files.has(block.digest) for block in blocks] == [True, *[False] * 4, True, True, True]
+
+
+def test_swapped_blocks_lie_in_a_file_where_memory_has_no_room(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = [[token] * 30 for token in range(1, 5)], replace(PARAMS, max_tokens=70)
+    with make_llm(model) as llm:
+        in_memory = answers(llm, *long)
+    monkeypatch.setattr(capacity, "available_host_bytes", lambda: 0)
+    settings = {"num_blocks": 17, "preemption_mode": "swap", "swap_space_blocks": 24}
+    with pytest.raises(CapacityError, match=r"24 host blocks .* 0 B are free; .* Lower swap_space_blocks to 0 or less"):
+        make_llm(model, **settings)
+    settings["prefix_cache_directory"] = str(tmp_path / "new")
+    with pytest.raises(CapacityError, match=r"0 B are free, and of prefix_cache_directory and its disk 100.00 KiB; "):
+        make_llm(model, **settings, prefix_cache_disk_bytes="100KiB")
+    with make_llm(model, **settings) as llm:
+        assert answers(llm, *long) == in_memory and llm.stats()["num_preemptions_total"]["swap"] > 0
+        assert [type(pages._rows) for pages in llm._engine.runner._host_pages] == [np.memmap]
+        assert llm._engine.events._files._max_bytes == 8 * 2**30 - llm.memory.host_pool_bytes
+    assert not [path for path in tmp_path.glob("new/*") if path.is_file()], "the file was nobody else's"
 
 
 def test_what_cannot_be_had_is_refused(model: Path, tmp_path: Path) -> None:

@@ -110,7 +110,11 @@ ENGINE_FLAGS = (
     ),
     Flag("kv_cache_memory_bytes", byte_size, "size of the KV pool, instead of --num-blocks: 4GiB, or bytes", "SIZE"),
     Flag("gpu_memory_utilization", float, "share of the GPU's memory to use, above 0, to 1; default: 0.9"),
-    Flag("swap_space_blocks", int, "KV blocks in host memory for swapping; default: as many as the KV pool has"),
+    Flag(
+        "swap_space_blocks",
+        int,
+        "KV blocks in host memory for swapping, else in a file of prefix_cache_directory; default: as many as the KV pool has",
+    ),
     Flag("max_num_seqs", int, "most sequences in a step; default: 64 (1 for generate and chat)"),
     Flag("max_num_batched_tokens", int, "most query tokens in a step; default: by device"),
     Flag("num_scheduler_steps", int, "tokens that a decode step draws of each sequence, 1 to 32; default: 1"),

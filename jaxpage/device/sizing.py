@@ -60,6 +60,7 @@ class MemoryPlan:
     unaddressable: tuple[int, int] = (0, 0)
     num_devices: int = 1  # that are all as this one says; the host has the blocks of all
     num_host_blocks: int = 0  # for swapping, beside the null block of the host; 0: nothing is swapped
+    swaps_to_file: bool = False  # they lie in a file, since the host's memory has no room for them
 
     @property
     def pool_bytes(self) -> int:
@@ -113,7 +114,7 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         sequences = (self.num_blocks - 1) / self.blocks_for(self.max_model_len)
-        host = f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}"
+        host = f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}{' in a file' if self.swaps_to_file else ''}"
         counts = self.blocks_of_groups(self.num_blocks)[1:]
         return [
             (
@@ -224,11 +225,12 @@ def _rounded(number: int) -> int:
     return number >> (shift := max(0, number.bit_length() - _SIGNIFICANT_BITS)) << shift
 
 
-def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: int) -> MemoryPlan:
+def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: int, on_disk: int = 0) -> MemoryPlan:
     """The plan with `num_host_blocks` filled in: the caller's number, else as many as the device has, halved until half of what is free
     holds them.
 
     available: unused bytes of the host; on CPU the weights, the workspace and the KV pool will take their part of them.
+    on_disk: bytes that a file may take, for the caller's number where memory does not hold it.
 
     Raises CapacityError with the numbers if the caller's number does not fit.
     """
@@ -238,12 +240,15 @@ def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: i
         fitting = max(0, plan.most_blocks(int(free * HOST_SHARE) // plan.num_devices) - 1)
         return replace(plan, num_host_blocks=_halved(plan.num_blocks - 1, fitting))
     plan = replace(plan, num_host_blocks=wanted)
+    if free < plan.host_pool_bytes <= on_disk:
+        return replace(plan, swaps_to_file=True)
     if plan.host_pool_bytes > free:
+        fitting = max(0, plan.most_blocks(max(free, on_disk) // plan.num_devices) - 1)
+        disk = f", and of prefix_cache_directory and its disk {gib(on_disk)}" if on_disk else ""
         raise CapacityError(
             f"{wanted} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
-            f"{gib(free)} are free; a block of {plan.block_size} slots takes {gib(plan.num_devices * plan.block_bytes)}. "
-            f"Lower swap_space_blocks to {max(0, plan.most_blocks(free // plan.num_devices) - 1)} or less, leave it out to take what "
-            "fits, or free memory."
+            f"{gib(free)} are free{disk}; a block of {plan.block_size} slots takes {gib(plan.num_devices * plan.block_bytes)}. "
+            f"Lower swap_space_blocks to {fitting} or less, leave it out to take what fits, or free memory."
         )
     return plan
 

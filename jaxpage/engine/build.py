@@ -126,7 +126,7 @@ def build_engine(
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
     chosen: EngineParts = {"speculator": speculator, **(parts or {})}
-    runner = Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec, mesh.num_local))
+    runner = Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec, mesh, config))
     engine = Engine(
         scheduler=_scheduler(config, spec),
         builder=_builder(spec, lora.num_slots if lora else 0),
@@ -263,12 +263,17 @@ def _builder(spec: EngineSpec, max_loras: int) -> BatchBuilder:
     )
 
 
-def _host_pages(spec: EngineSpec, num_devices: int) -> list[HostPages]:
-    """num_devices: of this process."""
-    return [
-        HostPages(len(blocks), num_devices * group.block_bytes)
-        for group, blocks in zip(spec.groups, spec.host_blocks, strict=True)
-    ]
+def _host_pages(spec: EngineSpec, mesh: DeviceMesh, config: EngineConfig) -> list[HostPages]:
+    """Of this process's devices."""
+    directory = config.prefix_cache_directory
+    file_in = Path(directory) if directory and spec.memory.swaps_to_file else None
+    try:
+        return [
+            HostPages(len(blocks), mesh.num_local * group.block_bytes, file_in)
+            for group, blocks in zip(spec.groups, spec.host_blocks, strict=True)
+        ]
+    except OSError as error:
+        raise ConfigError(f"prefix_cache_directory {directory!r} cannot take swapped blocks: {error}") from None
 
 
 def compile_cache_directory() -> Path:

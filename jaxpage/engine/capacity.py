@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import jax
 
@@ -254,13 +256,22 @@ def plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
     """The only place that decides whether anything can be swapped: `num_host_blocks` says how much."""
     if config.preemption_mode == "recompute" or (config.preemption_mode == "auto" and config.max_num_seqs == 1):
         return plan  # nothing swaps: one sequence recomputes, and there is never more than one
-    plan = choose_num_host_blocks(plan, wanted=config.swap_space_blocks, available=available_host_bytes())
+    on_disk = _bytes_on_disk(Path(config.prefix_cache_directory), config) if config.prefix_cache_directory else 0
+    plan = choose_num_host_blocks(
+        plan, wanted=config.swap_space_blocks, available=available_host_bytes(), on_disk=on_disk
+    )
     if config.preemption_mode == "swap" and not plan.num_host_blocks:
         raise CapacityError(
             f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} beside what else "
             "is in it. Free memory, or use preemption_mode 'recompute'."
         )
     return plan
+
+
+def _bytes_on_disk(directory: Path, config: EngineConfig) -> int:
+    """What swapped blocks may take there: they are counted as those of the prefix cache are."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    return min(config.prefix_cache_disk_bytes, shutil.disk_usage(there).free)
 
 
 def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:
