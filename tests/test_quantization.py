@@ -22,6 +22,7 @@ from jaxpage.errors import CheckpointError, JaxpageError
 from jaxpage.layers.product import Scaled, grouped_products, product
 from jaxpage.models.base import make_model
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
+from tests.support.gguf_files import write_gguf
 from tests.support.mixed_requests import CONFIG, texts
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 
@@ -279,6 +280,16 @@ def test_an_engine_gives_the_same_bits_however_it_is_run(quantization: str, dtyp
     settings = {"quantization": quantization, "dtype": dtype}
     plain = texts(model, **settings)
     assert texts(model, **settings, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap") == plain
+
+
+def test_an_engine_of_kept_gguf_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None:
+    """Products of parts of several types, with minima and without, and a table in eight bits."""
+    kinds = {"embed": "Q8_0", "v_proj": "Q8_0", "down_proj": "Q4_0"}
+    model = write_gguf(
+        tmp_path / "model.gguf", {**CONFIG, "rms_norm_eps": 1e-6}, random_tensors(CONFIG), "Q4_1", kinds=kinds
+    )
+    plain = texts(model, quantization="gguf")
+    assert texts(model, quantization="gguf", **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}) == plain
 
 
 def test_a_quantised_checkpoint_goes_through_every_door(tmp_path: Path) -> None:
