@@ -27,14 +27,16 @@ class StoredArray:
     name: of the tensor, behind that of its module. shape: of the tensor, for so many outputs and inputs.
     dtypes, decode, check: see `Stored`; `decode` gets the numbers of outputs and inputs too.
     transposed: whether it is `[in, out]` in a checkpoint that has weights so.
+    beside: another tensor, whose numbers `decode` gets last.
     """
 
     name: str
     shape: Callable[[int, int], tuple[int, ...]]
     dtypes: tuple[str, ...]
-    decode: Callable[[np.ndarray, int, int], np.ndarray] = lambda numbers, num_out, num_in: numbers
+    decode: Callable[..., np.ndarray] = lambda numbers, num_out, num_in: numbers
     check: Callable[[np.ndarray], str | None] | None = None
     transposed: bool = False
+    beside: StoredArray | None = None
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,22 @@ class Quantized(nnx.Module):
 
         def one(module: str, num_rows: int) -> Source:
             transpose, stored_shape = spec.transposed and array.transposed, array.shape(num_rows, spec.num_in)
-            decode = array.decode
-            stored = Stored(array.dtypes, lambda numbers: decode(numbers, num_rows, spec.num_in), array.check)
+            decode, other = array.decode, array.beside
             shape = (num_rows, num_columns)
             stored_shape = stored_shape[::-1] if transpose else stored_shape
-            return Source(
-                shape, (Piece(f"{module}.{array.name}", stored_shape, shape, (0, 0), transpose, stored=stored),)
+            beside: list[Piece] = []
+            if other:
+                of_other = Stored(other.dtypes, check=other.check)
+                name, other_shape = f"{module}.{other.name}", other.shape(num_rows, spec.num_in)
+                beside.append(Piece(name, other_shape, (0, 0), (0, 0), stored=of_other))
+            stored = Stored(
+                array.dtypes,
+                lambda numbers, *others: decode(numbers, num_rows, spec.num_in, *others),
+                array.check,
+                tuple(piece.name for piece in beside),
             )
+            own = Piece(f"{module}.{array.name}", stored_shape, shape, (0, 0), transpose, stored=stored)
+            return Source(shape, (own, *beside))
 
         return parameter(
             (spec.num_out, num_columns),

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.quantization import awq, compressed_tensors, fp8, gguf, gptq, mxfp4
+from jaxpage.models.quantization import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.scheme import Scheme
 
 # By `quant_method`; each reads `quantization_config`.
 METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
-    module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq, mxfp4)
+    module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt)
 }
 
 
