@@ -12,7 +12,7 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention, pages_from_PSKH, write_and_attend
 from pallas_kernels.quantized_pages import is_quantized
 from pallas_kernels.quantized_product import quantized_product
-from pallas_kernels.quantized_weight import QuantizedWeight
+from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 from pallas_kernels.sets import (
     BACKENDS,
     INTERPRETABLE_BACKENDS,
@@ -40,6 +40,7 @@ __all__ = [
     "copy_slots",
     "gather_blocks",
     "is_quantized",
+    "numbers",
     "paged_attention",
     "pages_from_PSKH",
     "quantized_product",

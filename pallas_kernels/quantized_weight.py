@@ -1,9 +1,9 @@
 """Weights that are stored in few bits, with a scale for each group of inputs.
 
-A weight is `(code - zero) * scale`, in float32. Its codes are
+A weight is `(code - zero) * scale`, or `code * scale + minimum`, in float32. Its codes are
 
     int8: integers. Without zeros nothing is subtracted.
-    int4: two of 0 to 15 in a byte, the low nibble first. Without zeros 8 is subtracted.
+    int4: two of 0 to 15 in a byte, the low nibble first. Without zeros or minima 8 is subtracted.
     fp8: float8_e4m3fn.
     fp4: two of float4_e2m1fn in a byte, the low nibble first.
 """
@@ -23,7 +23,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 class QuantizedWeight(NamedTuple):
     """A weight of O outputs and I inputs; J = ceil(I / group_size) groups.
 
-    values: the codes [O, I], or [O, I / 2] bytes.
+    values: the codes [O, I], or [O, I / 2] bytes. zero_OJ, minimum_OJ: at most one of them is there.
     """
 
     values: Shaped[Array, "O _"]
@@ -31,6 +31,7 @@ class QuantizedWeight(NamedTuple):
     zero_OJ: Float[Array, "O J"] | None
     code: str
     group_size: int
+    minimum_OJ: Float[Array, "O J"] | None = None
 
     @property
     def num_in(self) -> int:
@@ -44,13 +45,15 @@ def numbers(weight: QuantizedWeight) -> Float[Array, "O I"]:
         codes = jnp.asarray(FP4, jnp.float32)[nibbles] if weight.code == "fp4" else nibbles.astype(jnp.float32)
     else:
         codes = weight.values.astype(jnp.float32)
-    zero_OJ = weight.zero_OJ
-    if zero_OJ is None and weight.code == "int4":
+    scale = _by_input(weight.scale_OJ, weight)
+    if weight.minimum_OJ is not None:
+        return codes * scale + _by_input(weight.minimum_OJ, weight)
+    if weight.zero_OJ is not None:
+        codes = codes - _by_input(weight.zero_OJ, weight)
+    elif weight.code == "int4":
         codes = codes - 8.0
-    elif zero_OJ is not None:
-        codes = codes - _by_input(zero_OJ, weight)
-    return codes * _by_input(weight.scale_OJ, weight)
+    return codes * scale
 
 
 def _by_input(values_OJ: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    return jnp.repeat(values_OJ, weight.group_size, axis=1)[:, : weight.num_in]
+    return jnp.repeat(values_OJ.astype(jnp.float32), weight.group_size, axis=1)[:, : weight.num_in]

@@ -145,11 +145,14 @@ def test_a_row_has_its_bits_among_any_others(page_dtype: str) -> None:
 
 
 def quantized(
-    code: str, *, zeros: bool = False, num_out: int = 19, num_in: int = 80
+    code: str, *, zeros: bool = False, minima: bool = False, half: bool = False, num_out: int = 19, num_in: int = 80
 ) -> tuple[QuantizedWeight, np.ndarray]:
-    """A weight in groups of 32, of which the last is short, and its numbers in float64."""
+    """A weight in groups of 32, of which the last is short, and its numbers in float64. half: scales and minima are in half precision."""
     rng = np.random.default_rng(5)
-    scale = rng.uniform(0.5, 2.0, (num_out, 3)).astype(np.float32)
+    dtype = np.float16 if half else np.float32
+    scale = rng.uniform(0.5, 2.0, (num_out, 3)).astype(dtype)
+    scale[0, 0] = 3e-6  # subnormal, in half precision
+    minimum = rng.uniform(-9.0, 9.0, (num_out, 3)).astype(dtype) if minima else None
     zero = rng.integers(0, 16, (num_out, 3)).astype(np.float32) if zeros else None
     if code in ("int4", "fp4"):
         nibbles = rng.integers(0, 16, (num_out, num_in))
@@ -163,16 +166,21 @@ def quantized(
             values = jnp.asarray((bits + (bits >= 127)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn))
         exact = np.asarray(values).astype(np.float64)
     for group, columns in enumerate((slice(0, 32), slice(32, 64), slice(64, 80))):
-        exact[:, columns] -= zero[:, group, None] if zero is not None else 8.0 * (code == "int4")
+        exact[:, columns] -= zero[:, group, None] if zero is not None else 8.0 * (code == "int4" and not minima)
         exact[:, columns] *= scale[:, group, None]
-    return QuantizedWeight(values, jnp.asarray(scale), None if zero is None else jnp.asarray(zero), code, 32), exact
+        exact[:, columns] += minimum[:, group, None] if minimum is not None else 0.0
+    of_groups = (None if each is None else jnp.asarray(each) for each in (scale, zero, minimum))
+    scale_OJ, zero_OJ, minimum_OJ = of_groups
+    return QuantizedWeight(values, scale_OJ, zero_OJ, code, 32, minimum_OJ), exact
 
 
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("groups", ["scales", "zeros", "half scales", "minima", "half minima"])
 @pytest.mark.parametrize("code", ["int8", "int4", "fp8", "fp4"])
-def test_one_call_multiplies_by_a_quantised_weight(code: str, zeros: bool) -> None:
+def test_one_call_multiplies_by_a_quantised_weight(code: str, groups: str) -> None:
     """The oracle is numpy in float64. A token has its bits among any others."""
-    weight, exact = quantized(code, zeros=zeros)
+    if "minima" in groups and code != "int4":
+        pytest.skip("no format has them")
+    weight, exact = quantized(code, zeros="zeros" in groups, minima="minima" in groups, half="half" in groups)
     x = np.random.default_rng(6).standard_normal((11, 80)).astype(np.float32)
     together = np.asarray(quantized_product(jnp.asarray(x), weight, backend="cpu"))
     tolerance = 1e-5 * np.abs(exact).max()
@@ -263,7 +271,8 @@ PRODUCT_MISTAKES = {
     ),
     "zeros are forgotten": ("p.zero ? p.zero[index]", "p.zero ? 0.0f"),
     "scales of another group": ("(output + o) * p.num_groups + group;", "(output + o) * p.num_groups;"),
-    "the last outputs are left out": ("for (; output < end; ++output) few_tokens<code, 1>(p, output);", ""),
+    "the last outputs are left out": ("for (; output < end; ++output) few_tokens<code, kMinimum, 1>(p, output);", ""),
+    "minima are forgotten": ("splat(number_of_group(p, p.minimum, index))", "splat(0.0f)"),
 }
 MISTAKES = {
     "a window that is one too wide": ("unit.last + 1 - a.window", "unit.last - a.window"),

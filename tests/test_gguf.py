@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import gguf
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,6 +28,8 @@ from jaxpage.checkpoints.gguf_header import read_gguf
 from jaxpage.checkpoints.gguf_tensors import read_gguf_array
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 from jaxpage.errors import CheckpointError, ModelNotFoundError
+from jaxpage.models.quantization.gguf import FORMATS
+from pallas_kernels import QuantizedWeight, numbers
 from tests.support.dense import logits_of
 from tests.support.engines import LLAMA, make_llm
 from tests.support.gguf_files import byte_level, byte_level_vocabulary, sentence_piece, write_gguf
@@ -238,6 +242,56 @@ def test_a_converted_file_is_a_directory_of_the_same_model(tmp_path: Path) -> No
     with torch.no_grad():
         expected = oracle(torch.tensor(TOKENS)[None]).logits[0].numpy()
     np.testing.assert_allclose(logits(path), expected, atol=1e-4)
+
+
+# ---- Kept as they are stored ----
+
+KEPT_BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 8.5, "Q4_K": 6.0, "Q6_K": 10.0}
+MIXED = {"q_proj": "Q4_0", "k_proj": "Q5_0", "v_proj": "Q5_1", "o_proj": "Q5_1", "gate_proj": "Q8_0", "up_proj": "Q8_0"}
+
+
+@pytest.mark.parametrize("kind", KEPT_BITS)
+def test_what_is_kept_are_the_numbers_of_the_package(kind: str) -> None:
+    """To the last bit, of any bytes."""
+    number = gguf.GGMLQuantizationType[kind]
+    block, num_bytes = gguf.GGML_QUANT_SIZES[number]
+    stored = np.random.default_rng(0).integers(0, 256, (7, 1024 // block * num_bytes), np.uint8)
+    form = FORMATS[kind]
+    names = ("values", "scale", "zero", "minimum")
+    found = {name: array.decode(stored, 7, 1024) for name in names if (array := getattr(form, name))}
+    kept = {name: jnp.asarray(array, form.scale_dtype) for name, array in found.items() if name != "values"}
+    weight = QuantizedWeight(
+        jnp.asarray(found["values"]), kept["scale"], None, form.code, form.group_size, kept.get("minimum")
+    )
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(numbers(weight), gguf.dequantize(stored, number))
+    assert set(FORMATS) == set(KEPT_BITS)
+    assert sum(array.nbytes for array in (weight.values, *kept.values())) * 8 == KEPT_BITS[kind] * 7 * 1024
+
+
+@pytest.mark.parametrize("config", [TIED, {**QWEN2, "tie_word_embeddings": False}], ids=["llama, tied", "qwen2"])
+def test_a_model_that_is_kept_has_the_logits_of_the_dequantised(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows in llama.cpp's order, products of parts of several types, tables of few bits, and one type that cannot be kept."""
+    path = write(tmp_path / "model.gguf", config, "Q4_1", kinds=MIXED)
+    files = open_model(path, "gguf")
+    parameters = load_weights(files.plan, "float32", jnp.asarray)
+    found = logits_of(files.family, files.spec, parameters, TOKENS, rule=files.rule)
+    np.testing.assert_allclose(found, logits(path), atol=2e-5)
+    bits = {**KEPT_BITS, "Q5_1": 16, "F32": 16}
+    wanted = sum(bits[tensor.kind] * math.prod(tensor.shape) / 8 for tensor in read_gguf(path).tensors.values())
+    assert files.plan.num_bytes("bfloat16") == wanted
+    assert cli.main(["plan", str(path), "--quantization", "gguf", "--dtype", "bfloat16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights_bytes"] == wanted
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    for kind, reason in (("F16", "no matrix of the file is in Q8_0, .*: they are in F16"), ("Q5_1", "in Q5_1")):
+        with pytest.raises(CheckpointError, match=f"quantization is 'gguf', but .*{reason}"):
+            open_model(write(tmp_path / f"{kind}.gguf", kind=kind), "gguf")
+    with pytest.raises(CheckpointError, match="quantization is 'gguf', but the model is no GGUF file"):
+        open_model(resolve_model("demo"), "gguf")
 
 
 # ---- Rotary embeddings ----

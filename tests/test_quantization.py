@@ -22,6 +22,7 @@ from jaxpage.errors import CheckpointError, JaxpageError
 from jaxpage.layers.product import Scaled, grouped_products, product
 from jaxpage.models.base import make_model
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
+from tests.support.gguf_files import write_gguf
 from tests.support.mixed_requests import CONFIG, texts
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 
@@ -84,6 +85,29 @@ def mxfp4(num_out: int, num_in: int) -> Stored:
             magnitude = table[nibbles[o, i] & 7] * 2.0 ** (int(exponents[o, i // 32]) - 127)
             weight[o, i] = -magnitude if nibbles[o, i] & 8 else magnitude
     return {"weight_packed": nibbles[:, ::2] | nibbles[:, 1::2] << 4, "weight_scale": exponents}, weight
+
+
+def nvfp4(library: str) -> Callable[[int, int], Stored]:
+    """Two scales, whose quotient or product is that of 16 inputs."""
+
+    def make(num_out: int, num_in: int) -> Stored:
+        nibbles = RNG.integers(0, 16, (num_out, num_in)).astype(np.uint8)
+        scale = RNG.uniform(20, 60, (num_out, num_in // 16)).astype(ml_dtypes.float8_e4m3fn)
+        whole = np.array(RNG.uniform(2e3, 4e3), np.float32)
+        table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+        weight = np.empty((num_out, num_in), np.float32)
+        for o in range(num_out):
+            for i in range(num_in):
+                weight[o, i] = table[nibbles[o, i]] * np.float32(scale[o, i // 16]) / whole
+        packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+        if library == "modelopt":
+            return {"weight": packed, "weight_scale": scale, "weight_scale_2": np.array(1 / whole)}, weight
+        torch, helpers = pytest.importorskip("torch"), pytest.importorskip("compressed_tensors.compressors.nvfp4")
+        unpacked = helpers.unpack_fp4_from_uint8(torch.tensor(packed), num_out, num_in, dtype=torch.float32)
+        np.testing.assert_array_equal(unpacked.numpy(), table[nibbles], err_msg="of the library")
+        return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1)}, weight
+
+    return make
 
 
 def awq(num_out: int, num_in: int) -> Stored:
@@ -168,6 +192,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
         _compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
         mxfp4,
     ),
+    "nvfp4": (
+        _compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group"}),
+        nvfp4("compressed-tensors"),
+    ),
+    "nvfp4 of modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head*"]},
+        nvfp4("modelopt"),
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, gptq(4, True, "gptq")),
     "gptq with zeros": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, gptq(4, False, "gptq")),
@@ -192,7 +224,7 @@ def quantized_checkpoint(directory: Path, name: str) -> dict[str, np.ndarray]:
     return exact
 
 
-FOUR_BITS = {"W4A16", "W4A16 with zeros", "mxfp4", "awq", "gptq", "gptq with zeros"}
+FOUR_BITS = {"W4A16", "W4A16 with zeros", "mxfp4", "nvfp4", "nvfp4 of modelopt", "awq", "gptq", "gptq with zeros"}
 
 
 class Loaded:
@@ -281,6 +313,16 @@ def test_an_engine_gives_the_same_bits_however_it_is_run(quantization: str, dtyp
     assert texts(model, **settings, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap") == plain
 
 
+def test_an_engine_of_kept_gguf_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None:
+    """Products of parts of several types, with minima and without, and a table in eight bits."""
+    kinds = {"embed": "Q8_0", "v_proj": "Q8_0", "down_proj": "Q4_0"}
+    model = write_gguf(
+        tmp_path / "model.gguf", {**CONFIG, "rms_norm_eps": 1e-6}, random_tensors(CONFIG), "Q4_1", kinds=kinds
+    )
+    plain = texts(model, quantization="gguf")
+    assert texts(model, quantization="gguf", **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}) == plain
+
+
 def test_a_quantised_checkpoint_goes_through_every_door(tmp_path: Path) -> None:
     """Into Orbax and back, as a draft model and behind one."""
     (tmp_path / "awq").mkdir()
@@ -307,7 +349,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activations in order": ({**FORMATS["gptq"][0], "desc_act": True}, "desc_act = true"),
     "three bits": ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "GPTQ with 3 bits"),
     "a version of AWQ": ({**FORMATS["awq"][0], "version": "gemv"}, "version = 'gemv'"),
-    "NVFP4": (_compressed("nvfp4-pack-quantized", INT4_WEIGHTS), "format = 'nvfp4-pack-quantized' is not one of"),
+    "another format": (_compressed("marlin-24", INT4_WEIGHTS), "format = 'marlin-24' is not one of"),
+    "fp8 of ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo = 'FP8' is not supported"),
     "static inputs": (
         _compressed("int-quantized", INT8_WEIGHTS, {**INT8_INPUTS, "dynamic": False}),
         "dynamic per token, not",

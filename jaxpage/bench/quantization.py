@@ -1,11 +1,13 @@
-"""`jaxpage bench quantization`: what int8 and int4 weights change in a model's logits, how large they are and how fast they decode."""
+"""`jaxpage bench quantization`: what weights of few bits change in a model's logits, how large they are and how fast they decode."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,10 +21,12 @@ from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.cli.flags import UsageError
 from jaxpage.device.kv_pages import page_dtype
 from jaxpage.engine.capacity import choose_dtype, device_spec_of
+from jaxpage.errors import CheckpointError
 from jaxpage.replay.opening import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 
 QUANTIZATIONS = (None, "int8", "int4")
+OF_GGUF = "gguf"  # beside them, for a GGUF file of which something can be kept
 CONTEXT = 64  # tokens before those that are decoded
 
 
@@ -44,7 +48,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     token_ids = text_tokens(arguments, config, files)
     exact_TV: Logits | None = None
     columns: dict[str, dict[str, float]] = {}
-    for quantization in tqdm(QUANTIZATIONS, desc="Measuring", unit="model"):
+    for quantization in tqdm(_quantizations(files.directory), desc="Measuring", unit="model"):
         asked = config.replace(quantization=quantization, dtype=dtype, enable_prefix_caching=False)
         files = open_model(files.directory, quantization)
         parameters = load_weights(files.plan, dtype, jax.device_put)
@@ -73,6 +77,14 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     context = {"num_tokens": len(token_ids), "text": arguments.text, "seed": arguments.seed, "dtype": dtype}
     result: dict[str, Any] = {**columns, **context, "config": config.model_dump(), "environment": environment()}
     print_result(result, arguments.output_json)
+
+
+def _quantizations(directory: Path) -> list[str | None]:
+    found: list[str | None] = [*QUANTIZATIONS]
+    with contextlib.suppress(CheckpointError):
+        open_model(directory, OF_GGUF)
+        found.append(OF_GGUF)
+    return found
 
 
 def _decoding_rates(config: EngineConfig, batches: list[int]) -> dict[str, float]:

@@ -175,7 +175,13 @@ def _own(
         for filled in target.plan.parameters
         if filled.weight.path[-1] == "table"
     }
-    table, own = tables.get(name, tables["tokens"]), stored.get(TABLES[name])
+    table, own = tables.get(name, tables.get("tokens")), stored.get(TABLES[name])
+    if table is None:
+        if own is None:
+            problems.add(
+                f"there is no {TABLES[name]}, and the model's, in few bits, cannot stand for it: leave out quantization"
+            )
+        return own is not None
     if own is None:
         if table.shape != shape:
             problems.add(

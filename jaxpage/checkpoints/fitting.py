@@ -94,7 +94,7 @@ def fit(
     plan = LoadPlan(directory, layout)
     if layout == "gguf":
         plan = replace(plan, names=gguf_names(directory, weights))
-        stored = under_model_names(stored, plan.names)
+        stored = under_model_names(stored, plan.names, weights)
     return fit_stored(plan, stored, weights, ignored, problems, compare=compare)
 
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,13 @@ class GGUFTensor(TensorInfo):
 
     @property
     def is_quantised(self) -> bool:
-        return self.kind not in PLAIN
+        return self.kind not in PLAIN and self.dtype != "U8"
+
+    @property
+    def as_stored(self) -> GGUFTensor:
+        """The bytes of its rows."""
+        num_rows = math.prod(self.shape[:-1])
+        return replace(self, dtype="U8", shape=(num_rows, self.num_bytes // num_rows))
 
     @property
     def counts_as(self) -> str:

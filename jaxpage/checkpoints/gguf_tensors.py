@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +16,8 @@ from jaxpage.checkpoints.gguf_types import tensor_names, tensor_type
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.models.quantization.gguf import kept_scheme
+from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.weights import Weight
 
 _AT_ONCE = 1 << 18  # numbers that are dequantised at a time
@@ -40,10 +45,34 @@ def gguf_names(path: Path, weights: Sequence[Weight]) -> dict[str, str]:
     return {name: inside for name, inside in found.items() if inside is not None}
 
 
-def under_model_names(stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
-    """`stored` by the family's names; what has none keeps its own, and is unexpected."""
+def under_model_names(
+    stored: Mapping[str, TensorInfo], names: Mapping[str, str], weights: Sequence[Weight]
+) -> dict[str, TensorInfo]:
+    """`stored` by the family's names; what has none keeps its own, and is unexpected. Where weights are made of bytes, as bytes."""
     reverse = {inside: name for name, inside in names.items() if inside in stored}
-    return {reverse.get(name, name): tensor for name, tensor in stored.items()}
+    pieces = [piece for weight in weights for piece in weight.sources[0].pieces]
+    in_bytes = {piece.name for piece in pieces if piece.stored and piece.stored.dtypes == ("uint8",)}
+    found = {reverse.get(name, name): tensor for name, tensor in stored.items()}
+    return {
+        name: tensor.as_stored if name in in_bytes and isinstance(tensor, GGUFTensor) else tensor
+        for name, tensor in found.items()
+    }
+
+
+def gguf_scheme(path: Path) -> Scheme:
+    """For `quantization="gguf"`. Raises CheckpointError if nothing of the file can be kept."""
+    file = read_gguf(path)
+    counts = Counter(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1)
+
+    @functools.cache
+    def names() -> Any:
+        return tensor_names(file.architecture, int(file.of_model("block_count")))
+
+    def kind_of(module: str) -> str | None:
+        tensor = file.tensors.get(names().get_name(f"{module}.weight", try_suffixes=(".weight",)))
+        return tensor.kind if tensor else None
+
+    return kept_scheme(counts, kind_of)
 
 
 def read_gguf_array(tensor: TensorInfo) -> np.ndarray:

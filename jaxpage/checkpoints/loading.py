@@ -191,6 +191,7 @@ def _assembled(
     """The part `index` of a parameter, of which nothing else is read."""
     box = [part.indices(size)[:2] for part, size in zip(index, filled.weight.shape, strict=True)]
     result = np.empty([stop - start for start, stop in box], dtype)
+    by_name = {piece.name: array for (piece, _), array in zip(filled.pieces, arrays, strict=True)}
     for (piece, _), array in zip(filled.pieces, arrays, strict=True):
         into, out_of = [], []
         for (start, stop), offset, size in zip(box, piece.offset, piece.shape, strict=True):
@@ -199,12 +200,13 @@ def _assembled(
             out_of.append(slice(first - offset, max(last, first) - offset))
         if any(part.start == part.stop for part in into):
             continue  # nothing of it: nothing is decoded
-        result[tuple(into)] = _oriented(piece, array)[tuple(out_of)]
+        others = [by_name[name] for name in piece.stored.beside] if piece.stored else []
+        result[tuple(into)] = _oriented(piece, array, others)[tuple(out_of)]
     return result
 
 
-def _oriented(piece: Piece, array: np.ndarray) -> np.ndarray:
+def _oriented(piece: Piece, array: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
     """A stored tensor in the shape of the piece: a view of it, unless it has to be decoded."""
     array = np.swapaxes(array, -1, -2) if piece.transpose else array
-    array = piece.stored.decode(array) if piece.stored else array
+    array = piece.stored.decode(array, *others) if piece.stored else array
     return (array if piece.rows is None else array[slice(*piece.rows)]).reshape(piece.shape)

@@ -10,9 +10,12 @@ from typing import Any
 
 from jaxpage.checkpoints.config_file import check_config
 from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
+from jaxpage.checkpoints.gguf_header import is_gguf
+from jaxpage.checkpoints.gguf_tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError
 from jaxpage.models.base import Family, ModelSpec, model_weights
+from jaxpage.models.quantization.gguf import NAME as GGUF
 from jaxpage.models.quantization.registry import quantization_of, without_quantization
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.registry import load_family
@@ -123,7 +126,8 @@ def _describe(directory: Path, quantization: str | None, problems: Problems) -> 
         return None
     with problems.collect():
         family = load_family(config)
-        scheme = quantization_of(config, quantization)
+        kept = quantization == GGUF and is_gguf(directory)
+        scheme = gguf_scheme(directory) if kept else quantization_of(config, quantization)
         if not problems:  # sizes out of bounds must not reach a family
             return ModelDescription(config, family, read_spec(family, without_quantization(config)), scheme)
     return None

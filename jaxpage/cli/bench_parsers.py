@@ -52,7 +52,7 @@ def _add_text(parser: Parser) -> None:
 
 def _add_bench_quantization(kinds: Commands[Parser]) -> None:
     parser = add_command(
-        kinds, "quantization", "effect of int8 and int4 weights on the logits, their size and their speed"
+        kinds, "quantization", "effect of weights of few bits on the logits, their size and their speed"
     )
     add_model(parser)
     _add_text(parser)

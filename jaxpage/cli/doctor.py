@@ -123,10 +123,11 @@ def _architectures() -> Iterator[str]:
 
 
 def _quantizations() -> Iterator[str]:
+    from jaxpage.models.quantization.gguf import FORMATS
     from jaxpage.models.quantization.on_load import SCHEMES
     from jaxpage.models.quantization.registry import METHODS
 
-    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}"
+    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(FORMATS)}"
 
 
 def _gib(num_bytes: int) -> str:

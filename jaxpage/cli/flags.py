@@ -98,7 +98,8 @@ ENGINE_FLAGS = (
     Flag(
         "quantization",
         str,
-        "weights of few bits: int8 or int4, rounded at load; or the name of the checkpoint's own method; default: as the checkpoint",
+        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the name of the checkpoint's own method; "
+        "default: as the checkpoint; of a GGUF file, dequantised",
     ),
     Flag("kv_cache_dtype", str, "type of the KV cache: auto, int8 or fp8; default: auto (as --dtype)"),
     Flag("max_model_len", int, "longest sequence in tokens, prompt and output together; default: the model's"),

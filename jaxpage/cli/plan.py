@@ -49,13 +49,10 @@ class Subject:
     architecture: str
     spec: ModelSpec
     weights: Sequence[Weight]
+    num_parameters: int  # however many numbers a quantised weight is made of
     device: DeviceSpec
     drafting: Drafting | None = None
     lora: LoRASpec | None = None
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(weight.size for weight in self.weights)
 
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:
         """Raises ConfigError or CapacityError for what cannot be."""
@@ -134,8 +131,10 @@ def _described(
     model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
     device = _place(arguments.memory, config.gpu_memory_utilization)
     weights = model_weights(model.family, model.spec, model.rule)
+    num_parameters = sum(weight.size for weight in model_weights(model.family, model.spec))
     drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
-    subject = Subject(config, model.config["architectures"][0], model.spec, weights, device, drafting, lora)
+    architecture = model.config["architectures"][0]
+    subject = Subject(config, architecture, model.spec, weights, num_parameters, device, drafting, lora)
     layout = ModelLayout(choose_dtype(config, device, stated_dtype(model.config)), config.kv_cache_dtype)
     return subject, replace(layout, **given)
 

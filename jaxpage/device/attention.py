@@ -13,7 +13,7 @@ from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
 from jaxpage.layers.product import Grouped, GroupedProduct
-from pallas_kernels import QuantizedWeight, quantized_product, write_and_attend
+from pallas_kernels import QuantizedWeight, numbers, quantized_product, write_and_attend
 
 
 def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_groups: tuple[int, ...]) -> Attend:
@@ -62,9 +62,9 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
 
 
 def make_grouped_product(backend: Backend) -> GroupedProduct:
-    """What multiplies by weights of few bits."""
+    """What multiplies by weights of few bits, and what looks into a table of them."""
 
     def multiply(x_TI: jax.Array, weight: Grouped) -> jax.Array:
         return quantized_product(x_TI, QuantizedWeight(*weight), **backend.options)
 
-    return multiply
+    return GroupedProduct(multiply, lambda weight: numbers(QuantizedWeight(*weight)))

@@ -29,6 +29,7 @@ class Embedding(nnx.Module):
     ):
         others = tuple(f"{alias}.weight" for alias in aliases)
         sources = [] if name is None else [tensor(f"{name}.weight", num_rows, width, aliases=others)]
+        self.name, self.axis = name, axis
         self.table = parameter((num_rows, width), axes=(axis, "embed"), dtype=dtype, sources=sources)
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:

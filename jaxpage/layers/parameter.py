@@ -35,11 +35,13 @@ class Stored:
 
     dtypes: that it may have, as numpy names them. decode: its numbers (transposed, where the piece says so) to the part's.
     check: what is wrong with its numbers, or None. It is asked before anything is loaded.
+    beside: names of pieces of the same parameter whose numbers `decode` gets behind its own; they fill nothing themselves.
     """
 
     dtypes: tuple[str, ...]
-    decode: Callable[[np.ndarray], np.ndarray] = lambda array: array
+    decode: Callable[..., np.ndarray] = lambda array: array
     check: Callable[[np.ndarray], str | None] | None = None
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

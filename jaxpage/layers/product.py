@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8, Shaped
+from jaxtyping import Array, Float, Int, Int8, Shaped
 
 TOKENS_BY_HEAD = 16
 SMALLEST_SCALE = 2.0**-100  # of a token whose inputs are all zero
@@ -31,17 +31,24 @@ class Grouped(NamedTuple):
     zero_OJ: Float[Array, "O J"] | None
     code: str
     group_size: int
+    minimum_OJ: Float[Array, "O J"] | None = None
+
+
+class GroupedProduct(NamedTuple):
+    """multiply: `x @ weight.T` in the type of x. numbers: the weight in float32 [O, I]."""
+
+    multiply: Callable[[jax.Array, Grouped], jax.Array]
+    numbers: Callable[[Grouped], jax.Array]
 
 
 Weight = jax.Array | Scaled | Grouped
-GroupedProduct = Callable[[jax.Array, Grouped], jax.Array]
 _grouped_product: ContextVar[GroupedProduct] = ContextVar("grouped_product")
 
 
 @contextmanager
-def grouped_products(multiply: GroupedProduct) -> Iterator[None]:
-    """What is traced inside multiplies by a `Grouped` weight with this function: the device room binds a kernel so."""
-    token = _grouped_product.set(multiply)
+def grouped_products(grouped: GroupedProduct) -> Iterator[None]:
+    """What is traced inside multiplies by a `Grouped` weight with these functions: the device room binds a kernel so."""
+    token = _grouped_product.set(grouped)
     try:
         yield
     finally:
@@ -63,9 +70,18 @@ def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | No
     if isinstance(weight, Scaled):
         return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
     if isinstance(weight, Grouped):
-        return _grouped_product.get()(x_TI, weight).astype(result or x_TI.dtype)
+        return _grouped_product.get().multiply(x_TI.astype(result or x_TI.dtype), weight)
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
+
+
+def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
+    """Of a table of few bits, in float32."""
+    zero, minimum = (None if each is None else each[ids_T] for each in (weight.zero_OJ, weight.minimum_OJ))
+    rows = weight._replace(
+        values=weight.values[ids_T], scale_OJ=weight.scale_OJ[ids_T], zero_OJ=zero, minimum_OJ=minimum
+    )
+    return _grouped_product.get().numbers(rows)
 
 
 @jax.named_scope("product")

@@ -1,18 +1,20 @@
-"""The linear layer with a weight of few bits. No model family knows of it: it takes the place of a `Linear`."""
+"""Linear layers and tables with weights of few bits. No model family knows of them: they take the place of `Linear` and `Embedding`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.linear import Linear, LinearSpec
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
-from jaxpage.layers.product import Grouped, Scaled
+from jaxpage.layers.product import Grouped, Scaled, product, rows_of
 
 CODE_DTYPES = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn", "fp4": "uint8"}  # of the arrays that hold them
 CODES_PER_BYTE = {"int8": 1, "int4": 2, "fp8": 1, "fp4": 2}
@@ -25,14 +27,16 @@ class StoredArray:
     name: of the tensor, behind that of its module. shape: of the tensor, for so many outputs and inputs.
     dtypes, decode, check: see `Stored`; `decode` gets the numbers of outputs and inputs too.
     transposed: whether it is `[in, out]` in a checkpoint that has weights so.
+    beside: another tensor, whose numbers `decode` gets last.
     """
 
     name: str
     shape: Callable[[int, int], tuple[int, ...]]
     dtypes: tuple[str, ...]
-    decode: Callable[[np.ndarray, int, int], np.ndarray] = lambda numbers, num_out, num_in: numbers
+    decode: Callable[..., np.ndarray] = lambda numbers, num_out, num_in: numbers
     check: Callable[[np.ndarray], str | None] | None = None
     transposed: bool = False
+    beside: StoredArray | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class WeightFormat:
 
     code: see `pallas_kernels.QuantizedWeight`. group_size: inputs that share a scale; None: all.
     int8_inputs: whether inputs are rounded to eight bits too (W8A8), each token with a scale of its own.
+    minimum: in place of zeros. scale_dtype: of the arrays of scales and minima.
     """
 
     code: str
@@ -49,32 +54,43 @@ class WeightFormat:
     zero: StoredArray | None = None
     group_size: int | None = None
     int8_inputs: bool = False
+    minimum: StoredArray | None = None
+    scale_dtype: str = "float32"
 
 
-class QuantizedLinear(Linear):
-    """In place of a `Linear` of the same spec."""
+class Quantized(nnx.Module):
+    """What a linear layer and a table have in common: the arrays of a weight, which stands for a `Linear` of this spec."""
 
-    def __init__(self, spec: LinearSpec, form: WeightFormat):
+    def _declare_all(self, spec: LinearSpec, form: WeightFormat) -> None:
         self.spec = spec
         self.code, self.group_size, self.int8_inputs = form.code, form.group_size or spec.num_in, form.int8_inputs
         num_groups = -(-spec.num_in // self.group_size)
         self.kernel = self._declare(form.values, spec.num_in // CODES_PER_BYTE[form.code], CODE_DTYPES[form.code])
-        self.scale = self._declare(form.scale, num_groups)
+        self.scale = self._declare(form.scale, num_groups, form.scale_dtype)
         self.zero = self._declare(form.zero, num_groups) if form.zero else None
-        self.bias = spec.declare("bias") if spec.bias else None
+        self.minimum = self._declare(form.minimum, num_groups, form.scale_dtype) if form.minimum else None
 
     def _declare(self, array: StoredArray, num_columns: int, dtype: str = "float32") -> nnx.Param[jax.Array]:
         spec = self.spec
 
         def one(module: str, num_rows: int) -> Source:
             transpose, stored_shape = spec.transposed and array.transposed, array.shape(num_rows, spec.num_in)
-            decode = array.decode
-            stored = Stored(array.dtypes, lambda numbers: decode(numbers, num_rows, spec.num_in), array.check)
+            decode, other = array.decode, array.beside
             shape = (num_rows, num_columns)
             stored_shape = stored_shape[::-1] if transpose else stored_shape
-            return Source(
-                shape, (Piece(f"{module}.{array.name}", stored_shape, shape, (0, 0), transpose, stored=stored),)
+            beside: list[Piece] = []
+            if other:
+                of_other = Stored(other.dtypes, check=other.check)
+                name, other_shape = f"{module}.{other.name}", other.shape(num_rows, spec.num_in)
+                beside.append(Piece(name, other_shape, (0, 0), (0, 0), stored=of_other))
+            stored = Stored(
+                array.dtypes,
+                lambda numbers, *others: decode(numbers, num_rows, spec.num_in, *others),
+                array.check,
+                tuple(piece.name for piece in beside),
             )
+            own = Piece(f"{module}.{array.name}", stored_shape, shape, (0, 0), transpose, stored=stored)
+            return Source(shape, (own, *beside))
 
         return parameter(
             (spec.num_out, num_columns),
@@ -88,5 +104,48 @@ class QuantizedLinear(Linear):
     def weight(self) -> Scaled | Grouped:
         if self.int8_inputs:
             return Scaled(self.kernel[...], self.scale[...][:, 0])
-        zero = None if self.zero is None else self.zero[...]
-        return Grouped(self.kernel[...], self.scale[...], zero, self.code, self.group_size)
+        zero, minimum = (None if each is None else each[...] for each in (self.zero, self.minimum))
+        return Grouped(self.kernel[...], self.scale[...], zero, self.code, self.group_size, minimum)
+
+
+class QuantizedLinear(Quantized, Linear):
+    """In place of a `Linear` of the same spec."""
+
+    def __init__(self, spec: LinearSpec, form: WeightFormat):
+        self._declare_all(spec, form)
+        self.bias = spec.declare("bias") if spec.bias else None
+
+
+class QuantizedEmbedding(Quantized, Embedding):
+    """In place of an `Embedding` that a checkpoint has."""
+
+    def __init__(self, whole: Embedding, form: WeightFormat):
+        assert whole.name is not None
+        table = whole.table.get_value()
+        part = Part(table.shape[0], whole.axis, whole.name)
+        self._declare_all(LinearSpec(table.shape[1], (part,), "embed", False, table.dtype), form)
+
+    def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
+        assert isinstance(self.weight, Grouped)
+        return rows_of(self.weight, ids_T).astype(self.spec.dtype)
+
+    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        return product(hidden_BD, self.weight, result=jnp.float32)
+
+
+class LinearOfParts(Linear):
+    """In place of a `Linear` whose parts do not have weights of one kind: each is a product of its own.
+
+    forms: of the parts; None: it is not quantised.
+    """
+
+    def __init__(self, spec: LinearSpec, forms: Sequence[WeightFormat | None]):
+        self.spec = spec
+        specs = [replace(spec, parts=(part,), fused=None) for part in spec.parts]
+        self.parts = nnx.List(
+            [QuantizedLinear(one, form) if form else Linear(one) for one, form in zip(specs, forms, strict=True)]
+        )
+
+    def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        y_TO = jnp.concatenate([part(x_TI) for part in self.parts], axis=1)
+        return y_TO if self.lora is None else self.lora(x_TI, y_TO)

@@ -61,8 +61,11 @@ class EngineConfig(Settings):
     )
     # "auto": the checkpoint's; on CPU float32, unless bfloat16 is faster. Also a type, such as jnp.bfloat16, or "half".
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = "auto"
-    # Weights of few bits: "int8" or "int4" rounds them at load. None: as the checkpoint has them; its own method may be named.
-    quantization: Literal["int8", "int4", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4"] | None = None
+    # Weights of few bits: "int8" or "int4" rounds them at load; "gguf" keeps those of a GGUF file, which are else dequantised. None: as the
+    # checkpoint has them; its own method may be named.
+    quantization: (
+        Literal["int8", "int4", "gguf", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "modelopt"] | None
+    ) = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of the KV cache; "auto": as dtype
     # Tokens of a sequence, prompt and output together, at least 2; None: the model's context length.
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.cpu import library
@@ -70,9 +71,18 @@ def multiply(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
     call = jax.ffi.ffi_call(
         "jaxpage_multiply", jax.ShapeDtypeStruct((x_TI.shape[0], weight.scale_OJ.shape[0]), jnp.float32)
     )
-    zero_OJ = jnp.zeros((0, 0), jnp.float32) if weight.zero_OJ is None else weight.zero_OJ.astype(jnp.float32)
+    kept = weight.scale_OJ.dtype if weight.scale_OJ.dtype == jnp.float16 else jnp.float32  # read as they are
+
+    def of_groups(values_OJ: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+        return jnp.zeros((0, 0), dtype) if values_OJ is None else values_OJ.astype(dtype)
+
+    groups = (
+        of_groups(weight.scale_OJ, kept),
+        of_groups(weight.zero_OJ, jnp.float32),
+        of_groups(weight.minimum_OJ, kept),
+    )
     options = {"code": np.int64(CODES.index(weight.code)), "group_size": np.int64(weight.group_size)}
-    y_TO = call(x_TI.astype(jnp.float32), weight.values, weight.scale_OJ.astype(jnp.float32), zero_OJ, **options)
+    y_TO = call(x_TI.astype(jnp.float32), weight.values, *groups, **options)
     return y_TO.astype(x_TI.dtype)
 
 
@@ -124,9 +134,15 @@ def _supports(device: Any, call: Call) -> str | None:
     reason = first_reason((device.platform != "cpu", "needs a CPU"), (call.interpret, "is not interpreted"))
     if reason is None and call.attention is not None:
         reason = _refusal(call.attention)
-    if reason is None and call.weight is not None and (call.weight.num_in % LANES or call.weight.group_size % LANES):
-        shape = f"{call.weight.num_in} inputs in groups of {call.weight.group_size}"
-        reason = f"{shape} (multiples of {LANES} only)"
+    if reason is None and call.weight is not None:
+        num_in, group_size = call.weight.num_in, call.weight.group_size
+        reason = first_reason(
+            (
+                num_in % LANES or group_size % LANES,
+                f"{num_in} inputs in groups of {group_size} (multiples of {LANES} only)",
+            ),
+            (call.weight.minimum_OJ is not None and call.weight.code != "int4", f"minima of {call.weight.code}"),
+        )
     return reason or library.load().reason or reference.supports(device, call)
 
 

@@ -40,8 +40,9 @@ def write_gguf(
     metadata: Mapping[str, tuple[str, Any]] | None = None,
     added: Mapping[str, np.ndarray] | None = None,
     left_out: str = "",
+    kinds: Mapping[str, str] | None = None,
 ) -> Path:
-    """Of a checkpoint in Hugging Face's names and orders. kind: of its matrices.
+    """Of a checkpoint in Hugging Face's names and orders. kind: of its matrices. kinds: of some, by a part of their name.
 
     metadata: more of it, by key, each with the name of its type ("uint32", ...), or another value for what there is. added: tensors
     under names of GGUF. left_out: a key.
@@ -71,7 +72,8 @@ def write_gguf(
             values = values + 1
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = _permuted(values, heads if "q_proj" in name else config["num_key_value_heads"])
-        add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, kind)
+        own = next((one for part, one in (kinds or {}).items() if part in name), kind)
+        add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, own)
     for name, values in (added or {}).items():
         add_tensor(writer, name, values, "F32")
     writer.write_header_to_file()

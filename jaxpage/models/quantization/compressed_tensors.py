@@ -1,4 +1,5 @@
-"""The format of the library compressed-tensors (llm-compressor): int8 with inputs in int8 or not, int4 and int8 in groups, fp8, MXFP4."""
+"""The format of the library compressed-tensors (llm-compressor): int8 with inputs in int8 or not, int4 and int8 in groups, fp8, MXFP4 and
+NVFP4."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
 from jaxpage.models.quantization.decoding import (
     FLOATS,
+    NVFP4_GROUP,
     block_scale,
     check_scale,
     columns,
     num_groups,
+    nvfp4_scale,
+    packed_bytes,
     plain,
     signed,
     unpacked,
@@ -22,7 +26,10 @@ from jaxpage.models.quantization.decoding import (
 from jaxpage.models.quantization.scheme import Scheme, matches
 
 NAME = "compressed-tensors"
-_QUANTIZED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
+_QUANTIZED = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    *("mxfp4-pack-quantized", "nvfp4-pack-quantized"),
+)
 
 
 def read(config: Mapping[str, Any]) -> Scheme:
@@ -44,7 +51,12 @@ def read(config: Mapping[str, Any]) -> Scheme:
     described = ", ".join(
         sorted({f"{form.code} weights{' and inputs' if form.int8_inputs else ''}" for _, form in forms})
     )
-    return Scheme(NAME, f"{NAME}: {described}", form_of, ("*.weight_shape", "*.input_scale", "*.weight_g_idx"))
+    return Scheme(
+        NAME,
+        f"{NAME}: {described}",
+        form_of,
+        ("*.weight_shape", "*.input_scale", "*.input_global_scale", "*.weight_g_idx"),
+    )
 
 
 def _form(group: Mapping[str, Any], default: Any) -> WeightFormat:
@@ -55,6 +67,9 @@ def _form(group: Mapping[str, Any], default: Any) -> WeightFormat:
         )
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     symmetric, group_size = weights.get("symmetric", True), weights.get("group_size")
+    if name == "nvfp4-pack-quantized":
+        scale = nvfp4_scale("weight_scale", "weight_global_scale", (1,), divides=True)
+        return WeightFormat("fp4", packed_bytes("weight_packed"), scale, group_size=NVFP4_GROUP)
     if strategy not in ("tensor", "channel", "group", "block"):
         raise UnsupportedError(f"config.json: quantization_config: a strategy {strategy!r} of weights is not supported")
     if weights.get("actorder") not in (None, False, "weight", "static"):
@@ -63,7 +78,7 @@ def _form(group: Mapping[str, Any], default: Any) -> WeightFormat:
     if strategy == "group" and (not isinstance(size, int) or size < 1):
         raise CheckpointError(f"config.json: quantization_config: group_size = {size!r} of a group strategy")
     if name == "mxfp4-pack-quantized":
-        return WeightFormat("fp4", _packed_bytes, _exponents(32), group_size=32)
+        return WeightFormat("fp4", packed_bytes("weight_packed"), _exponents(32), group_size=32)
     if (bits, kind) == (8, "float"):
         block = weights.get("block_structure") if strategy == "block" else None
         return WeightFormat(
@@ -117,9 +132,6 @@ def _packed(bits: int) -> StoredArray:
         return codes if bits == 4 else signed(codes)
 
     return StoredArray("weight_packed", lambda num_out, num_in: (num_out, -(-num_in * bits // 32)), ("int32",), decode)
-
-
-_packed_bytes = StoredArray("weight_packed", lambda num_out, num_in: (num_out, num_in // 2), ("uint8",))
 
 
 def _exponents(size: int) -> StoredArray:

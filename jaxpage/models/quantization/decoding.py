@@ -11,6 +11,7 @@ from jaxpage.errors import CheckpointError
 from jaxpage.layers.quantized import StoredArray
 
 FLOATS = ("float32", "bfloat16", "float16")
+NVFP4_GROUP = 16  # inputs that share a scale
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
@@ -65,6 +66,32 @@ def num_groups(num_in: int, size: int | None) -> int:
 def plain(dtype: str) -> StoredArray:
     """A `weight` that is stored as its codes are used."""
     return StoredArray("weight", lambda num_out, num_in: (num_out, num_in), (dtype,))
+
+
+def packed_bytes(name: str) -> StoredArray:
+    """fp4, two in a byte, as its codes are used."""
+    return StoredArray(name, lambda num_out, num_in: (num_out, num_in // 2), ("uint8",))
+
+
+def nvfp4_scale(name: str, whole: str, shape: tuple[int, ...], *, divides: bool) -> StoredArray:
+    """Of 16 inputs in float8, and of the whole weight. Their product, or their quotient, in float32."""
+
+    def decode(numbers: np.ndarray, num_out: int, num_in: int, of_all: np.ndarray) -> np.ndarray:
+        scale, factor = np.asarray(numbers, np.float32), np.asarray(of_all, np.float32).reshape(())
+        return scale / factor if divides else scale * factor
+
+    def check(numbers: np.ndarray) -> str | None:
+        return "has scales that are not finite" if not np.isfinite(np.asarray(numbers, np.float32)).all() else None
+
+    of_all = StoredArray(whole, lambda num_out, num_in: shape, ("float32",), check=check_scale)
+    return StoredArray(
+        name,
+        lambda num_out, num_in: (num_out, num_in // NVFP4_GROUP),
+        ("float8_e4m3fn",),
+        decode,
+        check,
+        beside=of_all,
+    )
 
 
 def block_scale(name: str, block: Sequence[int]) -> StoredArray:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.quantization import awq, compressed_tensors, fp8, gptq, mxfp4
+from jaxpage.models.quantization import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.scheme import Scheme
 
 # By `quant_method`; each reads `quantization_config`.
 METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
-    module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq, mxfp4)
+    module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt)
 }
 
 
@@ -33,6 +33,8 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
     if not found:
         if asked is None or asked in SCHEMES:
             return SCHEMES.get(asked or "")
+        if asked == gguf.NAME:
+            raise CheckpointError(f"quantization is {asked!r}, but the model is no GGUF file")
         raise CheckpointError(
             f"quantization is {asked!r}, but the checkpoint is not quantised; use {' or '.join(SCHEMES)}, or none"
         )

@@ -170,8 +170,9 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
   return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, *out);
 }
 
-ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values, ffi::Buffer<ffi::F32> scale,
-                    ffi::Buffer<ffi::F32> zero, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t code, int64_t group_size) {
+ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values, ffi::AnyBuffer scale,
+                    ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t code,
+                    int64_t group_size) {
   const auto xd = x.dimensions(), vd = values.dimensions(), sd = scale.dimensions();
   if (xd.size() != 2 || vd.size() != 2 || sd.size() != 2) return ffi::Error::InvalidArgument("wrong number of axes");
   Product p{};
@@ -180,10 +181,16 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   const int64_t codes_of_byte = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
   if (p.num_in % 16 || group_size % 16 || vd[1] * codes_of_byte != p.num_in || sd[0] != p.num_out ||
       (p.num_in + group_size - 1) / group_size != p.num_groups || out->element_count() != static_cast<size_t>(p.num_tokens * p.num_out) ||
-      (zero.element_count() && zero.element_count() != scale.element_count()))
+      (zero.element_count() && zero.element_count() != scale.element_count()) ||
+      (minimum.element_count() && minimum.element_count() != scale.element_count()))
     return ffi::Error::InvalidArgument("the shapes of a quantised weight do not fit");
-  p.x = x.typed_data(), p.values = values.untyped_data(), p.scale = scale.typed_data(), p.out = out->typed_data();
+  p.half = scale.element_type() == ffi::DataType::F16;
+  if ((!p.half && scale.element_type() != ffi::DataType::F32) || minimum.element_type() != scale.element_type() ||
+      (minimum.element_count() && p.code != Code::kInt4))
+    return ffi::Error::InvalidArgument("no kernel for scales or minima of this type");
+  p.x = x.typed_data(), p.values = values.untyped_data(), p.scale = scale.untyped_data(), p.out = out->typed_data();
   p.zero = zero.element_count() ? zero.typed_data() : nullptr;
+  p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
   in_parallel(pool, (p.num_out + kOutputsAtOnce - 1) / kOutputsAtOnce, 4,
               [&](int64_t unit) { JAXPAGE_ISA::kMultiply(p, unit * kOutputsAtOnce); });
   return ffi::Error::Success();
@@ -237,8 +244,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("code")
                                   .Attr<int64_t>("group_size"));

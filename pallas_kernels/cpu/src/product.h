@@ -15,8 +15,10 @@ struct Product {
   Code code;
   const float* x;       // [T, I]
   const void* values;   // [O, I], or [O, I / 2] bytes with two codes
-  const float* scale;   // [O, J]
+  const void* scale;    // [O, J]: float, or half precision
   const float* zero;    // [O, J]: subtracted from the codes; null: 8 from the codes of kInt4, nothing from others
+  const void* minimum;  // [O, J], as scales: added to codes times scales, of kInt4 alone, from which nothing is subtracted then; or null
+  bool half;
   float* out;           // [T, O]
   int64_t num_tokens, num_in, num_out, num_groups, group_size;
 };

@@ -127,6 +127,16 @@ struct Load<F16> {
   }
 };
 
+// As `Load<F16>`, of one number.
+static inline float float_of(uint16_t half) {
+#if defined(__F16C__)
+  return _cvtsh_ss(half);
+#else
+  uint16_t stored[kLanes] = {half};
+  return Load<F16>::at(stored)[0];
+#endif
+}
+
 template <>
 struct Load<I8> {
   static Vec at(const int8_t* x) {

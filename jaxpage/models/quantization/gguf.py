@@ -1,0 +1,150 @@
+"""Types of tensors in GGUF files that are kept as they are stored: `quantization="gguf"`. All others are dequantised when they are loaded.
+
+A tensor is bytes [out, ...], of blocks of 32 or 256 inputs. What a weight is made of is exact in the types that hold it here, and so is
+`code * scale`: the weights are those that the package `gguf` makes of the bytes, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from flax import nnx
+
+from jaxpage.errors import CheckpointError
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.linear import Linear
+from jaxpage.layers.quantized import LinearOfParts, QuantizedEmbedding, QuantizedLinear, StoredArray, WeightFormat
+from jaxpage.models.quantization.decoding import nibbles
+from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.replacing import Path
+
+NAME = "gguf"
+Decode = Callable[[np.ndarray], np.ndarray]  # from blocks [out, blocks of a row, bytes] to [out, codes or groups, ...]
+
+
+@dataclass(frozen=True)
+class GGUFScheme(Scheme):
+    """Each tensor has a type of its own, also those that are one product here."""
+
+    def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
+        if isinstance(module, Embedding):
+            form = self.form_of(module.name) if module.name else None
+            return QuantizedEmbedding(module, form) if form else None
+        if not isinstance(module, Linear):
+            return None
+        forms = [self.form_of(part.name) if part.name else None for part in module.spec.parts]
+        if not any(forms):
+            return None
+        first = forms[0]
+        return (
+            QuantizedLinear(module.spec, first)
+            if first and forms == [first] * len(forms)
+            else LinearOfParts(module.spec, forms)
+        )
+
+
+def kept_scheme(counts: Mapping[str, int], kind_of: Callable[[str], str | None]) -> Scheme:
+    """Of a file. counts: its matrices, by type. kind_of: the type of the weight of a module of the model.
+
+    Raises CheckpointError if none can be kept.
+    """
+    kept = [f"{count} in {kind}" for kind, count in counts.items() if kind in FORMATS]
+    if not kept:
+        raise CheckpointError(
+            f"quantization is {NAME!r}, but no matrix of the file is in {', '.join(FORMATS)}: they are in {', '.join(counts)}"
+        )
+    others = [f"{count} in {kind}" for kind, count in counts.items() if kind not in FORMATS]
+    rest = f"; in the model's dtype {', '.join(others)}" if others else ""
+    return GGUFScheme(
+        NAME,
+        f"GGUF: matrices as they are stored: {', '.join(kept)}{rest}",
+        lambda name: FORMATS.get(kind_of(name) or ""),
+    )
+
+
+def _half(place: int) -> Decode:
+    """The number in half precision at this place of each block."""
+    return lambda blocks: np.ascontiguousarray(blocks[..., 2 * place : 2 * place + 2]).view(np.float16)[..., 0]
+
+
+def _split(packed: np.ndarray, run: int) -> np.ndarray:
+    """Of each run of so many bytes the low nibbles, and then the high ones: [..., codes]."""
+    runs = packed.reshape(*packed.shape[:-1], -1, run)
+    return np.concatenate([runs & 15, runs >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def _q4(first: int, run: int) -> Decode:
+    """Codes behind so many bytes."""
+    return lambda blocks: nibbles(_split(blocks[..., first:], run).reshape(len(blocks), -1))
+
+
+def _q5_0(blocks: np.ndarray) -> np.ndarray:
+    fifth = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
+    return (_split(blocks[..., 6:], 16) | fifth << 4).view(np.int8) - np.int8(16)
+
+
+def _q6_k(blocks: np.ndarray) -> np.ndarray:
+    low, high = _split(blocks[..., :128], 64), blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 32)
+    high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1).reshape(low.shape)
+    return (low | high << 4).view(np.int8) - np.int8(32)
+
+
+def _q6_k_scale(blocks: np.ndarray) -> np.ndarray:
+    """One for 16 inputs."""
+    return _half(104)(blocks)[..., None].astype(np.float32) * blocks[..., 192:208].view(np.int8)
+
+
+def _q4_k(blocks: np.ndarray, place: int) -> np.ndarray:
+    """Scales, or at place 1 what is subtracted: one of six bits for 32 inputs, times the half at that place."""
+    parts = np.split(blocks[..., 4:16], 3, axis=-1)
+    own, rest = parts[place], parts[2] >> 4 if place else parts[2] & 15
+    return _half(place)(blocks)[..., None].astype(np.float32) * np.concatenate(
+        [own & 63, rest | own >> 6 << 4], axis=-1
+    )
+
+
+def _format(
+    code: str,
+    block: tuple[int, int],
+    group_size: int,
+    values: Decode,
+    scale: Decode,
+    minimum: Decode | None = None,
+    scale_dtype: str = "float16",
+) -> WeightFormat:
+    """block: its inputs and bytes."""
+    size, num_bytes = block
+
+    def stored(decode: Decode) -> StoredArray:
+        return StoredArray(
+            "weight",
+            lambda num_out, num_in: (num_out, num_in // size * num_bytes),
+            ("uint8",),
+            lambda rows, num_out, num_in: decode(rows.reshape(num_out, -1, num_bytes)).reshape(num_out, -1),
+        )
+
+    of_minimum = stored(minimum) if minimum else None
+    return WeightFormat(
+        code, stored(values), stored(scale), group_size=group_size, minimum=of_minimum, scale_dtype=scale_dtype
+    )
+
+
+FORMATS = {
+    "Q8_0": _format("int8", (32, 34), 32, lambda blocks: blocks[..., 2:].view(np.int8), _half(0)),
+    "Q4_0": _format("int4", (32, 18), 32, _q4(2, 16), _half(0)),
+    "Q4_1": _format("int4", (32, 20), 32, _q4(4, 16), _half(0), _half(1)),
+    # In more bits than the file has, but fewer than a float: codes of five and six bits in eight, and scales of two factors in float32.
+    "Q5_0": _format("int8", (32, 22), 32, _q5_0, _half(0)),
+    "Q4_K": _format(
+        "int4",
+        (256, 144),
+        32,
+        _q4(16, 32),
+        lambda blocks: _q4_k(blocks, 0),
+        lambda blocks: -_q4_k(blocks, 1),
+        scale_dtype="float32",
+    ),
+    "Q6_K": _format("int8", (256, 210), 16, _q6_k, _q6_k_scale, scale_dtype="float32"),
+}
