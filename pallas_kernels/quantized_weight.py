@@ -4,7 +4,7 @@ A weight is `(code - zero) * scale`, or `code * scale + minimum`, in float32. It
 
     int8: integers. Without zeros nothing is subtracted.
     int4: two of 0 to 15 in a byte, the low nibble first. Without zeros or minima 8 is subtracted.
-    fp8: float8_e4m3fn.
+    fp8: float8_e4m3fn, or its bits as uint8: to take a part of a float8 array, XLA on CPU turns all of it into float16.
     fp4: two of float4_e2m1fn in a byte, the low nibble first.
 """
 
@@ -44,7 +44,9 @@ def numbers(weight: QuantizedWeight) -> Float[Array, "O I"]:
         nibbles = jnp.stack([weight.values & 15, weight.values >> 4], axis=-1).reshape(weight.values.shape[0], -1)
         codes = jnp.asarray(FP4, jnp.float32)[nibbles] if weight.code == "fp4" else nibbles.astype(jnp.float32)
     else:
-        codes = weight.values.astype(jnp.float32)
+        is_bits = weight.code == "fp8" and weight.values.dtype == jnp.uint8
+        values = jax.lax.bitcast_convert_type(weight.values, jnp.float8_e4m3fn) if is_bits else weight.values
+        codes = values.astype(jnp.float32)
     scale = _by_input(weight.scale_OJ, weight)
     if weight.minimum_OJ is not None:
         return codes * scale + _by_input(weight.minimum_OJ, weight)

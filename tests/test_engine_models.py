@@ -40,7 +40,7 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
     model = save_model(name, tmp_path)
     model.generation_config.eos_token_id = None
     rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in PROMPT_LENGTHS]
+    prompts = [rng.integers(0, model.config.get_text_config().vocab_size, length).tolist() for length in PROMPT_LENGTHS]
     # Chunks of 16 tokens cut every long prompt; 17 blocks of 4 do not hold the first two sequences to their end.
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60}
     with make_llm(tmp_path, **settings) as llm:

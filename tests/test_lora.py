@@ -21,10 +21,12 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 from jaxpage import BeamSearchParams, EngineConfig, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.engine.build import Built  # noqa: E402
 from jaxpage.errors import CheckpointError, ModelNotFoundError, UnsupportedError  # noqa: E402
+from jaxpage.models.lora import lora_targets  # noqa: E402
+from jaxpage.models.registry import load_family  # noqa: E402
 from jaxpage.serving.adapters import open_lora_modules  # noqa: E402
 from jaxpage.serving.config import ServerConfig, resolve_both  # noqa: E402
 from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E402
-from tests.support.hf_models import make_model, save_model  # noqa: E402
+from tests.support.hf_models import config_json, make_model, save_model  # noqa: E402
 from tests.support.running import serving  # noqa: E402
 
 NAME = "llama-grouped"
@@ -456,3 +458,12 @@ def test_settings_of_a_server_that_cannot_be(model, llm):
     twice = ServerConfig(lora_modules=(f"a={model[1] / 'wide'}", f"a={model[1] / 'narrow'}"))
     with pytest.raises(ValueError, match="the name 'a' is given twice"):
         open_lora_modules(llm._engine, twice, ("demo",))
+
+
+def test_a_product_that_is_absorbed_takes_no_adapter() -> None:
+    """Its weight stands in for it: nothing would add what an adapter adds."""
+    config = config_json("deepseek-v3-groups")
+    family = load_family(config)
+    targets = lora_targets(family, family.Spec.from_config(config))
+    attention = "model.layers.0.self_attn"
+    assert f"{attention}.o_proj" in targets and f"{attention}.kv_b_proj" not in targets

@@ -41,7 +41,9 @@ TOLERANCE = 1e-4
 def oracle(name: str) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """The state of transformers' model, token ids [T], and its logits [T, V]."""
     model = make_model(name)
-    token_ids = torch.randint(model.config.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    token_ids = torch.randint(
+        model.config.get_text_config().vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         logits = model(token_ids).logits[0]
     state = {key: tensor.detach().numpy() for key, tensor in model.state_dict().items()}
@@ -399,9 +401,9 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
         config = config_json(name)
         ropes = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor") * ("growth" not in name)
         for field in ("rms_norm_eps", "sliding_window", "head_dim", "max_position_embeddings", "n_positions", *ropes):
-            config.pop(field, None)
+            config.get("text_config", config).pop(field, None)
         fields = {key: _copied(value) for key, value in config.items() if key not in ("architectures", "model_type")}
-        theirs = getattr(transformers, config["architectures"][0]).config_class(**fields)
+        theirs = getattr(transformers, config["architectures"][0]).config_class(**fields).get_text_config()
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:
             assert ours.max_position_embeddings == theirs.max_position_embeddings, name

@@ -13,6 +13,7 @@ from jaxpage.checkpoints.gguf_config import gguf_config, gguf_generation_config
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError
+from jaxpage.models.fields import text_part
 
 MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 4096
@@ -61,7 +62,7 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
             with problems.collect():
                 content = read_object(directory, name, MAX_CONFIG_BYTES)
                 if name == "config.json":
-                    config = content
+                    config = text_part(content)
                     check_sizes(config, problems)
                 if content.get("auto_map"):
                     problems.add(f"{name} has auto_map: it needs remote code, and remote code is never run")

@@ -17,6 +17,7 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.models.base import model_weights
+from jaxpage.models.fields import text_part
 from jaxpage.models.quantization.registry import quantization_of, without_quantization
 from jaxpage.models.registry import load_family
 
@@ -31,7 +32,7 @@ def open_parameters(
 
     Raises one CheckpointError listing all that does not fit.
     """
-    problems, config = Problems(PLACE), dict(config)
+    problems, config = Problems(PLACE), text_part(config)
     check_sizes(config, problems)
     problems.raise_if_any()
     family, scheme = load_family(config), quantization_of(config, quantization)

@@ -169,6 +169,8 @@ def _describe(
     attention = attention_set(kernels, mesh.first, _pages_of_shard(spec, files), num_heads, layout.dtype)
     described = files.quantization.described if files.quantization else ""
     spec = replace(spec, attention=attention, quantization=described, dtype_reason=dtype_reason(config, device, stored))
+    if not_loaded := getattr(files.spec, "not_loaded", ""):
+        logger.warning("%s are not supported, and not loaded: this is the text model alone", not_loaded)
     for notice in notices(config, device, files.spec, spec.memory):
         logger.warning(notice)
     return spec

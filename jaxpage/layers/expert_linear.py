@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.parameter import Axis, Piece, Source, Stored, parameter, tensor
+from jaxpage.layers.parameter import Axis, Piece, Source, Stored, concatenate, parameter, stack, tensor
 from jaxpage.layers.product import Grouped, Weight, product
 
 MXFP4_GROUP = 32  # inputs that share a scale
@@ -19,8 +20,9 @@ MXFP4_GROUP = 32  # inputs that share a scale
 
 @dataclass(frozen=True)
 class ExpertLinearSpec:
-    """name: of the tensor that has all experts' weights, in checkpoints that stack them. sources: of weights [E, out, in].
+    """name: of the tensor that has all experts' weights, in checkpoints that stack them; transposed: there they are `[in, out]`.
 
+    modules: of each expert, those of the checkpoint that have its outputs, an equal part each, where they are apart; empty: they never are.
     bias: the tensor `{name}_bias` [E, out] is there too.
     """
 
@@ -30,9 +32,28 @@ class ExpertLinearSpec:
     input_axis: str
     output_axis: Axis
     name: str
-    sources: tuple[Source, ...]
+    transposed: bool
+    modules: tuple[tuple[str, ...], ...]
     bias: bool
     dtype: DTypeLike
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.modules[0]) if self.modules else 1
+
+    @property
+    def rows_of_part(self) -> int:
+        return self.num_out // self.num_parts
+
+    def sources(self, one: Callable[[str], Source]) -> list[Source]:
+        """Of a parameter with rows for the outputs of each expert. one: those of a module of this name."""
+        each = [concatenate([one(module) for module in modules]) for modules in self.modules]
+        return [stack(each)] if each else []
+
+    @property
+    def stacked_shape(self) -> tuple[int, int, int]:
+        last = (self.num_in, self.num_out) if self.transposed else (self.num_out, self.num_in)
+        return (self.num_experts, *last)
 
     def declare_bias(self) -> nnx.Param[jax.Array] | None:
         if not self.bias:
@@ -47,11 +68,12 @@ class ExpertLinear(nnx.Module):
 
     def __init__(self, spec: ExpertLinearSpec):
         self.spec = spec
+        apart = spec.sources(lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in))
         self.kernel = parameter(
             (spec.num_experts, spec.num_out, spec.num_in),
             axes=("expert", spec.output_axis, spec.input_axis),
             dtype=spec.dtype,
-            sources=spec.sources,
+            sources=[*apart, tensor(spec.name, *spec.stacked_shape, transpose=spec.transposed)],
         )
         self.bias = spec.declare_bias()
 

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.layers.product import product_by_head
+from jaxpage.layers.product import product_by_head, weight_numbers
 from jaxpage.layers.rope import Rope
 
 
@@ -56,7 +54,8 @@ class LatentQueries(nnx.Module):
 class LatentAttention(nnx.Module):
     """queries: to heads of `widths.query`, the plain part first. down: to the latent and to the part that is rotated.
 
-    norm: of the latent. expand: the name of the product that would make each head's keys and values of it.
+    norm: of the latent. expand: the product that would make each head's keys and values of it. Where its weight is quantised, it is
+    dequantised in each step, for as long as the layer needs it.
     """
 
     def __init__(
@@ -65,20 +64,17 @@ class LatentAttention(nnx.Module):
         queries: Linear | LatentQueries,
         down: Linear,
         norm: RMSNorm,
+        expand: Linear,
         output: Linear,
         widths: LatentWidths,
         *,
         num_heads: int,
-        expand: str,
         rope: Rope,
         scale: float,
-        dtype: DTypeLike,
     ):
         self.layer_index, self.num_heads, self.widths = layer_index, num_heads, widths
         self.rope, self.scale = rope, scale
-        self.queries, self.down, self.norm, self.output = queries, down, norm, output
-        shape = (num_heads * (widths.plain + widths.value), widths.rank)
-        self.expand = parameter(shape, axes=("heads", None), dtype=dtype, sources=[tensor(f"{expand}.weight", *shape)])
+        self.queries, self.down, self.norm, self.expand, self.output = queries, down, norm, expand, output
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
@@ -86,7 +82,8 @@ class LatentAttention(nnx.Module):
         widths, num_tokens = self.widths, x_TD.shape[0]
         q_TNH = self.queries(x_TD).reshape(num_tokens, self.num_heads, widths.query)
         latent_TR, shared_TE = jnp.split(self.down(x_TD), [widths.rank], axis=-1)
-        expand_NOR = self.expand[...].reshape(self.num_heads, widths.plain + widths.value, widths.rank)
+        expand_OR = weight_numbers(self.expand.weight).astype(x_TD.dtype)
+        expand_NOR = expand_OR.reshape(self.num_heads, widths.plain + widths.value, widths.rank)
         angles = context.angles(self.rope)
         absorbed_TNR = product_by_head(q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain], transposed=True)
         q_TNH = jnp.concatenate([absorbed_TNR, angles.rotate(q_TNH[..., widths.plain :])], axis=-1)

@@ -33,6 +33,7 @@ class LinearSpec:
 
     parts: one below the other. fused: the name of a module that has all of them in this order, in a checkpoint that has them so.
     transposed: the checkpoint holds `[in, out]` (GPT-2's Conv1D).
+    multiplied: no input of the layer is ever there to be multiplied, only the weight (absorption): it takes no adapters.
     """
 
     num_in: int
@@ -42,6 +43,7 @@ class LinearSpec:
     dtype: DTypeLike
     fused: str | None = None
     transposed: bool = False
+    multiplied: bool = True
 
     def declare(self, name: str, *columns: int) -> nnx.Param[jax.Array]:
         """A parameter `[out]` or `[out, in]` that is called so in the modules of the checkpoint."""

@@ -84,6 +84,13 @@ def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
     return _grouped_product.get().numbers(rows)
 
 
+def weight_numbers(weight: Weight) -> Float[Array, "O I"]:
+    """The weight itself, dequantised, for what is not its product with an input."""
+    if isinstance(weight, Scaled):
+        return weight.values_OI.astype(jnp.float32) * weight.scale_O[:, None]
+    return _grouped_product.get().numbers(weight) if isinstance(weight, Grouped) else weight
+
+
 @jax.named_scope("product")
 def product_by_head(
     x_TNI: Float[Array, "T N I"], weight: Float[Array, "N _ _"], *, transposed: bool = False

@@ -26,7 +26,7 @@ class StoredArray:
 
     name: of the tensor, behind that of its module. shape: of the tensor, for so many outputs and inputs.
     dtypes, decode, check: see `Stored`; `decode` gets the numbers of outputs and inputs too.
-    transposed: whether it is `[in, out]` in a checkpoint that has weights so.
+    rounded: it is made of the weight that the checkpoint has, when that is loaded.
     beside: another tensor, whose numbers `decode` gets last.
     """
 
@@ -35,8 +35,38 @@ class StoredArray:
     dtypes: tuple[str, ...]
     decode: Callable[..., np.ndarray] = lambda numbers, num_out, num_in: numbers
     check: Callable[[np.ndarray], str | None] | None = None
-    transposed: bool = False
+    rounded: bool = False
     beside: StoredArray | None = None
+
+    def source(
+        self,
+        module: str,
+        num_out: int,
+        num_in: int,
+        shape: tuple[int, ...],
+        *,
+        repeats: int = 1,
+        transposed: bool = False,
+    ) -> Source:
+        """Of a module of the checkpoint. shape: of what it becomes. repeats: how often each row stands there.
+
+        transposed: the checkpoint has weights as `[in, out]`.
+        """
+        stored_shape, transpose = self.shape(num_out, num_in), transposed and self.rounded
+        stored_shape = stored_shape[::-1] if transpose else stored_shape
+        beside: list[Piece] = []
+        if other := self.beside:
+            of_other = Stored(other.dtypes, check=other.check)
+            name, other_shape = f"{module}.{other.name}", other.shape(num_out, num_in)
+            beside.append(Piece(name, other_shape, (0, 0), (0, 0), stored=of_other))
+
+        def decode(numbers: np.ndarray, *others: np.ndarray) -> np.ndarray:
+            found = self.decode(numbers, num_out, num_in, *others)
+            return found if repeats == 1 else np.repeat(found, repeats, axis=0)[:num_out]
+
+        stored = Stored(self.dtypes, decode, self.check, tuple(piece.name for piece in beside))
+        own = Piece(f"{module}.{self.name}", stored_shape, shape, (0, 0), transpose, stored=stored)
+        return Source(shape, (own, *beside))
 
 
 @dataclass(frozen=True)
@@ -44,6 +74,7 @@ class WeightFormat:
     """How the weight of a linear layer is quantised, and stored.
 
     code: see `pallas_kernels.QuantizedWeight`. group_size: inputs that share a scale; None: all.
+    block_rows: outputs that share a scale, in blocks.
     int8_inputs: whether inputs are rounded to eight bits too (W8A8), each token with a scale of its own.
     minimum: in place of zeros. scale_dtype: of the arrays of scales and minima.
     """
@@ -53,9 +84,15 @@ class WeightFormat:
     scale: StoredArray
     zero: StoredArray | None = None
     group_size: int | None = None
+    block_rows: int = 1
     int8_inputs: bool = False
     minimum: StoredArray | None = None
     scale_dtype: str = "float32"
+
+    @property
+    def is_rounded(self) -> bool:
+        """At load: the checkpoint is not quantised."""
+        return self.values.rounded
 
 
 class Quantized(nnx.Module):
@@ -66,31 +103,18 @@ class Quantized(nnx.Module):
         self.code, self.group_size, self.int8_inputs = form.code, form.group_size or spec.num_in, form.int8_inputs
         num_groups = -(-spec.num_in // self.group_size)
         self.kernel = self._declare(form.values, spec.num_in // CODES_PER_BYTE[form.code], CODE_DTYPES[form.code])
-        self.scale = self._declare(form.scale, num_groups, form.scale_dtype)
+        self.scale = self._declare(form.scale, num_groups, form.scale_dtype, repeats=form.block_rows)
         self.zero = self._declare(form.zero, num_groups) if form.zero else None
         self.minimum = self._declare(form.minimum, num_groups, form.scale_dtype) if form.minimum else None
 
-    def _declare(self, array: StoredArray, num_columns: int, dtype: str = "float32") -> nnx.Param[jax.Array]:
+    def _declare(
+        self, array: StoredArray, num_columns: int, dtype: str = "float32", repeats: int = 1
+    ) -> nnx.Param[jax.Array]:
         spec = self.spec
 
         def one(module: str, num_rows: int) -> Source:
-            transpose, stored_shape = spec.transposed and array.transposed, array.shape(num_rows, spec.num_in)
-            decode, other = array.decode, array.beside
-            shape = (num_rows, num_columns)
-            stored_shape = stored_shape[::-1] if transpose else stored_shape
-            beside: list[Piece] = []
-            if other:
-                of_other = Stored(other.dtypes, check=other.check)
-                name, other_shape = f"{module}.{other.name}", other.shape(num_rows, spec.num_in)
-                beside.append(Piece(name, other_shape, (0, 0), (0, 0), stored=of_other))
-            stored = Stored(
-                array.dtypes,
-                lambda numbers, *others: decode(numbers, num_rows, spec.num_in, *others),
-                array.check,
-                tuple(piece.name for piece in beside),
-            )
-            own = Piece(f"{module}.{array.name}", stored_shape, shape, (0, 0), transpose, stored=stored)
-            return Source(shape, (own, *beside))
+            shape = num_rows, num_columns
+            return array.source(module, num_rows, spec.num_in, shape, repeats=repeats, transposed=spec.transposed)
 
         return parameter(
             (spec.num_out, num_columns),

@@ -249,7 +249,7 @@ class ShardedExperts(Experts):
     def __init__(self, whole: Experts, sharding: Sharding):
         def part(layer: ExpertLinear) -> ExpertLinear:
             count = sharding.size_of_part("expert", layer.spec.num_experts)
-            return ExpertLinear(replace(layer.spec, num_experts=count, sources=()))
+            return ExpertLinear(replace(layer.spec, num_experts=count, modules=()))
 
         super().__init__(part(whole.gate_up), part(whole.down), activation=whole.activation, swiglu=whole.swiglu)
         self.sharding = sharding

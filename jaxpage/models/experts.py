@@ -12,7 +12,7 @@ from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.parameter import Axis, Source, Stored, concatenate, stack, tensor
+from jaxpage.layers.parameter import Axis, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.fields import REQUIRED, Fields
 from jaxpage.models.weights import FLOATS
@@ -89,19 +89,14 @@ def make_experts(
     published, in_memory, inner = f"{layer}.{names.module}", f"{layer}.mlp", spec.width
     count = spec.routing.num_experts
 
-    def apart(num_out: int, num_in: int, parts: tuple[str, ...]) -> list[Source]:
-        if names.only_stacked:
-            return []
-        shape = (num_out // len(parts), num_in)
-        each = ([f"{published}.experts.{expert}.{part}.weight" for part in parts] for expert in range(count))
-        return [stack([concatenate([tensor(name, *shape) for name in one]) for one in each])]
-
     def stacked(part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]) -> ExpertLinear:
-        name = f"{in_memory}.experts.{part}"
-        shape = (count, num_in, num_out) if names.only_stacked else (count, num_out, num_in)
-        sources = (*apart(num_out, num_in, parts), tensor(name, *shape, transpose=names.only_stacked))
-        bias = spec.swiglu is not None
-        return ExpertLinear(ExpertLinearSpec(count, num_in, num_out, axes[1], axes[0], name, sources, bias, dtype))
+        apart = [] if names.only_stacked else range(count)
+        modules = tuple(tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart)
+        name, bias = f"{in_memory}.experts.{part}", spec.swiglu is not None
+        sizes, (output_axis, input_axis) = (count, num_in, num_out), axes
+        return ExpertLinear(
+            ExpertLinearSpec(*sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype)
+        )
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
     gate_up = stacked("gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up))

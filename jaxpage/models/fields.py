@@ -24,6 +24,18 @@ _NOT_HONOURED = {
 }
 
 
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model that takes images too, what is said of its text model, with what is said of both: as if there were nothing else."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return dict(config)
+    common = {
+        name: value for name, value in config.items() if name not in ("text_config", "vision_config", "model_type")
+    }
+    decided = {name: config[name] for name in ("architectures", "tie_word_embeddings") if name in config}
+    return {**common, **text, **decided}
+
+
 class Fields:
     """config.json of one family. Defaults are those of the transformers config class, and null is a value like others.
 

@@ -76,16 +76,16 @@ def make_latent_attention(
             norm(rank, "q_a_layernorm"),
             product(rank, query_rows, (None, "heads"), "q_b_proj", False),
         )
+    expand = product(widths.rank, num_heads * (widths.plain + widths.value), (None, "heads"), "kv_b_proj", False)
     return LatentAttention(
         layer_index,
         queries,
         product(width, widths.kept, ("embed", None), "kv_a_proj_with_mqa", spec.bias),
         norm(widths.rank, "kv_a_layernorm"),
+        Linear(replace(expand.spec, multiplied=False)),
         product(num_heads * widths.value, width, ("heads", "embed"), "o_proj", spec.bias),
         widths,
         num_heads=num_heads,
-        expand=f"{name}.kv_b_proj",
         rope=rope,
         scale=spec.scale,
-        dtype=dtype,
     )

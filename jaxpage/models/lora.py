@@ -26,7 +26,7 @@ class LoRASpec:
 
         def both(path: Path, module: nnx.Module) -> nnx.Module | None:
             replacement = (rule and rule(path, module)) or module
-            if not isinstance(replacement, Linear):
+            if not isinstance(replacement, Linear) or not replacement.spec.multiplied:
                 return None if replacement is module else replacement
             replacement.add_lora(self.num_slots, self.rank)
             return replacement
@@ -62,7 +62,7 @@ def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
     targets: dict[str, LoRATarget] = {}
 
     def note(path: Path, module: nnx.Module) -> None:
-        if not isinstance(module, Linear):
+        if not isinstance(module, Linear) or not module.spec.multiplied:
             return
         of, first = module.spec, 0
         whole = (of.num_in, len(of.parts), of.num_out)

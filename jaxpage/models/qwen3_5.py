@@ -1,4 +1,7 @@
-"""Qwen3.5 and 3.6, dense, text (Qwen Team, 2026): a gated delta rule in three of four layers, attention with gates in the others."""
+"""Qwen3.5 and 3.6, dense, text (Qwen Team, 2026): a gated delta rule in three of four layers, attention with gates in the others.
+
+Of checkpoints with images the text model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,29 @@ from typing import Any
 
 from jaxpage.models import rotary_decoder
 from jaxpage.models.delta_net import read_delta
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, text_part
 from jaxpage.models.rotary_decoder import BlockForm, RotaryDecoder, RotaryDecoderSpec, key_value_heads, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-ignored = (*rotary_decoder.ignored, "mtp.*")  # that predicts a second token ahead, and drafts
+# What predicts a second token ahead, and drafts; what takes images.
+ignored = (*rotary_decoder.ignored, "mtp.*", "model.visual.*", "visual.*")
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
 class Spec(RotaryDecoderSpec):
-    """`Qwen3_5TextConfig`."""
+    """`Qwen3_5TextConfig`, or that of `Qwen3_5Config`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(without_axes(config), "qwen3_5_text")
+        fields = text_fields(config, "qwen3_5_text")
         return cls._from_fields(fields, num_kv_heads=key_value_heads(fields, 4), **hybrid_knobs(fields))
+
+
+def text_fields(config: Mapping[str, Any], model_type: str, **defaults: Any) -> Fields:
+    """Of the text model."""
+    return Fields({**defaults, **without_axes(text_part(config))}, model_type)
 
 
 def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
@@ -31,6 +40,7 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
     every, numbers = fields.integer("full_attention_interval", 4), range(1, 1 + fields.integer("num_hidden_layers"))
     types = fields.layer_types([LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR))
     delta, head_width = read_delta(fields, grouped=grouped), fields.integer("head_dim", 256)
+    with_images = "ForConditionalGeneration" in str(fields.get("architectures", None))
     rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 32768), partial=0.25)
     return {
         "head_width": head_width,
@@ -42,6 +52,8 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
         "form": BlockForm(kind="rms+1"),
         "delta": delta,
         "attention_gated": True,
+        "name": "model.language_model" if with_images else "model",
+        "not_loaded": "images and videos (tensors model.visual.*)" if with_images else "",
     }
 
 

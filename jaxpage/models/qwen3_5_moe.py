@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.experts import read_experts
-from jaxpage.models.fields import Fields
-from jaxpage.models.qwen3_5 import hybrid_knobs, ignored, without_axes
+from jaxpage.models.qwen3_5 import hybrid_knobs, ignored, text_fields
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, key_value_heads, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -16,11 +15,11 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`Qwen3_5MoeTextConfig`. All layers have experts, so there is no other inner width."""
+    """`Qwen3_5MoeTextConfig`, or that of `Qwen3_5MoeConfig`. All layers have experts, so there is no other inner width."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields({"intermediate_size": 1, **without_axes(config)}, "qwen3_5_moe_text")
+        fields = text_fields(config, "qwen3_5_moe_text", intermediate_size=1)
         width, shared = ("moe_intermediate_size", 512), fields.integer("shared_expert_intermediate_size", 512)
         return cls._from_fields(
             fields,

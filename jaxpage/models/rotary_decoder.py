@@ -99,6 +99,8 @@ class RotaryDecoderSpec:
     experts: ExpertsSpec | None = None
     expert_names: ExpertNames = PLAIN_NAMES
     sparse_layers: tuple[bool, ...] = ()  # which layers have experts
+    name: str = "model"  # of the decoder in the checkpoint
+    not_loaded: str = ""  # what else the checkpoint is a model of
 
     def rope_of(self, layer_index: int) -> Rope | None:
         return self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
@@ -336,12 +338,13 @@ class RotaryDecoder(nnx.Module):
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         width = spec.model_width
         self.tokens, self.head = token_tables(
-            spec.vocab_size, width, name="model.embed_tokens", tied=spec.tie_word_embeddings, dtype=dtype
+            spec.vocab_size, width, name=f"{spec.name}.embed_tokens", tied=spec.tie_word_embeddings, dtype=dtype
         )
         self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"model.layers.{index}", dtype=dtype) for index in range(spec.kv.num_layers)
+            DecoderLayer(spec, index, name=f"{spec.name}.layers.{index}", dtype=dtype)
+            for index in range(spec.kv.num_layers)
         )
-        self.norm = spec.form.norm(width, name="model.norm", epsilon=spec.norm_epsilon, dtype=dtype)
+        self.norm = spec.form.norm(width, name=f"{spec.name}.norm", epsilon=spec.norm_epsilon, dtype=dtype)
         self.embedding_scale, self.logit_scale, self.logit_softcap = (
             spec.embedding_scale,
             spec.logit_scale,

@@ -41,6 +41,10 @@ _DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 12, "linear_value_head_dim": 20},
 }
+_VISION = {
+    **{"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "patch_size": 4, "out_hidden_size": 48},
+    **{"num_position_embeddings": 16},
+}
 _FALCON = {"hidden_size": 48, "num_attention_heads": 4}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
@@ -112,6 +116,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe_text",
         {
             **{"head_dim": 16, "full_attention_interval": 2, "num_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, **_DELTA},
+        },
+    ),
+    "qwen3-5-images": (
+        "qwen3_5",
+        {**{"head_dim": 16, "full_attention_interval": 2, "tie_word_embeddings": True}, **_DELTA},
+    ),
+    "qwen3-5-moe-images": (
+        "qwen3_5_moe",
+        {
+            **{"head_dim": 16, "full_attention_interval": 2, "num_experts": 4, "num_experts_per_tok": 2},
             **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, **_DELTA},
         },
     ),
@@ -312,6 +327,8 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -343,6 +360,12 @@ def config_json(name: str, **overrides: Any) -> dict[str, Any]:
     family, fields = MODELS[name]
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     shared = _SHARED.get(family, _DIMENSIONS)
+    if _ARCHITECTURES[family].endswith("ForConditionalGeneration"):
+        text = {**shared, **tokens, **fields, **overrides}
+        return {
+            **{"architectures": [_ARCHITECTURES[family]], "model_type": family, "vision_config": _VISION},
+            **{"text_config": text, "tie_word_embeddings": text.get("tie_word_embeddings", False)},
+        }
     return {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family,
@@ -373,7 +396,7 @@ def save_model(
     """
     model = make_model(name, seed=seed, **overrides).to(dtype)
     model.save_pretrained(directory)
-    vocabulary = {f"t{index}": index for index in range(model.config.vocab_size)}
+    vocabulary = {f"t{index}": index for index in range(model.config.get_text_config().vocab_size)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)

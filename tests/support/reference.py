@@ -49,7 +49,8 @@ def _models() -> Iterator[str]:
     yield ""
     yield "- the architecture: logits and greedy tokens of transformers on random weights, `pytest tests/test_models.py"
     yield "  tests/test_engine_models.py`;"
-    yield "- GGUF: `pytest tests/test_gguf.py`; quantised weights: `pytest tests/test_quantization.py tests/test_experts.py`;"
+    yield "- GGUF: `pytest tests/test_gguf.py`; quantised weights: `pytest tests/test_quantization.py"
+    yield "  tests/test_quantized_experts.py tests/test_experts.py`;"
     yield "- several devices: `pytest tests/test_tensor_parallel.py`; derivatives: `pytest tests/test_training.py`."
     yield ""
     yield "Guides: [models and formats](../guides/models.md), [quantised weights](../guides/quantization.md), [several"
@@ -62,10 +63,11 @@ def _models() -> Iterator[str]:
         with_experts = name.endswith("moe") or name.startswith(
             ("mixtral", "deepseek", "glm4_moe", "gpt_oss", "qwen3_next")
         )
-        quantised = "experts in MXFP4; linear layers" if name == "gpt_oss" else "linear layers"
+        quantised = "linear layers" + ("; experts" if with_experts else "")
+        quantised += " in MXFP4, or rounded at load" if name == "gpt_oss" else ""
         cells = (
             "yes" if architecture in ARCHITECTURES.values() else "",
-            f"{quantised}, but not experts" if with_experts and name != "gpt_oss" else quantised,
+            quantised,
             "" if name in NOT_DIVIDED else "yes",
             "" if with_experts else "yes",
         )

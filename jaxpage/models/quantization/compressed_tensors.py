@@ -81,9 +81,9 @@ def _form(group: Mapping[str, Any], default: Any) -> WeightFormat:
         return WeightFormat("fp4", packed_bytes("weight_packed"), _exponents(32), group_size=32)
     if (bits, kind) == (8, "float"):
         block = weights.get("block_structure") if strategy == "block" else None
-        return WeightFormat(
-            "fp8", plain("float8_e4m3fn"), _scale(strategy, size, block), group_size=block[1] if block else size
-        )
+        rows, size = block or (1, size)
+        values, scale = plain("float8_e4m3fn"), _scale(strategy, size, block)
+        return WeightFormat("fp8", values, scale, group_size=size, block_rows=rows)
     if kind != "int" or bits not in (4, 8):
         raise UnsupportedError(
             f"config.json: quantization_config: weights of {bits} bits and type {kind!r} are not supported"

@@ -97,10 +97,7 @@ def nvfp4_scale(name: str, whole: str, shape: tuple[int, ...], *, divides: bool)
 def block_scale(name: str, block: Sequence[int]) -> StoredArray:
     """One scale for each block of so many outputs and inputs."""
 
-    def decode(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-        return np.repeat(np.asarray(numbers, np.float32), block[0], axis=0)[:num_out]
-
     def shape(num_out: int, num_in: int) -> tuple[int, ...]:
         return num_groups(num_out, block[0]), num_groups(num_in, block[1])
 
-    return StoredArray(name, shape, FLOATS, decode, check_scale)
+    return StoredArray(name, shape, FLOATS, check=check_scale)

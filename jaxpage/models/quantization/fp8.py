@@ -29,7 +29,8 @@ def read(config: Mapping[str, Any]) -> Scheme:
         if block
         else StoredArray(NAME_OF_SCALE, lambda *_: (), FLOATS, columns, check_scale)
     )
-    form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=block[1] if block else None)
+    rows, size = block or (1, None)
+    form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows)
     kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     described = f"fp8 weights, a scale for each {'block of ' + ' x '.join(map(str, block)) if block else 'weight'}"
     return Scheme(NAME, described, everywhere_but(kept, form), ("*.input_scale", "*.activation_scale"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from flax import nnx
 
 from jaxpage.errors import CheckpointError
+from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.quantized import QuantizedLinear, WeightFormat
+from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.models.replacing import Path, Rule
 
 
@@ -32,18 +35,38 @@ class Scheme:
         return self._replacement
 
     def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
-        if not isinstance(module, Linear):
-            return None
-        names = [part.name for part in module.spec.parts if part.name is not None] or [module.spec.fused or ""]
-        forms = [self.form_of(name) for name in names]
-        if any(form != forms[0] for form in forms):
-            raise CheckpointError(f"config.json: {', '.join(names)} are one product, and must be quantised alike")
-        return QuantizedLinear(module.spec, forms[0]) if forms[0] is not None else None
+        if isinstance(module, Linear):
+            names = [part.name for part in module.spec.parts if part.name is not None] or [module.spec.fused or ""]
+            form = self._form(names, module.spec.num_in)
+            if form is None or (form.is_rounded and not module.spec.multiplied):
+                return None
+            return QuantizedLinear(module.spec, form)
+        if isinstance(module, ExpertLinear):
+            names = [name for each in module.spec.modules for name in each] or [module.spec.name]
+            form = self._form(names, module.spec.num_in)
+            if form is None or not (form.is_rounded or module.spec.modules):
+                return None
+            return QuantizedExpertLinear(module.spec, form)
+        return None
+
+    def _form(self, names: Sequence[str], num_in: int) -> WeightFormat | None:
+        """Of modules that are one product."""
+        forms = {name: self.form_of(name) for name in names}
+        form = forms[names[0]]
+        if differing := [name for name in names if forms[name] != form]:
+            named = names if len(names) < 4 else (names[0], differing[0])
+            raise CheckpointError(f"config.json: {', '.join(named)} are one product, and must be quantised alike")
+        if form and form.is_rounded and num_in % (form.group_size or 1):
+            raise CheckpointError(
+                f"quantization: {names[0]} has {num_in} inputs, which are no multiple of {form.group_size}, of which each group has a "
+                "scale; use int8"
+            )
+        return form
 
 
 def everywhere_but(kept: Sequence[str], form: WeightFormat) -> Callable[[str], WeightFormat | None]:
     """`Scheme.form_of` for one format of all modules but the head and those that a config's list names."""
-    return lambda name: None if matches(name, ("lm_head", *kept)) else form
+    return functools.cache(lambda name: None if matches(name, ("lm_head", *kept)) else form)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

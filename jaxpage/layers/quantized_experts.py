@@ -1,0 +1,82 @@
+"""A linear layer of each expert with weights of few bits. All experts' stay as they are stored; a product takes those of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
+from jaxpage.layers.parameter import Piece, Source, Stored, parameter
+from jaxpage.layers.product import Grouped, Scaled
+from jaxpage.layers.quantized import CODE_DTYPES, CODES_PER_BYTE, StoredArray, WeightFormat
+
+
+class QuantizedExpertLinear(ExpertLinear):
+    """In place of an `ExpertLinear` of the same spec.
+
+    Codes of float8 are kept as their bits (see `pallas_kernels.QuantizedWeight`), and a scale of a block of outputs once.
+    """
+
+    def __init__(self, spec: ExpertLinearSpec, form: WeightFormat):
+        self.spec = spec
+        self.code, self.group_size, self.int8_inputs = form.code, form.group_size or spec.num_in, form.int8_inputs
+        self.block_rows, num_groups = form.block_rows, -(-spec.num_in // self.group_size)
+        values, dtype = form.values, CODE_DTYPES[form.code]
+        if form.code == "fp8":
+            dtype, decode = "uint8", values.decode
+            values = replace(values, decode=lambda *arguments: decode(*arguments).view(np.uint8))
+        self.kernel = self._declare(values, spec.num_in // CODES_PER_BYTE[form.code], dtype)
+        self.scale = self._declare(form.scale, num_groups, form.scale_dtype, block_rows=form.block_rows)
+        self.zero = self._declare(form.zero, num_groups) if form.zero else None
+        self.minimum = self._declare(form.minimum, num_groups, form.scale_dtype) if form.minimum else None
+        self.bias = spec.declare_bias()
+
+    def _declare(
+        self, array: StoredArray, num_columns: int, dtype: str = "float32", *, block_rows: int = 1
+    ) -> nnx.Param[jax.Array]:
+        spec = self.spec
+        rows = -(-spec.rows_of_part // block_rows)
+        shape = (spec.num_experts, rows * spec.num_parts, num_columns)
+
+        def one(module: str) -> Source:
+            return array.source(module, spec.rows_of_part, spec.num_in, (rows, num_columns))
+
+        sources = [*spec.sources(one), *([self._of_stacked(array, shape)] if array.rounded else [])]
+        return parameter(
+            shape,
+            axes=("expert", spec.output_axis if block_rows == 1 else None, spec.input_axis),
+            dtype=jnp.dtype(dtype),
+            sources=sources,
+            keeps_dtype=True,
+        )
+
+    def _of_stacked(self, array: StoredArray, shape: tuple[int, ...]) -> Source:
+        """Of one tensor that has the unquantised weights of all experts."""
+        spec = self.spec
+
+        def decode(numbers: np.ndarray) -> np.ndarray:
+            return np.stack([array.decode(each, spec.num_out, spec.num_in) for each in numbers])
+
+        stored = Stored(array.dtypes, decode)
+        return Source(shape, (Piece(spec.name, spec.stacked_shape, shape, (0, 0, 0), spec.transposed, stored=stored),))
+
+    def weight(self, expert: Int[Array, ""]) -> Scaled | Grouped:
+        values, scale = self.kernel[...][expert], self.scale[...][expert]
+        if self.int8_inputs:
+            return Scaled(values, scale[:, 0])
+        if self.block_rows > 1:
+            scale = scale[self._block_of_output()]
+        zero, minimum = (None if each is None else each[...][expert] for each in (self.zero, self.minimum))
+        return Grouped(values, scale, zero, self.code, self.group_size, minimum)
+
+    def _block_of_output(self) -> np.ndarray:
+        """Each part begins with a block of its own."""
+        spec = self.spec
+        output = np.arange(spec.num_out)
+        part, row = np.divmod(output, spec.rows_of_part)
+        return part * -(-spec.rows_of_part // self.block_rows) + row // self.block_rows

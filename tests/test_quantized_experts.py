@@ -1,0 +1,265 @@
+"""Mixtures of experts with quantised weights: against transformers with the weights that a checkpoint stands for, and engines of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.device.attention import make_grouped_product
+from jaxpage.device.backends import Backend
+from jaxpage.errors import CheckpointError
+from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.layers.product import grouped_products
+from jaxpage.layers.routing import Routing
+from jaxpage.models.base import abstract
+from jaxpage.models.experts import PLAIN_NAMES, make_experts
+from jaxpage.models.quantization.registry import quantization_of
+from jaxpage.models.replacing import replace_modules
+from pallas_kernels.inspection import compile_for, unavailable
+from tests.support.dense import logits_of
+from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
+from tests.support.mixed_requests import CONFIG, PROMPTS, texts
+from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
+from tests.test_quantization import FORMATS, float8
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+from tests.support.hf_models import save_model  # noqa: E402
+
+Make = Callable[[int, int], tuple[dict[str, np.ndarray], np.ndarray]]
+BLOCKS: tuple[dict[str, Any], Make] = (
+    {"quant_method": "fp8", "weight_block_size": [48, 32]},
+    float8("weight_scale_inv", (48, 32)),
+)
+SMALL_BLOCKS: tuple[dict[str, Any], Make] = (
+    {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]},
+    float8("weight_scale_inv", (16, 32)),
+)
+MIXED = {  # a layer with experts and one without
+    **{"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 64, "head_dim": 32, "num_experts": 4},
+    **{"num_hidden_layers": 2, "mlp_only_layers": [1]},
+}
+TOKEN_IDS = np.random.default_rng(6).integers(0, 131, 40)
+
+
+def checkpoint(directory: Path, form: tuple[dict[str, Any], Make], model: str, **overrides: Any) -> Any:
+    """Writes one with all linear layers quantised, and returns the model of transformers with the weights that it stands for."""
+    quantization, make = form
+    model = save_model(model, directory, **overrides)
+    config, tensors, exact = (
+        json.loads((directory / "config.json").read_text()),
+        {},
+        load_file(directory / "model.safetensors"),
+    )
+    for key, weight in list(exact.items()):
+        is_router = key.endswith("mlp.gate.weight")
+        if weight.ndim != 2 or is_router or ".layers." not in key:
+            tensors[key] = weight
+            continue
+        stored, exact[key] = make(*weight.shape)
+        tensors |= {f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()}
+    write_tensors(directory, exact)
+    model = type(model).from_pretrained(directory).eval()
+    write_tensors(directory, tensors)
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return model
+
+
+def logits_of_transformers(model: Any, token_ids: np.ndarray = TOKEN_IDS) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(token_ids)[None]).logits[0].numpy()
+
+
+def difference(files: Any, parameters: Any, wanted: np.ndarray) -> float:
+    """Of logits, relative to how far they are spread."""
+    logits = logits_of(files.family, files.spec, parameters, TOKEN_IDS, rule=files.rule)
+    return float(np.abs(logits - wanted).max() / wanted.std())
+
+
+def rounded_inputs(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """In transformers' model: those of all layers but the router and the head, each token by its own scale."""
+    linear = torch.nn.functional.linear
+
+    def rounding(x: Any, weight: Any, bias: Any = None) -> Any:
+        if weight.shape[0] not in (131, 4):
+            scale = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / 127
+            x = torch.round(x / scale) * scale
+        return linear(x, weight, bias)
+
+    model.set_experts_implementation("eager")
+    monkeypatch.setattr(torch.nn.functional, "linear", rounding)
+
+
+CASES = {
+    "fp8 blocks": BLOCKS,
+    **{
+        name: FORMATS[name]
+        for name in (
+            *("fp8 by output", "fp8 by weight", "W8A8", "W8A16", "W4A16 with zeros", "mxfp4", "nvfp4", "awq", "gptq with zeros"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_stands_for_its_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mistake planted: the scales of two experts exchanged. Experts in blocks take no more bytes than in the file."""
+    model = checkpoint(tmp_path, CASES[name], "qwen3-moe-mixed", **MIXED)
+    if name == "W8A8":
+        rounded_inputs(monkeypatch, model)
+    files = open_model(tmp_path)
+    parameters = load_weights(files.plan, "float32", jnp.asarray)
+    wanted = logits_of_transformers(model)
+    tolerance = 0.05 if name == "W8A8" else 1e-3
+    assert difference(files, parameters, wanted) < tolerance
+    experts = parameters["layers"][0]["mlp"]["experts"]
+    num_bytes = sum(array.nbytes for layer in experts.values() for array in layer.values())
+    stored = sum(info.num_bytes for key, info in files.plan.tensors.items() if ".experts." in key)
+    assert num_bytes == stored if name == "fp8 blocks" else num_bytes < 1.4 * stored
+    for layer in experts.values():
+        layer["scale"] = layer["scale"][jnp.array([1, 0, 2, 3])]
+    assert difference(files, parameters, wanted) > 3 * tolerance or name == "fp8 by weight"
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """DeepSeek-V3's shape in fp8, and the model of transformers."""
+    directory = tmp_path_factory.mktemp("latent")
+    sizes = {"hidden_size": 64, "vocab_size": 257, "max_position_embeddings": 256}
+    return directory, checkpoint(directory, SMALL_BLOCKS, "deepseek-v3-groups", **sizes)
+
+
+def test_the_product_that_is_absorbed_is_dequantised(latent: tuple[Path, Any]) -> None:
+    """With mistakes planted: in its codes, and in those of experts."""
+    directory, model = latent
+    files = open_model(directory)
+    parameters = load_weights(files.plan, "float32", jnp.asarray)
+    wanted = logits_of_transformers(model)
+    assert parameters["layers"][1]["attention"]["expand"]["kernel"].dtype == jnp.float8_e4m3fn
+    assert difference(files, parameters, wanted) < 1e-3
+    for path in (("attention", "expand", "scale"), ("mlp", "experts", "gate_up", "scale")):
+        *parents, last = path
+        module = parameters["layers"][1]
+        for key in parents:
+            module = module[key]
+        right = module[last]
+        module[last] = jnp.roll(right, 1, axis=-2)
+        assert difference(files, parameters, wanted) > 1e-2
+        module[last] = right
+
+
+def test_an_engine_of_latents_and_experts_gives_the_tokens_of_transformers_however_it_is_run(
+    latent: tuple[Path, Any],
+) -> None:
+    directory, model = latent
+    plain = texts(directory)
+    for index in (0, 3):  # the greedy ones
+        ids = list(PROMPTS[index])
+        for _ in range(24):
+            ids.append(int(logits_of_transformers(model, np.array(ids))[-1].argmax()))
+        assert plain[index][0] == ids[len(PROMPTS[index]) :]
+    assert texts(directory, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap") == plain, (
+        "another path"
+    )
+
+
+MOE = {
+    **{**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+
+
+def test_an_engine_of_experts_that_are_rounded_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path, MOE)
+    plain = texts(model, quantization="int8")
+    other = {**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}
+    assert texts(model, quantization="int8", **other, preemption_mode="swap") == plain
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_gpu: bool) -> None:
+    """By XLA's own count of the memory beside arguments and results, which a copy of all experts would not fit in."""
+    if on_gpu and (reason := unavailable()):
+        pytest.skip(reason)
+    scheme = quantization_of(
+        {"quantization_config": BLOCKS[0]} if name == "fp8" else {}, None if name == "fp8" else name
+    )
+    assert scheme is not None
+    spec = ExpertsSpec(Routing(32, 2, normalized=True), 96)
+    module = make_experts(spec, 64, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32")
+    replace_modules(module, scheme.rule)
+    graph, shapes = abstract(module)
+
+    @jax.jit
+    def run(parameters: Any, x_TD: jax.Array) -> jax.Array:
+        with grouped_products(make_grouped_product(Backend("reference" if on_gpu else "auto"))):
+            return nnx.merge(graph, parameters)(x_TD)
+
+    arguments = shapes, jax.ShapeDtypeStruct((16, 64), "float32")
+    compiled = compile_for(run, *arguments) if on_gpu else run.lower(*arguments).compile()
+    used = compiled.memory_analysis()
+    codes = sum(shapes["experts"][part]["kernel"].size for part in ("gate_up", "down"))
+    assert used.argument_size_in_bytes > codes > 2 * used.temp_size_in_bytes
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As transformers keeps experts in memory."""
+    found = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors[f"{experts}.{expert}.{part}_proj.weight"] for expert in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{experts}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{experts}.down_proj": down}
+    return found
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_experts_are_rounded_alike_apart_and_stacked(name: str, tmp_path: Path) -> None:
+    """Each as a linear layer of its own would be (see `test_quantization`)."""
+    directory = random_checkpoint(tmp_path / "apart", MOE)
+    (tmp_path / "stacked").mkdir()
+    write_tensors(tmp_path / "stacked", stacked(random_tensors(MOE)))
+    (tmp_path / "stacked" / "config.json").write_text((directory / "config.json").read_text())
+    apart, together = (
+        load_weights(open_model(tmp_path / which, name).plan, "float32", np.asarray)["layers"][1]["mlp"]["experts"]
+        for which in ("apart", "stacked")
+    )
+    jax.tree.map(np.testing.assert_array_equal, apart, together)
+    weight = random_tensors(MOE)["model.layers.1.mlp.experts.5.up_proj.weight"]
+    codes, scale = apart["gate_up"]["kernel"][5, 64:], apart["gate_up"]["scale"][5, 64:]
+    if name == "int4":
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(64, -1).astype(np.float32) - 8
+        scale = np.repeat(scale, 32, axis=1)
+    found = codes.astype(np.float32) * scale
+    assert 0 < np.abs(found - weight).max() <= 1.001 * np.abs(scale).max() * (0.5 if name == "int8" else 1)
+
+
+def test_experts_that_are_one_tensor_are_rounded_too(tmp_path: Path) -> None:
+    """GPT-OSS has them as `[in, out]`."""
+    save_model("gpt-oss-windows", tmp_path)
+    weight = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.experts.down_proj"].swapaxes(1, 2)
+    down = load_weights(open_model(tmp_path, "int8").plan, "float32", np.asarray)["layers"][1]["mlp"]["experts"]["down"]
+    wrong = np.abs(down["kernel"] * down["scale"] - weight)
+    assert wrong.max() > 0 and (wrong <= 0.501 * down["scale"]).all()
+
+
+def test_what_cannot_be_rounded_or_differs_within_a_stack_is_refused_by_name(tmp_path: Path) -> None:
+    directory = random_checkpoint(tmp_path, {**MOE, "moe_intermediate_size": 48})
+    with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj has 48 inputs, which are no multiple of 32"):
+        open_model(directory, "int4")
+    quantization = {**FORMATS["W4A16"][0], "ignore": ["re:.*experts.3.up_proj"]}
+    (tmp_path / "config.json").write_text(json.dumps({**MOE, "quantization_config": quantization}))
+    with pytest.raises(CheckpointError, match=r"0\.gate_proj, .*experts\.3\.up_proj are one product, and must be"):
+        open_model(directory)
