@@ -104,7 +104,17 @@ CASES = {
     **{
         name: FORMATS[name]
         for name in (
-            *("fp8 by output", "fp8 by weight", "W8A8", "W8A16", "W4A16 with zeros", "mxfp4", "nvfp4", "awq", "gptq with zeros"),
+            *(
+                "fp8 by output",
+                "fp8 by weight",
+                "W8A8",
+                "W8A16",
+                "W4A16 with zeros",
+                "mxfp4",
+                "nvfp4",
+                "awq",
+                "gptq with zeros",
+            ),
         )
     },
 }
