@@ -172,13 +172,12 @@ def _loaded(
     def one(filled: Filled) -> tuple[dict[Path, Any], int]:
         return load(filled, [read(info) for _, info in filled.pieces])
 
-    # Dequantising is work for all cores; the others read as fast as memory or disk give, and one at a time takes the least of it.
-    num_threads = (os.cpu_count() or 1) if plan.layout == "gguf" else 1
     with (
-        ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool,
+        ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="weights") as pool,
         tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar,
     ):
-        for made, num_bytes in pool.map(one, plan.parameters):
+        # Dequantising is work for all cores; the others read as fast as memory or disk give, and one at a time takes the least of it.
+        for made, num_bytes in (pool.map if plan.layout == "gguf" else map)(one, plan.parameters):
             for path, value in made.items():
                 insert(tree, path, value)
             bar.update(num_bytes)
