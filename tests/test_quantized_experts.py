@@ -99,25 +99,18 @@ def rounded_inputs(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     monkeypatch.setattr(torch.nn.functional, "linear", rounding)
 
 
-CASES = {
-    "fp8 blocks": BLOCKS,
-    **{
-        name: FORMATS[name]
-        for name in (
-            *(
-                "fp8 by output",
-                "fp8 by weight",
-                "W8A8",
-                "W8A16",
-                "W4A16 with zeros",
-                "mxfp4",
-                "nvfp4",
-                "awq",
-                "gptq with zeros",
-            ),
-        )
-    },
-}
+SHARED = (
+    "fp8 by output",
+    "fp8 by weight",
+    "W8A8",
+    "W8A16",
+    "W4A16 with zeros",
+    "mxfp4",
+    "nvfp4",
+    "awq",
+    "gptq with zeros",
+)
+CASES = {"fp8 blocks": BLOCKS, **{name: FORMATS[name] for name in SHARED}}
 
 
 @pytest.mark.parametrize("name", CASES)

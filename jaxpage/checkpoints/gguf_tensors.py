@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.checkpoints.gguf_header import GGUFTensor, read_gguf
+from jaxpage.checkpoints.gguf_header import GGUFFile, GGUFTensor, read_gguf
 from jaxpage.checkpoints.gguf_types import tensor_names, tensor_type
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import map_array
@@ -39,10 +38,15 @@ def gguf_names(path: Path, weights: Sequence[Weight]) -> dict[str, str]:
     Only of their first sources: the package has a name also for what a family stores fused, and it is that of a part.
     """
     file = read_gguf(path)
-    names = tensor_names(file.architecture, int(file.of_model("block_count") or 0))
+    names = _names_in(file)
     wanted = [piece.name for weight in weights for piece in weight.sources[0].pieces]
     found = {name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in wanted}
     return {name: inside for name, inside in found.items() if inside is not None}
+
+
+def _names_in(file: GGUFFile) -> Any:
+    """See `tensor_names`."""
+    return tensor_names(file.architecture, int(file.of_model("block_count") or 0))
 
 
 def under_model_names(
@@ -64,12 +68,8 @@ def gguf_scheme(path: Path) -> Scheme:
     file = read_gguf(path)
     counts = Counter(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1)
 
-    @functools.cache
-    def names() -> Any:
-        return tensor_names(file.architecture, int(file.of_model("block_count")))
-
     def kind_of(module: str) -> str | None:
-        tensor = file.tensors.get(names().get_name(f"{module}.weight", try_suffixes=(".weight",)))
+        tensor = file.tensors.get(_names_in(file).get_name(f"{module}.weight", try_suffixes=(".weight",)))
         return tensor.kind if tensor else None
 
     return kept_scheme(counts, kind_of)

@@ -45,6 +45,7 @@ def tensor_type(name: str) -> TensorType:
     return next(kind for kind in tensor_types().values() if kind.name == name)
 
 
+@functools.cache
 def tensor_names(architecture: str, num_layers: int) -> Any:
     """The package's map from names of checkpoints to names in GGUF files, of an architecture that it knows."""
     gguf = _gguf()

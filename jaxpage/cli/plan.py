@@ -131,7 +131,8 @@ def _described(
     model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
     device = _place(arguments.memory, config.gpu_memory_utilization)
     weights = model_weights(model.family, model.spec, model.rule)
-    num_parameters = sum(weight.size for weight in model_weights(model.family, model.spec))
+    unquantised = weights if model.rule is None else model_weights(model.family, model.spec)
+    num_parameters = sum(weight.size for weight in unquantised)
     drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
     architecture = model.config["architectures"][0]
     subject = Subject(config, architecture, model.spec, weights, num_parameters, device, drafting, lora)

@@ -240,17 +240,17 @@ def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: i
         fitting = max(0, plan.most_blocks(int(free * HOST_SHARE) // plan.num_devices) - 1)
         return replace(plan, num_host_blocks=_halved(plan.num_blocks - 1, fitting))
     plan = replace(plan, num_host_blocks=wanted)
-    if free < plan.host_pool_bytes <= on_disk:
+    if plan.host_pool_bytes <= free:
+        return plan
+    if plan.host_pool_bytes <= on_disk:
         return replace(plan, swaps_to_file=True)
-    if plan.host_pool_bytes > free:
-        fitting = max(0, plan.most_blocks(max(free, on_disk) // plan.num_devices) - 1)
-        disk = f", and of prefix_cache_directory and its disk {gib(on_disk)}" if on_disk else ""
-        raise CapacityError(
-            f"{wanted} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
-            f"{gib(free)} are free{disk}; a block of {plan.block_size} slots takes {gib(plan.num_devices * plan.block_bytes)}. "
-            f"Lower swap_space_blocks to {fitting} or less, leave it out to take what fits, or free memory."
-        )
-    return plan
+    fitting = max(0, plan.most_blocks(max(free, on_disk) // plan.num_devices) - 1)
+    disk = f", and of prefix_cache_directory and its disk {gib(on_disk)}" if on_disk else ""
+    raise CapacityError(
+        f"{wanted} host blocks for swapping and the null block take {gib(plan.host_pool_bytes)}, but of the host's memory "
+        f"{gib(free)} are free{disk}; a block of {plan.block_size} slots takes {gib(plan.num_devices * plan.block_bytes)}. "
+        f"Lower swap_space_blocks to {fitting} or less, leave it out to take what fits, or free memory."
+    )
 
 
 def _does_not_fit(plan: MemoryPlan, reason: str, advice: str) -> str:
