@@ -45,7 +45,10 @@ def main() -> None:
         path = str(Path(directory) / "model.gguf")
         write_gguf(Path(task.model), config, path, task.dtype)
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+        loading = llama_cpp.llama_model_default_params()
+        # Version 0.3.36 ends by a signal where it multiplies Q8_0 by AMX, which is one of its extra buffer types.
+        loading.use_extra_bufts = task.dtype != "int8"
+        model = llama_cpp.llama_model_load_from_file(path.encode(), loading)
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = num_positions + 256, BATCH, BATCH
     params.n_seq_max = max(len(task.trace), *task.rows)
