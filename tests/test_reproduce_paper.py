@@ -18,6 +18,7 @@ from jaxpage.simulation.paper.plan import Effort
 from jaxpage.simulation.paper.plots import save
 from jaxpage.simulation.paper.pool import Pool
 from jaxpage.simulation.paper.results import Check, Figure, Interval, Row
+from tools.reproduce_paper import measure_attention
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,14 @@ def test_the_quick_mode_keeps_the_tolerances(quick: tuple[int, str, Path]) -> No
     status, document, _ = quick
     assert status == 0
     assert "**fails**" not in document and document.count("| holds |") == 23
+
+
+@pytest.mark.sweep
+def test_the_quick_mode_keeps_the_tolerances_of_every_figure(tmp_path: Path) -> None:
+    assert program.main(["--quick", "--out", str(tmp_path)], measure_attention=measure_attention) == 0
+    document = (tmp_path / "paper.md").read_text()
+    assert "**fails**" not in document and document.count("| holds |") > 23
+    assert all(f"## Figure {number}" in document for number in (2, *range(12, 20)))
 
 
 def test_the_document_has_the_paper_s_numbers(quick: tuple[int, str, Path]) -> None:

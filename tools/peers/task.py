@@ -54,9 +54,7 @@ def answer(task: Task, version: str, generate: Generate) -> None:
     step_seconds = {}
     for rows in task.rows:
         uniform = [[(7 * row + 3 * place) % 251 + 3 for place in range(task.context)] for row in range(rows)]
-        pairs = [
-            [_timed(generate, uniform, [length] * rows)[0] for length in (2, 2 + task.steps)] for _ in range(3)
-        ]
+        pairs = [[_timed(generate, uniform, [length] * rows)[0] for length in (2, 2 + task.steps)] for _ in range(3)]
         step_seconds[rows] = statistics.median(many - few for few, many in pairs) / task.steps
     print(json.dumps(asdict(Answer(version, min(seconds for seconds, _ in runs), runs[0][1], step_seconds))))
 
