@@ -181,6 +181,8 @@ METRICS = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running 3
 # TYPE jaxpage_kv_cache_usage_perc gauge
 jaxpage_kv_cache_usage_perc{{model="a"}} {usage}
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{{model="a"}} {usage}
 # TYPE jaxpage_num_preemptions counter
 jaxpage_num_preemptions_total{{mode="swap"}} {preemptions}
 jaxpage_num_preemptions_total{{mode="recompute"}} 1

@@ -80,11 +80,14 @@ class ServerMetrics:
 
 
 def parsed(text: str) -> dict[str, float]:
-    """Values of Prometheus' text format by name without prefix, summed over labels."""
-    values: dict[str, float] = defaultdict(float)
+    """Values of Prometheus' text format by name without prefix, summed over labels.
+
+    A name with several prefixes has the value of one: jaxpage's server gives some of its values under vLLM's names too.
+    """
+    values: dict[str, dict[str, float]] = {prefix: defaultdict(float) for prefix in _PREFIXES}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             for prefix in _PREFIXES:
                 if sample.name.startswith(prefix):
-                    values[sample.name.removeprefix(prefix)] += sample.value
-    return dict(values)
+                    values[prefix][sample.name.removeprefix(prefix)] += sample.value
+    return {name: value for prefix in reversed(_PREFIXES) for name, value in values[prefix].items()}
