@@ -82,7 +82,7 @@ def test_a_tolerance_that_fails_is_status_1(
 ) -> None:
     checks = [Check("right", 1.0, 0.5, 1.5), Check("wrong", 2.0, 0.5, 1.5)]
     monkeypatch.setattr(
-        program, "_figures", lambda *_: iter([Figure("2", "t", "simulated", [Row("a", "b", "c")], (), checks)])
+        program, "_figures", lambda *_: [Figure("2", "t", "simulated", [Row("a", "b", "c")], (), checks)]
     )
     words = ["--quick", "--out", str(tmp_path), "--processes", "1"]
     assert program.main(words, measure_attention=lambda contexts, rows: []) == 1

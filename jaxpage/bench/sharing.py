@@ -1,7 +1,8 @@
 """KV memory that is saved by sharing, in parallel sampling and in beam search: the paper's figure 15, measured on an engine.
 
-The saving is blocks saved by sharing / blocks without sharing, summed up over the steps. Requests have the lengths of a dataset. Prompts
-are what the model itself has written: how much beams share depends on how sure the model is of what follows, and it is unsure of noise.
+The saving is blocks saved by sharing / blocks without sharing, summed up over the steps and not over time, so that every run gives the same
+numbers. Requests have the lengths of a dataset. Prompts are what the model itself has written: how much beams share depends on how sure the
+model is of what follows, and it is unsure of noise.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def measure(llm: LLM, workload: Sequence[WorkItem], method: str, width: int) -> 
     llm.memory_report(reset=True)
     llm.generate([list(item.prompt_token_ids) for item in workload], params, use_tqdm=False)
     report = llm.memory_report()
-    return Saving(method, width, report.saved_by_sharing, report.peak_blocks)
+    splits = [sample.split for sample in report.samples]
+    saved = sum(split.saved_blocks for split in splits) / sum(split.unshared_blocks for split in splits)
+    return Saving(method, width, saved, report.peak_blocks)
 
 
 def written_prompts(llm: LLM, workload: Sequence[WorkItem]) -> list[WorkItem]:

@@ -7,9 +7,12 @@ import functools
 import importlib.util
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from jaxpage.simulation.paper.block_sizes import MeasureAttention, figure_18, figure_19
 from jaxpage.simulation.paper.document import document
@@ -21,7 +24,10 @@ from jaxpage.simulation.paper.serving import figure_12, figure_14, figure_16, fi
 from jaxpage.simulation.paper.sharing import decode, figure_15
 
 NAMES = ("table1", "2", "12", "13", "14", "15", "16", "17", "18", "19")
+MEASURED = ("18", "19")
 DOCS = Path("docs")
+
+T = TypeVar("T")
 
 
 def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttention) -> int:
@@ -37,7 +43,7 @@ def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttent
         parser.error("the pictures need matplotlib: pip install 'jaxpage[plot]'")
     with Pool(arguments.processes) as pool:
         effort = Effort(pool, arguments.quick)
-        figures = list(_figures(effort, wanted, measure_attention))
+        figures = _figures(effort, wanted, measure_attention)
     _write(arguments, effort, figures)
     failed = [check for figure in figures for check in figure.checks if not check.holds]
     for check in failed:
@@ -56,11 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _figures(effort: Effort, wanted: Sequence[str], measure_attention: MeasureAttention) -> Iterator[Figure]:
-    """In the order in which they are asked for, with a line of progress for each."""
+def _figures(effort: Effort, wanted: Sequence[str], measure_attention: MeasureAttention) -> list[Figure]:
+    """In the order in which they are asked for, with a line of progress for each.
+
+    What is only computed shares the processes, so that none of them waits for the longest run of a figure. What measures the machine comes
+    when they are idle.
+    """
     started = time.monotonic()
-    memory = functools.cache(lambda: memory_figures(effort))
-    decoded = functools.cache(lambda: decode(effort))
+    memory = _once(lambda: memory_figures(effort))
+    decoded = _once(lambda: decode(effort))
     makers: dict[str, Callable[[], Figure]] = {
         "table1": table_1,
         "2": lambda: memory()[0],
@@ -74,9 +84,30 @@ def _figures(effort: Effort, wanted: Sequence[str], measure_attention: MeasureAt
         "19": lambda: figure_19(effort),
     }
     assert tuple(makers) == NAMES
-    for name in wanted:
-        yield makers[name]()
+    figures: dict[str, Figure] = {}
+
+    def drawn(name: str, figure: Figure) -> None:
+        figures[name] = figure
         print(f"figure {name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(len(makers) if effort.pool.num_processes > 1 else 1) as threads:
+        for name, figure in [(name, threads.submit(makers[name])) for name in wanted if name not in MEASURED]:
+            drawn(name, figure.result())
+    for name in wanted:
+        if name in MEASURED:
+            drawn(name, makers[name]())
+    return [figures[name] for name in wanted]
+
+
+def _once(make: Callable[[], T]) -> Callable[[], T]:
+    """Made when it is first asked for, and by one thread."""
+    lock, cached = threading.Lock(), functools.cache(make)
+
+    def get() -> T:
+        with lock:
+            return cached()
+
+    return get
 
 
 def _write(arguments: argparse.Namespace, effort: Effort, figures: Sequence[Figure]) -> None:

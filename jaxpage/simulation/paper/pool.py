@@ -15,6 +15,7 @@ class Pool(AbstractContextManager["Pool"]):
     """As many processes as are asked for; with one, everything runs in this process. Their Python is a fresh one: nothing is forked."""
 
     def __init__(self, num_processes: int) -> None:
+        self.num_processes = num_processes
         self._executor = None
         if num_processes > 1:
             context = multiprocessing.get_context("spawn")

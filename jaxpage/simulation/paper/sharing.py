@@ -53,6 +53,7 @@ def decode(effort: Effort) -> Decoded:
             enable_prefix_caching=False,
             max_num_seqs=4 * max(WIDTHS),
             event_log=str(log),
+            dtype="float32",
             use_tqdm=False,
             verbose=False,
         )
