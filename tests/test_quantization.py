@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from jaxpage import LLM, cli
 from jaxpage.checkpoints import convert, load_weights, open_model
+from jaxpage.checkpoints.config_file import read_config
 from jaxpage.device.attention import make_grouped_product
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, JaxpageError
@@ -58,7 +59,9 @@ def compressed(num_bits: int, group_size: int | None, symmetric: bool, *, packed
     return make
 
 
-def float8(scale_name: str, block: tuple[int, int] | None, per_output: bool = False) -> Callable[[int, int], Stored]:
+def float8(
+    scale_name: str, block: tuple[int, int] | None, per_output: bool = False, shape: tuple[int, ...] = (1,)
+) -> Callable[[int, int], Stored]:
     def make(num_out: int, num_in: int) -> Stored:
         codes = RNG.standard_normal((num_out, num_in)).astype(ml_dtypes.float8_e4m3fn)
         rows, cols = (-(-num_out // block[0]), -(-num_in // block[1])) if block else (num_out if per_output else 1, 1)
@@ -69,7 +72,7 @@ def float8(scale_name: str, block: tuple[int, int] | None, per_output: bool = Fa
                 s = scale[o // block[0], i // block[1]] if block else scale[o if per_output else 0, 0]
                 weight[o, i] = np.float32(codes[o, i]) * s
         if not block and not per_output:
-            scale = scale.reshape(()) if scale_name == "weight_scale_inv" else scale.reshape(1)
+            scale = scale.reshape(shape)
         return {"weight": codes, scale_name: scale}, weight
 
     return make
@@ -196,6 +199,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
         _compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group"}),
         nvfp4("compressed-tensors"),
     ),
+    "fp8 of modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, float8("weight_scale", None, shape=())),
     "nvfp4 of modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head*"]},
         nvfp4("modelopt"),
@@ -350,7 +354,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "three bits": ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "GPTQ with 3 bits"),
     "a version of AWQ": ({**FORMATS["awq"][0], "version": "gemv"}, "version = 'gemv'"),
     "another format": (_compressed("marlin-24", INT4_WEIGHTS), "format = 'marlin-24' is not one of"),
-    "fp8 of ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo = 'FP8' is not supported"),
+    "eight bits of ModelOpt": (
+        {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"},
+        "'W8A8_SQ_PER_CHANNEL' is not supported, only FP8 and NVFP4",
+    ),
     "static inputs": (
         _compressed("int-quantized", INT8_WEIGHTS, {**INT8_INPUTS, "dynamic": False}),
         "dynamic per token, not",
@@ -375,6 +382,19 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, tmp_path: Path) -> N
     with pytest.raises(JaxpageError) as caught:
         open_model(tmp_path)
     assert text in str(caught.value)
+
+
+def test_modelopt_s_own_file_is_read(tmp_path: Path) -> None:
+    """Its older versions leave config.json as it was."""
+    quantized_checkpoint(tmp_path, "nvfp4 of modelopt")
+    stated = read_config(tmp_path)["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    written = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "ignore": stated["ignore"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
+    assert read_config(tmp_path)["quantization_config"] == stated
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="hf_quant_config.json: quantization must be an object"):
+        read_config(tmp_path)
 
 
 def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) -> None:

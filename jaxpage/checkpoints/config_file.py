@@ -29,6 +29,7 @@ LIMITS = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), MAX_LENGTH),
 }
 DTYPES = ("float32", "bfloat16", "float16")
+MODELOPT_FILE = "hf_quant_config.json"
 CODE_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -66,7 +67,18 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
                     check_sizes(config, problems)
                 if content.get("auto_map"):
                     problems.add(f"{name} has auto_map: it needs remote code, and remote code is never run")
+    if config and "quantization_config" not in config and has_file(directory, MODELOPT_FILE):
+        with problems.collect():
+            config["quantization_config"] = _modelopt_config(directory)
     return config
+
+
+def _modelopt_config(directory: Path) -> dict[str, Any]:
+    """What ModelOpt writes into config.json today, and wrote into a file of its own."""
+    found = read_object(directory, MODELOPT_FILE, MAX_CONFIG_BYTES).get("quantization")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{MODELOPT_FILE}: quantization must be an object, not {found!r}")
+    return {"quant_method": "modelopt", **found}
 
 
 def stated_dtype(config: dict[str, Any]) -> str:

@@ -94,6 +94,11 @@ def nvfp4_scale(name: str, whole: str, shape: tuple[int, ...], *, divides: bool)
     )
 
 
+def scale_of_weight(name: str) -> StoredArray:
+    """One scale for all numbers of a weight."""
+    return StoredArray(name, lambda *_: (), FLOATS, columns, check_scale)
+
+
 def block_scale(name: str, block: Sequence[int]) -> StoredArray:
     """One scale for each block of so many outputs and inputs."""
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.errors import CheckpointError
-from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization.decoding import FLOATS, block_scale, check_scale, columns, plain
+from jaxpage.layers.quantized import WeightFormat
+from jaxpage.models.quantization.decoding import block_scale, plain, scale_of_weight
 from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "fp8"
@@ -24,11 +24,7 @@ def read(config: Mapping[str, Any]) -> Scheme:
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
         raise CheckpointError(f"config.json: quantization_config.weight_block_size must be two sizes, not {block!r}")
-    scale = (
-        block_scale(NAME_OF_SCALE, block)
-        if block
-        else StoredArray(NAME_OF_SCALE, lambda *_: (), FLOATS, columns, check_scale)
-    )
+    scale = block_scale(NAME_OF_SCALE, block) if block else scale_of_weight(NAME_OF_SCALE)
     rows, size = block or (1, None)
     form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows)
     kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()

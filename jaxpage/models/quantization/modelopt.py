@@ -1,4 +1,6 @@
-"""NVFP4 as NVIDIA's ModelOpt writes it: four bits, a float8 scale for 16 inputs, and a float32 scale of the whole weight.
+"""FP8 and NVFP4 as NVIDIA's ModelOpt writes them.
+
+FP8 has a scale for each weight; NVFP4 four bits, a float8 scale for 16 inputs, and a float32 scale of the whole weight.
 
 Inputs are not rounded, which is nearer to the unquantised model than the checkpoint asks for.
 """
@@ -11,26 +13,44 @@ from typing import Any
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import WeightFormat
-from jaxpage.models.quantization.decoding import NVFP4_GROUP, nvfp4_scale, packed_bytes
+from jaxpage.models.quantization.decoding import NVFP4_GROUP, nvfp4_scale, packed_bytes, plain, scale_of_weight
 from jaxpage.models.quantization.scheme import Scheme, matches
 
 NAME = "modelopt"
 
 
+# By `quant_algo`, with words for readers.
+_FORMS = {
+    "FP8": (
+        WeightFormat("fp8", plain("float8_e4m3fn"), scale_of_weight("weight_scale")),
+        "fp8 weights, a scale for each",
+    ),
+    "NVFP4": (
+        WeightFormat(
+            "fp4",
+            packed_bytes("weight"),
+            nvfp4_scale("weight_scale", "weight_scale_2", (), divides=False),
+            group_size=NVFP4_GROUP,
+        ),
+        "NVFP4 weights in groups of 16",
+    ),
+}
+
+
 def read(config: Mapping[str, Any]) -> Scheme:
     """Of `quantization_config`. Raises UnsupportedError for what is not honoured."""
-    if (algorithm := config.get("quant_algo")) != "NVFP4":
+    algorithm = config.get("quant_algo")
+    if algorithm not in _FORMS:
         raise UnsupportedError(
-            f"config.json: quantization_config.quant_algo = {algorithm!r} is not supported, only 'NVFP4'"
+            f"config.json: quantization_config.quant_algo = {algorithm!r} is not supported, only {' and '.join(_FORMS)}"
         )
     for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
         if config.get(name):
             raise UnsupportedError(f"config.json: quantization_config.{name} is not supported")
-    scale = nvfp4_scale("weight_scale", "weight_scale_2", (), divides=False)
-    form = WeightFormat("fp4", packed_bytes("weight"), scale, group_size=NVFP4_GROUP)
+    form, described = _FORMS[algorithm]
     kept = tuple(config.get("ignore") or config.get("exclude_modules") or ())
 
     def form_of(name: str) -> WeightFormat | None:
         return None if matches(name, kept) or any(fnmatch.fnmatchcase(name, each) for each in kept) else form
 
-    return Scheme(NAME, "NVFP4 weights in groups of 16", form_of, ("*.input_scale",))
+    return Scheme(NAME, described, form_of, ("*.input_scale",))
