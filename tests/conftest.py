@@ -55,7 +55,7 @@ jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.devi
 
 from jaxpage.device import cpu_products  # noqa: E402, behind the hook
 from tests.support import durations  # noqa: E402
-from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables  # noqa: E402
+from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables, when_used  # noqa: E402
 
 _EXECUTABLES = SharedExecutables()
 _DURATIONS = durations.read()
@@ -77,11 +77,21 @@ def _compilation(request):
         pytest.fail(problem, pytrace=False)
 
 
+@pytest.fixture(scope="module")
+def compiled_when_used():
+    """For files whose engines are not made by `make_llm`, which does so by itself."""
+    with when_used():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _settled():
     """What is there before a module stays there. The collector would look through a million objects of jax and torch again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(
+        50_000, 20, 20
+    )  # tracing makes many objects; a twelfth of its time was spent on looking for cycles
 
 
 def pytest_configure(config):
