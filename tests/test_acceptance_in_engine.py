@@ -162,6 +162,7 @@ def test_drafts_that_a_model_draws_change_no_distribution(
     assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 90
 
 
+@pytest.mark.sweep  # a proposer that does so: below
 def test_a_model_that_draws_from_something_else_shows(
     directory: Path, draft_model: Path, log_probabilities: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
