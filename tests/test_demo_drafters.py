@@ -42,6 +42,8 @@ from tools.demo_model.model import (
     rotate,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_when_used")
+
 TOY = ModelSpec(vocabulary=48, width=32, layers=4, heads=2, kv_heads=1, feed_forward=48, max_positions=64)
 TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 FREQUENT = np.sort(np.random.default_rng(3).permutation(48)[:40])

@@ -27,6 +27,7 @@ from tests.support.gguf_files import write_gguf
 from tests.support.mixed_requests import CONFIG, texts
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 
+pytestmark = pytest.mark.usefixtures("compiled_when_used")
 RNG = np.random.default_rng(0)
 Tensors = dict[str, np.ndarray]
 Stored = tuple[Tensors, np.ndarray]  # what a module stores, behind its name, and the weight that it stands for
