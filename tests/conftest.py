@@ -49,7 +49,7 @@ hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None,
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 
-# The shapes in signatures are checked while jax traces, so it costs nothing per step. Only here: users pay nothing.
+# The shapes in signatures are checked while jax traces, in the files that are marked `shapes`; see `_compilation`. Users pay nothing.
 # Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
 jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
 
@@ -64,10 +64,12 @@ _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilation(request):
-    """Modules that are marked `optimized`, whose subject is bits, test the code that users run."""
-    optimized = request.node.get_closest_marker("optimized") is not None
+    """Modules that are marked `optimized`, whose subject is bits, test the code that users run; `shapes`: see `pyproject.toml`."""
+    optimized, shapes = (request.node.get_closest_marker(name) is not None for name in ("optimized", "shapes"))
+    shapes = shapes or request.config.getoption("--check-shapes")
+    jaxtyping.config.update("jaxtyping_disable", not shapes)
     stopwatch = durations.Stopwatch()
-    with _EXECUTABLES.in_use(optimized=optimized) as counts:
+    with _EXECUTABLES.in_use(optimized=optimized, shapes=shapes) as counts:
         yield
     name = request.node.path.name
     _FOUND[name] = stopwatch.record(counts)
@@ -122,6 +124,11 @@ def pytest_testnodedown(node, error):
 def pytest_addoption(parser):
     parser.addoption(
         "--optimized", action="store_true", help="everything is compiled as for users: see the mark of this name"
+    )
+    parser.addoption(
+        "--check-shapes",
+        action="store_true",
+        help="the shapes in signatures are checked in every file: see the mark `shapes`",
     )
     parser.addoption("--write-reference", action="store_true", help="write the pages of docs/reference/ anew")
     parser.addoption(

@@ -77,6 +77,6 @@ def test_planted_mistakes_are_not_shared(compiled, monkeypatch):
 def test_a_small_pool_compiles_nothing_of_its_own(tmp_path):
     directory, shared = random_checkpoint(tmp_path, LLAMA), SharedExecutables()
     with shared.in_use(optimized=False):
-        make_llm(directory, **BLOCKS_OF_16).shutdown()
-    with shared.in_use(optimized=False) as counts, make_llm(directory, **SMALL_POOL) as llm:
+        make_llm(directory, **BLOCKS_OF_16, at_start=True).shutdown()
+    with shared.in_use(optimized=False) as counts, make_llm(directory, **SMALL_POOL, at_start=True) as llm:
         assert llm.stats()["num_blocks_total"] == 16 and counts.compiled == 0
