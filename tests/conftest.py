@@ -49,7 +49,7 @@ hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None,
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 
-# The shapes in signatures are checked while jax traces, in the files that are marked `shapes`; see `_compilation`. Users pay nothing.
+# The shapes in signatures are checked while jax traces, in `_WITH_SHAPES` or, with --check-shapes, in every file. Users pay nothing.
 # Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
 jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
 
@@ -58,20 +58,25 @@ from tests.support import durations  # noqa: E402
 from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables, when_used  # noqa: E402
 
 _EXECUTABLES = SharedExecutables()
+# Together they trace every function that has shapes in its signature. In all files the checks would take a fifteenth of the time.
+_WITH_SHAPES = {
+    *("on_four_devices.py", "test_acceptance_in_engine.py", "test_eagle.py", "test_engine_models.py", "test_lora.py"),
+    *("test_medusa.py", "test_methods_in_engines.py", "test_models.py", "test_multi_step.py", "test_quantization.py"),
+    *("test_quantized_experts.py", "test_scoring.py"),
+}
 _DURATIONS = durations.read()
 _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they have ended
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilation(request):
-    """Modules that are marked `optimized`, whose subject is bits, test the code that users run; `shapes`: see `pyproject.toml`."""
-    optimized, shapes = (request.node.get_closest_marker(name) is not None for name in ("optimized", "shapes"))
-    shapes = shapes or request.config.getoption("--check-shapes")
+    """Modules that are marked `optimized`, whose subject is bits, test the code that users run."""
+    optimized, name = request.node.get_closest_marker("optimized") is not None, request.node.path.name
+    shapes = name in _WITH_SHAPES or request.config.getoption("--check-shapes")
     jaxtyping.config.update("jaxtyping_disable", not shapes)
     stopwatch = durations.Stopwatch()
     with _EXECUTABLES.in_use(optimized=optimized, shapes=shapes) as counts:
         yield
-    name = request.node.path.name
     _FOUND[name] = stopwatch.record(counts)
     usual = "not sweep" in request.config.getoption("markexpr") and not request.config.getoption("--write-durations")
     usual = usual and not request.config.getoption("--optimized") and durations.is_of_this_python()

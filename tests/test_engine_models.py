@@ -14,7 +14,6 @@ from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E
 from tests.support.hf_models import MODELS, save_model  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
 
-pytestmark = pytest.mark.shapes
 PROMPT_LENGTHS = (3, 41, 17, 30)
 NUM_TOKENS = 14
 # Of each family. The numbers of all configurations are compared in tests/test_models.py; here it is what the engine makes of them.

@@ -32,7 +32,6 @@ from tests.support.hf_models import MODELS, config_json, make_model
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
-pytestmark = pytest.mark.shapes
 Parameters = dict[Any, Any]
 LENGTH = 40  # beyond every sliding window, and beyond the original lengths of llama3 and yarn
 TOLERANCE = 1e-4
