@@ -34,7 +34,7 @@ TOKENS = np.array([17, 40, 41, 66, 90, 133, 200, 251])  # all that requests belo
 PROMPT, NUM_TOKENS, NUM_REQUESTS = [3, 1, 4, 1, 5], 3, 240
 MOST = 5
 TREE, CHAIN = (-1, -1, 0, 0, 1), (-1, 0, 1)
-SETTINGS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128, "block_size": 4, "num_blocks": 129}
+SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 128, "block_size": 4, "num_blocks": 129}
 SPECULATIVE = {"method": "suffix", "num_speculative_tokens": MOST, "tree": True}
 SAMPLERS: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 1.0},
