@@ -136,6 +136,7 @@ class Reference:
 def of_a_model(directory: Path) -> Reference:
     model = hf_model(directory)
 
+    @functools.cache
     def logprobs(known: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
         with torch.no_grad():
             logits = model(torch.tensor([[*known, *path]])).logits[0, -1]
