@@ -59,10 +59,17 @@ from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables, when
 
 _EXECUTABLES = SharedExecutables()
 # Together they trace every function that has shapes in its signature. In all files the checks would take a fifteenth of the time.
-_WITH_SHAPES = (
-    "on_four_devices test_acceptance_in_engine test_drafting_ahead test_eagle test_engine_models test_experts test_lora test_medusa "
-    "test_methods_in_engines test_models test_multi_step test_quantization test_quantized_experts test_scoring"
-).split()
+_WITH_SHAPES = {
+    *(
+        "test_acceptance_in_engine.py",
+        "test_drafting_ahead.py",
+        "test_eagle.py",
+        "test_engine_models.py",
+        "test_lora.py",
+    ),
+    *("on_four_devices.py", "test_experts.py", "test_medusa.py", "test_methods_in_engines.py", "test_models.py"),
+    *("test_multi_step.py", "test_quantization.py", "test_quantized_experts.py", "test_scoring.py"),
+}
 _DURATIONS = durations.read()
 _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they have ended
 
@@ -71,7 +78,7 @@ _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they
 def _compilation(request):
     """Modules that are marked `optimized`, whose subject is bits, test the code that users run."""
     optimized, name = request.node.get_closest_marker("optimized") is not None, request.node.path.name
-    shapes = request.node.path.stem in _WITH_SHAPES or request.config.getoption("--check-shapes")
+    shapes = name in _WITH_SHAPES or request.config.getoption("--check-shapes")
     jaxtyping.config.update("jaxtyping_disable", not shapes)
     stopwatch = durations.Stopwatch()
     with _EXECUTABLES.in_use(optimized=optimized, shapes=shapes) as counts:
