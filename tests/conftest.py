@@ -60,15 +60,9 @@ from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables, when
 _EXECUTABLES = SharedExecutables()
 # Together they trace every function that has shapes in its signature. In all files the checks would take a fifteenth of the time.
 _WITH_SHAPES = {
-    *(
-        "test_acceptance_in_engine.py",
-        "test_drafting_ahead.py",
-        "test_eagle.py",
-        "test_engine_models.py",
-        "test_lora.py",
-    ),
-    *("on_four_devices.py", "test_experts.py", "test_medusa.py", "test_methods_in_engines.py", "test_models.py"),
-    *("test_multi_step.py", "test_quantization.py", "test_quantized_experts.py", "test_scoring.py"),
+    *("on_four_devices.py", "test_acceptance_in_engine.py", "test_drafting_ahead.py", "test_eagle.py"),
+    *("test_engine_models.py", "test_experts.py", "test_lora.py", "test_medusa.py", "test_methods_in_engines.py"),
+    *("test_models.py", "test_multi_step.py", "test_quantization.py", "test_quantized_experts.py", "test_scoring.py"),
 }
 _DURATIONS = durations.read()
 _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they have ended
