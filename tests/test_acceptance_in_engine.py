@@ -339,7 +339,9 @@ def test_typical_acceptance_is_announced_and_changes_sampled_texts_alone(
     directory: Path, llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        lossy = make_llm(directory, speculative_config={**SPECULATIVE, "acceptance": "typical"}, **{**SETTINGS, "max_num_seqs": 4})
+        lossy = make_llm(
+            directory, speculative_config={**SPECULATIVE, "acceptance": "typical"}, **{**SETTINGS, "max_num_seqs": 4}
+        )
     assert "acceptance 'typical' is lossy" in caplog.text
     with lossy:
         for check in (test_greedy_texts_are_those_without_drafts, test_a_text_is_a_function_of_its_seed_and_its_drafts):
