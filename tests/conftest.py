@@ -49,7 +49,7 @@ hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None,
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 
-# The shapes in signatures are checked while jax traces, in `_WITH_SHAPES` or, with --check-shapes, in every file. Users pay nothing.
+# The shapes in signatures are checked while jax traces, with --check-shapes: a fifteenth of the time. Users pay nothing.
 # Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
 jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
 
@@ -58,12 +58,6 @@ from tests.support import durations  # noqa: E402
 from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables, when_used  # noqa: E402
 
 _EXECUTABLES = SharedExecutables()
-# Together they trace every function that has shapes in its signature. In all files the checks would take a fifteenth of the time.
-_WITH_SHAPES = {
-    *("on_four_devices.py", "test_acceptance_in_engine.py", "test_drafting_ahead.py", "test_eagle.py"),
-    *("test_engine_models.py", "test_experts.py", "test_lora.py", "test_medusa.py", "test_methods_in_engines.py"),
-    *("test_models.py", "test_multi_step.py", "test_quantization.py", "test_quantized_experts.py", "test_scoring.py"),
-}
 _DURATIONS = durations.read()
 _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they have ended
 
@@ -71,12 +65,11 @@ _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they
 @pytest.fixture(scope="module", autouse=True)
 def _compilation(request):
     """Modules that are marked `optimized`, whose subject is bits, test the code that users run."""
-    optimized, name = request.node.get_closest_marker("optimized") is not None, request.node.path.name
-    shapes = name in _WITH_SHAPES or request.config.getoption("--check-shapes")
-    jaxtyping.config.update("jaxtyping_disable", not shapes)
+    optimized = request.node.get_closest_marker("optimized") is not None
     stopwatch = durations.Stopwatch()
-    with _EXECUTABLES.in_use(optimized=optimized, shapes=shapes) as counts:
+    with _EXECUTABLES.in_use(optimized=optimized) as counts:
         yield
+    name = request.node.path.name
     _FOUND[name] = stopwatch.record(counts)
     usual = "not sweep" in request.config.getoption("markexpr") and not request.config.getoption("--write-durations")
     usual = usual and not request.config.getoption("--optimized") and durations.is_of_this_python()
@@ -96,15 +89,14 @@ def _settled():
     """What is there before a module stays there. The collector would look through a million objects of jax and torch again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(
-        50_000, 20, 20
-    )  # tracing makes many objects; a twelfth of its time was spent on looking for cycles
+    gc.set_threshold(50_000, 20, 20)  # tracing makes many objects; a twelfth of its time went into looking for cycles
 
 
 def pytest_configure(config):
-    """Before XLA reads it: all that is compiled here, by oracles and child processes too."""
+    """Before XLA reads its flags: all that is compiled here, by oracles and child processes too."""
     if not config.getoption("--optimized") and UNOPTIMIZED_FLAGS not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{UNOPTIMIZED_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+    jaxtyping.config.update("jaxtyping_disable", not config.getoption("--check-shapes"))
     # The dtype of a model must not depend on how fast the machine is, here or in a child.
     cpu_products.remember(cpu_products.CPUProducts("", {"float32": [1e-3, 1e-3], "bfloat16": [2e-3, 2e-3]}))
 
@@ -133,7 +125,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--check-shapes",
         action="store_true",
-        help="the shapes in signatures are checked in every file: see the mark `shapes`",
+        help="the shapes in signatures are checked while jax traces",
     )
     parser.addoption("--write-reference", action="store_true", help="write the pages of docs/reference/ anew")
     parser.addoption(

@@ -100,11 +100,3 @@ def test_what_is_compiled_when_used_is_compiled_once_and_only_then(monkeypatch):
         monkeypatch.setattr(steps, "copy_step", lambda *_, **__: None)
         with pytest.raises(RuntimeError, match="too late: .*copy_step"):
             late(1)
-
-
-def test_code_whose_shapes_were_not_checked_is_not_taken_for_checked(compiled):
-    shared = SharedExecutables()
-    for shapes, num_compiled in ((False, 1), (True, 1), (True, 0), (False, 0)):
-        with shared.in_use(optimized=False, shapes=shapes) as counts:
-            executables._compile_copy("pages", 8, "backend")
-        assert counts.compiled == num_compiled

@@ -93,8 +93,8 @@ class SharedExecutables:
         self._first_seen: dict[str, dict[str, object]] = {}
 
     @contextlib.contextmanager
-    def in_use(self, *, optimized: bool, shapes: bool = False) -> Iterator[Counts]:
-        """While it is open, engines take their executables from here. shapes: those that were traced with a check of shapes."""
+    def in_use(self, *, optimized: bool) -> Iterator[Counts]:
+        """While it is open, engines take their executables from here."""
         counts = Counts()
         build = executables.Executables.__init__
 
@@ -108,9 +108,7 @@ class SharedExecutables:
                 patch.setattr(executables, "compiled", _as_for_users)
             for name in _COMPILERS:
                 compile_one = getattr(executables, name)
-                patch.setattr(
-                    executables, name, functools.partial(self._get, counts, (optimized, shapes, name), compile_one)
-                )
+                patch.setattr(executables, name, functools.partial(self._get, counts, (optimized, name), compile_one))
             patch.setattr(executables, "_workspace_bytes", _workspace_bytes)
             yield counts
 
