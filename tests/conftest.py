@@ -49,13 +49,13 @@ hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None,
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 
-# The shapes in signatures are checked while jax traces, so it costs nothing per step. Only here: users pay nothing.
+# The shapes in signatures are checked while jax traces, with --check-shapes: a fifteenth of the time. Users pay nothing.
 # Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
 jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
 
 from jaxpage.device import cpu_products  # noqa: E402, behind the hook
 from tests.support import durations  # noqa: E402
-from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables  # noqa: E402
+from tests.support.executables import UNOPTIMIZED_FLAGS, SharedExecutables, when_used  # noqa: E402
 
 _EXECUTABLES = SharedExecutables()
 _DURATIONS = durations.read()
@@ -77,17 +77,26 @@ def _compilation(request):
         pytest.fail(problem, pytrace=False)
 
 
+@pytest.fixture(scope="module")
+def compiled_when_used():
+    """For files whose engines are not made by `make_llm`, which does so by itself."""
+    with when_used():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _settled():
     """What is there before a module stays there. The collector would look through a million objects of jax and torch again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # tracing makes many objects; a twelfth of its time went into looking for cycles
 
 
 def pytest_configure(config):
-    """Before XLA reads it: all that is compiled here, by oracles and child processes too."""
+    """Before XLA reads its flags: all that is compiled here, by oracles and child processes too."""
     if not config.getoption("--optimized") and UNOPTIMIZED_FLAGS not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{UNOPTIMIZED_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+    jaxtyping.config.update("jaxtyping_disable", not config.getoption("--check-shapes"))
     # The dtype of a model must not depend on how fast the machine is, here or in a child.
     cpu_products.remember(cpu_products.CPUProducts("", {"float32": [1e-3, 1e-3], "bfloat16": [2e-3, 2e-3]}))
 
@@ -112,6 +121,11 @@ def pytest_testnodedown(node, error):
 def pytest_addoption(parser):
     parser.addoption(
         "--optimized", action="store_true", help="everything is compiled as for users: see the mark of this name"
+    )
+    parser.addoption(
+        "--check-shapes",
+        action="store_true",
+        help="the shapes in signatures are checked while jax traces",
     )
     parser.addoption("--write-reference", action="store_true", help="write the pages of docs/reference/ anew")
     parser.addoption(

@@ -21,6 +21,7 @@ from jaxpage.layers import sharding  # noqa: E402
 from jaxpage.replay.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
 from tests.support.engines import LLAMA, invariants, tokens_of  # noqa: E402
+from tests.support.executables import when_used  # noqa: E402
 from tests.support.hf_models import MODELS, save_model  # noqa: E402
 from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
@@ -54,7 +55,7 @@ def test_there_are_four_devices():
 def generated(directory: Path | str, prompts: list[list[int]], temperature: float = 0.0, **settings: Any) -> Any:
     """Tokens, and log probabilities of what was likeliest."""
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
-    with LLM(str(directory), **{**SETTINGS, **settings}) as llm:
+    with when_used(), LLM(str(directory), **{**SETTINGS, **settings}) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         invariants(llm)
     return tokens_of(outputs)
@@ -135,7 +136,7 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
     prompts, log = prompts_of(257), tmp_path / "log"
     stored = load_file(directory / "model.safetensors")
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
-    with LLM(str(directory), **{**SETTINGS, **ON_4}) as llm:
+    with when_used(), LLM(str(directory), **{**SETTINGS, **ON_4}) as llm:
         alone = [tokens_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt in prompts]
         assert alone == want
         held = {name: np.asarray(array) for name, array in llm.parameters().items()}
@@ -152,9 +153,9 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) != want
         llm.update_parameters(held)
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
-    with LLM(str(directory), **{**SETTINGS, **INVARIANT}) as llm:
+    with when_used(), LLM(str(directory), **{**SETTINGS, **INVARIANT}) as llm:
         np.testing.assert_array_equal(llm.embed(prompts, use_tqdm=False), vectors)
-    with LLM(str(directory), **{**SETTINGS, **ON_4}, event_log=str(log)) as llm:
+    with when_used(), LLM(str(directory), **{**SETTINGS, **ON_4}, event_log=str(log)) as llm:
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
     report = replay(log, progress=False)
     assert report.difference is None and report.num_tokens == NUM_TOKENS * len(prompts)

@@ -34,7 +34,7 @@ TOKENS = np.array([17, 40, 41, 66, 90, 133, 200, 251])  # all that requests belo
 PROMPT, NUM_TOKENS, NUM_REQUESTS = [3, 1, 4, 1, 5], 3, 240
 MOST = 5
 TREE, CHAIN = (-1, -1, 0, 0, 1), (-1, 0, 1)
-SETTINGS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128, "block_size": 4, "num_blocks": 129}
+SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 128, "block_size": 4, "num_blocks": 129}
 SPECULATIVE = {"method": "suffix", "num_speculative_tokens": MOST, "tree": True}
 SAMPLERS: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 1.0},
@@ -162,6 +162,7 @@ def test_drafts_that_a_model_draws_change_no_distribution(
     assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 90
 
 
+@pytest.mark.sweep  # a proposer that does so: below
 def test_a_model_that_draws_from_something_else_shows(
     directory: Path, draft_model: Path, log_probabilities: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +339,9 @@ def test_typical_acceptance_is_announced_and_changes_sampled_texts_alone(
     directory: Path, llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        lossy = make_llm(directory, speculative_config={**SPECULATIVE, "acceptance": "typical"}, **SETTINGS)
+        lossy = make_llm(
+            directory, speculative_config={**SPECULATIVE, "acceptance": "typical"}, **{**SETTINGS, "max_num_seqs": 4}
+        )
     assert "acceptance 'typical' is lossy" in caplog.text
     with lossy:
         for check in (test_greedy_texts_are_those_without_drafts, test_a_text_is_a_function_of_its_seed_and_its_drafts):

@@ -25,6 +25,7 @@ from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from tests.support.distributions import probabilities, z_score
 from tests.support.reference_sampling import processed
+from tests.support.sweeps import few
 
 VOCAB, START, LENGTH, NUM_GENERATIONS = 8, 2, 3, 12_000
 REJECTION, TYPICAL = AcceptanceRule("rejection"), AcceptanceRule("typical")
@@ -252,8 +253,15 @@ def expected(name: str) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("shape", "sampler"),
-    [(shape, sampler) for shape in ("chain", "chain, chosen", "tree", "tree, chosen") for sampler in SAMPLERS]
-    + [("chain by the noise of draws", "temperature 1"), ("tree with the same drafts twice", "temperature 1")],
+    few(
+        [(shape, sampler) for shape in ("chain", "chain, chosen", "tree", "tree, chosen") for sampler in SAMPLERS]
+        + [("chain by the noise of draws", "temperature 1"), ("tree with the same drafts twice", "temperature 1")],
+        [  # every sampler, and every shape with one that cuts and one that does not
+            *[("tree", sampler) for sampler in SAMPLERS],
+            *[(shape, "temperature 1") for shape in SHAPES if shape != "tree"],
+            *[("chain", "grammar"), ("chain, chosen", "top-k 3"), ("tree, chosen", "repetition penalty")],
+        ],
+    ),
 )
 def test_rejection_changes_no_distribution(shape: str, sampler: str) -> None:
     counts, num_accepted_B = generated(rejecting(shape), SAMPLERS[sampler])

@@ -28,6 +28,8 @@ from jaxpage.cli.flags import UsageError
 from jaxpage.engine.build import PHASES
 from tests.support.random_checkpoints import random_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_when_used")
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

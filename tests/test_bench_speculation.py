@@ -16,6 +16,8 @@ from jaxpage.bench.engine_process import EngineInTurns, engine_process
 from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, Run, table
 from jaxpage.errors import JaxpageError, ModelNotFoundError
 
+pytestmark = pytest.mark.usefixtures("compiled_when_used")
+
 TEXT = Path(__file__).parent / "support" / "alice.txt"
 SMALL = EngineConfig(model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, num_blocks=9)
 

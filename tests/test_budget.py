@@ -7,7 +7,7 @@ import pytest
 from jaxpage.device import executables, steps
 from tests.support import durations
 from tests.support.engines import BLOCKS_OF_16, LLAMA, SMALL_POOL, make_llm
-from tests.support.executables import Counts, SharedExecutables
+from tests.support.executables import Counts, SharedExecutables, when_used
 from tests.support.random_checkpoints import random_checkpoint
 
 KNOWN = {"test_a.py": {"seconds": 9.0, "cpu_seconds": 9.0, "engines": 1, "executables": 5, "compiled": 0}}
@@ -77,6 +77,26 @@ def test_planted_mistakes_are_not_shared(compiled, monkeypatch):
 def test_a_small_pool_compiles_nothing_of_its_own(tmp_path):
     directory, shared = random_checkpoint(tmp_path, LLAMA), SharedExecutables()
     with shared.in_use(optimized=False):
-        make_llm(directory, **BLOCKS_OF_16).shutdown()
-    with shared.in_use(optimized=False) as counts, make_llm(directory, **SMALL_POOL) as llm:
+        make_llm(directory, **BLOCKS_OF_16, at_start=True).shutdown()
+    with shared.in_use(optimized=False) as counts, make_llm(directory, **SMALL_POOL, at_start=True) as llm:
         assert llm.stats()["num_blocks_total"] == 16 and counts.compiled == 0
+
+
+def test_what_is_compiled_when_used_is_compiled_once_and_only_then(monkeypatch):
+    names = []
+
+    def compile_one(*arguments):
+        names.append(arguments)
+        return lambda given: given + arguments[1]
+
+    monkeypatch.setattr(executables, "_compile_copy", compile_one)
+    shared = SharedExecutables()
+    with shared.in_use(optimized=False) as counts:
+        with when_used():
+            copy, same, late = (executables._compile_copy("pages", size, "backend") for size in (8, 8, 16))
+        assert (counts.asked, executables._workspace_bytes(copy)) == (set(), 0)
+        assert (copy(1), copy(2), same(3)) == (9, 10, 11)
+        assert (len(counts.asked), counts.compiled, names) == (1, 1, [("pages", 8, "backend")])
+        monkeypatch.setattr(steps, "copy_step", lambda *_, **__: None)
+        with pytest.raises(RuntimeError, match="too late: .*copy_step"):
+            late(1)

@@ -858,7 +858,10 @@ def replaced(data: st.DataObject, value: Any) -> Any:
     return data.draw(JSON)
 
 
-fuzz = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+fuzz = settings(
+    max_examples=settings().max_examples // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json"])

@@ -42,6 +42,8 @@ from tools.demo_model.model import (
     rotate,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_when_used")
+
 TOY = ModelSpec(vocabulary=48, width=32, layers=4, heads=2, kv_heads=1, feed_forward=48, max_positions=64)
 TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 FREQUENT = np.sort(np.random.default_rng(3).permutation(48)[:40])
@@ -74,11 +76,11 @@ def train(teacher: Teacher, text: np.ndarray) -> Callable[[str], Trained]:
     @functools.cache
     def trained(name: str) -> Trained:
         drafter = drafters.make_drafter(name, teacher, FREQUENT, 0)
-        plan = training.Plan(120, 0, 2e-2)
+        plan = training.Plan(80, 0, 2e-2)
         run, step = training.start_run(drafter.params, plan), training.make_step(drafter.objective, plan)
         loss, rng = jax.jit(drafter.objective), np.random.default_rng(0)
         for _ in range(plan.steps):
-            rows = text[rng.integers(0, 64, 16)]
+            rows = text[rng.integers(0, 64, 8)]
             run.params, run.optimizer_state, _ = step(run.params, run.optimizer_state, rows)
         losses = float(loss(drafter.params, text[64:80])), float(loss(run.params, text[64:80]))
         return Trained(drafter, run.params, losses)

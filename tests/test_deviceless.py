@@ -118,7 +118,7 @@ def test_tiles_fit_in_the_shared_memory_of_small_gpus() -> None:
                 assert (kernel.shared_bytes or 0) <= 99 * 1024 and not kernel.machine.stack_bytes
 
 
-@pytest.mark.parametrize("page_dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("page_dtype", few(["int8", "uint8"], ["int8"]))
 def test_attention_over_quantised_pages_keeps_its_sums_in_registers(page_dtype: str) -> None:
     for name in ("llama-3-8b decode 64x2048", "llama-3-8b chunk 128+0"):
         spec = dataclasses.replace(find(name), page_dtype=page_dtype)

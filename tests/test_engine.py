@@ -32,7 +32,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(directory):
-    with make_llm(directory, num_blocks=33) as llm:
+    with make_llm(directory, num_blocks=33, at_start=True) as llm:
         yield llm
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.client
+import itertools
 import json
 import os
 import re
@@ -294,18 +295,24 @@ def client(server: Running) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def promises(client: httpx.Client) -> Promises:
-    return Promises(client)
+def promises(client: httpx.Client) -> Iterator[Promises]:
+    promises = Promises(client)
+    yield promises
+    promises.check()
 
 
 @pytest.fixture(autouse=True)
 def as_before(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test of the server in this process it is as it was, and nothing went wrong in it."""
+    """After each test of the server in this process it is as it was, and nothing went wrong in it. Rows are many: after every 16th."""
     promises = request.getfixturevalue("promises") if "server" in request.fixturenames else None
     yield
     if promises is not None:
-        promises.check()
+        if request.node.originalname != "test_an_input_ends_as_it_should" or not next(_NUM_ROWS) % 16:
+            promises.check()
         assert request.getfixturevalue("server").errors == []
+
+
+_NUM_ROWS = itertools.count(1)
 
 
 def client_of(address: str) -> httpx.Client:

@@ -37,7 +37,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     directory = random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
-    with make_llm(directory, **POOL, preemption_mode="auto", swap_space_blocks=24) as llm:
+    with make_llm(directory, **POOL, preemption_mode="auto", swap_space_blocks=24, at_start=True) as llm:
         yield llm
 
 

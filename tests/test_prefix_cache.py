@@ -246,7 +246,7 @@ class CachedTables(RuleBasedStateMachine):
             self.manager.check()
 
 
-STATE_MACHINE = settings(max_examples=250, stateful_step_count=30)
+STATE_MACHINE = settings(stateful_step_count=30)
 
 
 GROUPS = ((None, 3), (None, 2, 5), (None, 1), (4,), (5, 2))
@@ -433,7 +433,7 @@ def mistaken_machine(mistake: type, collides: bool, windows: Any) -> type[Cached
 def test_the_state_machine_sees_planted_mistakes(mistake: type, collides: bool, windows: Any) -> None:
     machine = mistaken_machine(mistake, collides, windows)
     with pytest.raises((AssertionError, KeyError, ValueError, IndexError, CapacityError)):
-        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate]))
+        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=800))
 
 
 # ---- the scheduler with a cache: its own state machine is that of test_scheduler, half of whose examples cache

@@ -351,7 +351,7 @@ class Caching(Scheduling):
         super().start(**settings_, **rest)
 
 
-STATE_MACHINE = settings(max_examples=200, stateful_step_count=25)
+STATE_MACHINE = settings(stateful_step_count=25)
 
 
 @pytest.mark.parametrize("machine", [Scheduling, Searching, Swapping, Caching])

@@ -345,7 +345,7 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
         row = Row(0, start, tuple(tokens), table)
         return runner.run(builder.build(StepPlan(0, (row,), (sample,), **moves)))
 
-    with make_llm(directory, num_blocks=33, preemption_mode="auto") as llm:
+    with make_llm(directory, num_blocks=33, preemption_mode="auto", at_start=True) as llm:
         runner, builder = llm._engine.runner, llm._engine.builder
         assert len(builder.host_blocks[0]) == llm.memory.num_host_blocks == 32
         before = llm.stats()["compile_total"]

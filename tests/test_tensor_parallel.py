@@ -17,10 +17,11 @@ from tests.support.reference import NOT_DIVIDED
 FILE = Path(__file__).parent / "on_four_devices.py"
 
 
-def test_on_four_devices():
+def test_on_four_devices(pytestconfig):
     """See there."""
     flags = f"--xla_force_host_platform_device_count=4 {os.environ.get('XLA_FLAGS', '')}"
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", str(FILE)]
+    shapes = ["--check-shapes"] * pytestconfig.getoption("--check-shapes")
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *shapes, str(FILE)]
     done = subprocess.run(
         command,
         env={**os.environ, "XLA_FLAGS": flags},

@@ -25,6 +25,7 @@ from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling import scheduler as planning
 from jaxpage.scheduling.plan_builder import PlanBuilder
+from tests.support.executables import when_used
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,8 +72,10 @@ _DEVICE_BLOCKS = {each["block_size"]: each["num_blocks"] for each in (BLOCKS_OF_
 _WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3")
 
 
-def make_llm(directory: Path | str, **settings: Any) -> LLM:
+def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) -> LLM:
     """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks for them.
+
+    at_start: everything is compiled at the start, as for users; otherwise each shape when it is first used.
 
     A pool that is smaller than its geometry's is small on the host alone: the pages on the device, which are in every shape, keep their
     size. A drafter on the device has scratch blocks right behind the pool, so there the pages are as large as was asked.
@@ -83,7 +86,8 @@ def make_llm(directory: Path | str, **settings: Any) -> LLM:
         method = drafting.get("method") if isinstance(drafting, dict) else drafting.method
         if method not in _WITH_SCRATCH_BLOCKS:
             patch.setattr(build, "kv_pages", _RoomyPages())
-        return LLM(model=str(directory), use_tqdm=False, **settings)
+        with contextlib.nullcontext() if at_start else when_used():
+            return LLM(model=str(directory), use_tqdm=False, **settings)
 
 
 class _RoomyPages:

@@ -1,4 +1,7 @@
-"""What tests compile: shared by the engines of a process, counted by file, compiled in a fifth of the time where speed is no subject."""
+"""What tests compile: shared by the engines of a process, counted by file, compiled in a fifth of the time where speed is no subject.
+
+Of an engine that is made `when_used`, what its test does not run is not compiled at all: most tests run a part of their menu.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import collections
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -29,12 +33,52 @@ UNOPTIMIZED_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, (value, 
 _AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
 MOST_MAPS = 35_000  # of memory: an executable of XLA on CPU takes 250 to 430 or more, and Linux gives a process 65,530
 _COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
-_OURS = {f"{executables.__name__}.{name}" for name in (*_COMPILERS, "compiled", "Executables.__init__")}
+_OURS = {
+    f"{executables.__name__}.{name}" for name in (*_COMPILERS, "compiled", "_workspace_bytes", "Executables.__init__")
+}
+_REAL_WORKSPACE_BYTES = executables._workspace_bytes
 _TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")
 
 
+_made_when_used = 0
+
+
+@contextlib.contextmanager
+def when_used() -> Iterator[None]:
+    """Engines that are made meanwhile compile each executable when it first runs, and not at their start."""
+    global _made_when_used
+    _made_when_used += 1
+    try:
+        yield
+    finally:
+        _made_when_used -= 1
+
+
+class WhenUsed:
+    """An executable that is compiled when it first runs, or is looked into. `stats()` counts it with those of the start."""
+
+    def __init__(self, get: Callable[[], Any]) -> None:
+        self._get: Callable[[], Any] | None = get
+        self._lock = threading.Lock()
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._executable(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_executable":
+            return getattr(self._executable, name)
+        with self._lock:
+            if self._get is not None:
+                compilations = executables._watch_compilations()
+                before = compilations.count, compilations.num_found
+                self._executable = self._get()
+                compilations.count, compilations.num_found = before
+                self._get = None
+        return self._executable
+
+
 class Counts:
-    """Of one file. `asked`: different executables that its engines need. Unlike `compiled` it does not depend on which files ran before."""
+    """Of one file. `asked`: different executables that its engines run. Unlike `compiled` it does not depend on which files ran before."""
 
     def __init__(self) -> None:
         self.asked: set[object] = set()
@@ -65,6 +109,7 @@ class SharedExecutables:
             for name in _COMPILERS:
                 compile_one = getattr(executables, name)
                 patch.setattr(executables, name, functools.partial(self._get, counts, (optimized, name), compile_one))
+            patch.setattr(executables, "_workspace_bytes", _workspace_bytes)
             yield counts
 
     def _get(self, counts: Counts, kind: object, compile_one: Callable[..., Any], *arguments: Any) -> Any:
@@ -72,12 +117,20 @@ class SharedExecutables:
         shapes = tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
         changed = dict(self._changed_code())
         key = kind, tree, shapes, frozenset((where, id(value)) for where, value in changed.items())
+        find = functools.partial(self._find, counts, key, changed, functools.partial(compile_one, *arguments))
+        return WhenUsed(find) if _made_when_used else find()
+
+    def _find(self, counts: Counts, key: object, changed: dict[str, object], compile_one: Callable[[], Any]) -> Any:
+        if (now := dict(self._changed_code())) != changed:
+            raise RuntimeError(
+                f"compiled when used, which is too late: {now.keys() ^ changed.keys()} changed since the engine was made"
+            )
         counts.asked.add(key)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key][0]
         counts.compiled += 1
-        executable = compile_one(*arguments)
+        executable = compile_one()
         dict(self._changed_code())  # modules that were imported on the way are as they should be
         self._kept[key] = executable, changed  # so that no other object gets the id of one that was changed
         if _num_maps() > MOST_MAPS:
@@ -104,6 +157,11 @@ def _members(name: str, module: ModuleType) -> Iterator[tuple[str, object]]:
         if isinstance(value, type) and value.__module__ == name:
             for inner, member in vars(value).items():
                 yield f"{name}.{attribute}.{inner}", member
+
+
+def _workspace_bytes(executable: Any) -> int:
+    """As `executables._workspace_bytes`; nothing of what is not compiled yet."""
+    return 0 if isinstance(executable, WhenUsed) else _REAL_WORKSPACE_BYTES(executable)
 
 
 def _num_maps() -> int:

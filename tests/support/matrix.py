@@ -19,6 +19,7 @@ from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from tests.support.engines import give_way
+from tests.support.executables import when_used
 from tests.support.running import SMALL
 from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up
 
@@ -62,17 +63,15 @@ class Engines:
             "on two devices": {"tensor_parallel_size": 2},
         }
         if kind not in self._llms:
-            self._llms[kind] = LLM("demo", use_tqdm=False, **{**self._settings, **changes[kind]})
+            with when_used():
+                self._llms[kind] = LLM("demo", use_tqdm=False, **{**self._settings, **changes[kind]})
         return self._llms[kind]
 
     def plain(self, params: Params) -> RequestOutput:
-        return self.llm().generate(PROMPT, params, use_tqdm=False)[0]
-
-    def known(self, params: Params) -> RequestOutput:
-        """What other requests are compared with, which many cells are with the same: run once."""
+        """What all others are compared with, which the cells of a row are with the same: run once."""
         key = repr(params)
         if key not in self._known:
-            self._known[key] = self.plain(params)
+            self._known[key] = self.llm().generate(PROMPT, params, use_tqdm=False)[0]
         return self._known[key]
 
     def streaming(self, params: Params) -> RequestOutput:
@@ -342,7 +341,7 @@ def cell(engines: Engines, name: str, feature: str) -> str:
 
 
 def _cell(engines: Engines, name: str, feature: str, case: Case, kind: Any, base: dict[str, Any]) -> str:
-    plain = engines.known(kind(**base))
+    plain = engines.plain(kind(**base))
     value, beside = (given(plain) if callable(given) else given for given in (case.value, case.beside))
     params = kind(**{**base, **beside, name: value})
     try:
@@ -353,7 +352,7 @@ def _cell(engines: Engines, name: str, feature: str, case: Case, kind: Any, base
         named = name if kind is SamplingParams else "beam_width"
         assert named in str(error) and feature[:6] in str(error), f"names not both: {error}"
         return REFUSED
-    situation = Situation(output, engines.known(kind(**{**base, **beside})), plain, params, engines.plain)
+    situation = Situation(output, engines.plain(kind(**{**base, **beside})), plain, params, engines.plain)
     check = case.under_grammar if feature == "structured" and case.under_grammar else case.check
     assert check(situation), f"{name}={value!r} is not honoured with {feature}: {output.outputs}"
     return YES
