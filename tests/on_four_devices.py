@@ -18,12 +18,14 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 
 from jaxpage import LLM, SamplingParams  # noqa: E402
 from jaxpage.layers import sharding  # noqa: E402
+from jaxpage.models import sharding as sharding_of_models  # noqa: E402
 from jaxpage.replay.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
 from tests.support.engines import LLAMA, invariants, tokens_of  # noqa: E402
+from tests.support.gguf_files import write_gguf  # noqa: E402
 from tests.support.hf_models import MODELS, save_model  # noqa: E402
 from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
-from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
+from tests.support.random_checkpoints import random_checkpoint, random_tensors  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
 
 NUM_TOKENS = 10
@@ -160,6 +162,57 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
     assert report.difference is None and report.num_tokens == NUM_TOKENS * len(prompts)
     header = json.loads(log.read_text().splitlines()[0])
     assert header["config"]["tensor_parallel_size"] == 4 and header["engine"]["sharding"] == [2, 4, 4, True]
+
+
+# Weights of few bits. That each shard has its part of them is seen in tests/test_quantization.py, for every format.
+
+FEW_BITS = {**LLAMA, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A GGUF file: a table in eight bits, products of parts of two types, groups with minima and without."""
+    kinds = {"embed": "Q8_0", "v_proj": "Q8_0", "down_proj": "Q4_0"}
+    path, config = tmp_path_factory.mktemp("gguf") / "model.gguf", {**FEW_BITS, "rms_norm_eps": 1e-6}
+    return write_gguf(path, config, random_tensors(FEW_BITS), "Q4_1", kinds=kinds)
+
+
+@pytest.fixture(scope="module")
+def want_of_kept(kept):
+    return generated(kept, prompts_of(257), **INVARIANT, quantization="gguf")
+
+
+def test_weights_of_few_bits_give_the_same_bits_and_nearly_those_of_the_dequantised(kept, want_of_kept):
+    for layout in ("two", "four"):
+        assert generated(kept, prompts_of(257), **LAYOUTS[layout], quantization="gguf") == want_of_kept
+    assert_near(generated(kept, prompts_of(257)), want_of_kept, 1e-4)
+
+
+def test_weights_and_inputs_of_eight_bits_do_too(tmp_path):
+    """Each shard rounds its own inputs."""
+    random_checkpoint(tmp_path, FEW_BITS)
+    one, four = (
+        generated(tmp_path, prompts_of(257), **LAYOUTS[layout], quantization="int8") for layout in ("one", "four")
+    )
+    assert one == four
+    assert_near(generated(tmp_path, prompts_of(257)), one, 0.2)
+
+
+def assert_near(wanted: Any, found: Any, tolerance: float) -> None:
+    for (wanted_tokens, wanted_entries), (tokens, entries) in zip(wanted, found, strict=True):
+        assert tokens == wanted_tokens
+        for token, entry, of_wanted in zip(tokens, entries, wanted_entries, strict=True):
+            assert abs(entry[token] - of_wanted[token]) < tolerance
+
+
+def test_a_scale_of_another_shard_is_seen(kept, want_of_kept, monkeypatch):
+    real = sharding_of_models.ShardedWeight.boxes
+
+    def boxes(self, place, device):
+        return real(self, place, 0 if place.path[-1] == "scale" else device)
+
+    monkeypatch.setattr(sharding_of_models.ShardedWeight, "boxes", boxes)
+    assert generated(kept, prompts_of(257), **ON_4, quantization="gguf") != want_of_kept
 
 
 # The column of the support matrix: two devices give what one gives, to the last bit.

@@ -161,10 +161,6 @@ def _describe(
     weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
     weights_bytes += lora.num_bytes(layout.dtype) if lora else 0
     spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
-    if spec.sharding.is_divided and files.quantization is not None:
-        raise UnsupportedError(
-            f"tensor_parallel_size: quantised weights ({files.quantization.described}) are not supported in a model that is divided"
-        )
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
     attention = attention_set(kernels, mesh.first, _pages_of_shard(spec, files), num_heads, layout.dtype)
     described = files.quantization.described if files.quantization else ""
