@@ -6,6 +6,7 @@ By hand: XLA_FLAGS=--xla_force_host_platform_device_count=4 pytest -n 0 tests/on
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from safetensors.numpy import load_file
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
-from jaxpage import LLM, SamplingParams  # noqa: E402
+from jaxpage import LLM, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.layers import sharding  # noqa: E402
 from jaxpage.models import sharding as sharding_of_models  # noqa: E402
 from jaxpage.replay.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
 from tests.support.engines import LLAMA, invariants, tokens_of  # noqa: E402
 from tests.support.gguf_files import write_gguf  # noqa: E402
-from tests.support.hf_models import MODELS, save_model  # noqa: E402
+from tests.support.hf_models import MODELS, make_model, save_model  # noqa: E402
 from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint, random_tensors  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
@@ -213,6 +214,48 @@ def test_a_scale_of_another_shard_is_seen(kept, want_of_kept, monkeypatch):
 
     monkeypatch.setattr(sharding_of_models.ShardedWeight, "boxes", boxes)
     assert generated(kept, prompts_of(257), **ON_4, quantization="gguf") != want_of_kept
+
+
+# LoRA adapters: A and B divided as the weights beside which they stand.
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Of peft on transformers: the model with two adapters, and the directory that has all of them."""
+    pytest.importorskip("peft", reason="the oracle is peft, which is installed for Python 3.11")
+    from tests.test_lora import with_adapters
+
+    directory, sizes = tmp_path_factory.mktemp("lora"), {"head_dim": 16, "num_hidden_layers": 1}
+    save_model("llama-grouped", directory / "model", **sizes)
+    return with_adapters(make_model("llama-grouped", **sizes), directory, ["third", "narrow"]), directory
+
+
+def generated_with(directory: Path, names: list[str | None], **settings: Any) -> Any:
+    """As `generated`, each prompt with an adapter or none. There are two adapters and one slot."""
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    asked = [name and LoRARequest(name, 1 + names.index(name), str(directory / name)) for name in names]
+    with LLM(str(directory / "model"), **{**SETTINGS, **lora, **settings}) as llm:
+        outputs = llm.generate(prompts_of(131), params, use_tqdm=False, lora_request=asked)
+        invariants(llm)
+    return tokens_of(outputs)
+
+
+def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
+    model, directory = adapters
+    names = ["third", None, "narrow"]
+    found = {layout: generated_with(directory, names, **settings) for layout, settings in LAYOUTS.items()}
+    for name, prompt, one in zip(names, prompts_of(131), found["one"], strict=True):
+        with model.disable_adapter() if name is None else nullcontext():
+            model.set_adapter(name or "third")
+            assert_as_transformers(model, [prompt], [one])
+    assert found["one"] == found["two"] == found["four"]
+    real = sharding_of_models.ShardedWeight.part  # a planted mistake: each device has the part of the first
+    monkeypatch.setattr(
+        sharding_of_models.ShardedWeight, "part", lambda self, whole, place, _: real(self, whole, place, 0)
+    )
+    planted = generated_with(directory, names, **ON_4)
+    assert planted[1] == found["one"][1] and planted[0] != found["one"][0] and planted[2] != found["one"][2]
 
 
 # The column of the support matrix: two devices give what one gives, to the last bit.

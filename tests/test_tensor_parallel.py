@@ -40,7 +40,6 @@ def test_too_few_devices_say_how_a_cpu_has_more():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"enable_lora": True}, "enable_lora"),
         ({"speculative_config": {"method": "medusa", "model": "heads"}}, "method 'medusa'"),
         ({"speculative_config": {"method": "draft_model", "model": "small"}}, "method 'draft_model'"),
     ],

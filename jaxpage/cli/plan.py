@@ -22,6 +22,7 @@ from jaxpage.engine.capacity import (
     ModelLayout,
     choose_dtype,
     device_spec_of,
+    lora_bytes,
     notices,
     refused_settings,
 )
@@ -64,7 +65,7 @@ class Subject:
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:
         """Raises ConfigError or CapacityError for what cannot be."""
         weights_bytes = num_bytes(self.weights, layout.dtype)
-        weights_bytes += self.lora.num_bytes(layout.dtype) if self.lora else 0
+        weights_bytes += lora_bytes(self.config, self.spec, self.device, layout, self.lora)
         weights_bytes += self.drafting.num_bytes(layout.dtype) if self.drafting else 0
         return describe_engine(self.config, self.spec, self.device, layout, weights_bytes, self.drafting, swaps=False)
 

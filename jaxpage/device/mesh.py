@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,14 @@ class DeviceMesh:
         one = SingleDeviceSharding(self.first)
         places = tuple(one if self.size == 1 else shape.sharding for shape in leaves)
         return jax.tree.unflatten(tree, _zeros(alike, places)())
+
+    def zero_shards(self, parts: Sequence[tuple[tuple[int, ...], bool]], dtype: Any) -> list[jax.Array]:
+        """Arrays of zeros. parts: the shape that a device has of each, and whether each has a part of its own (see `put_shards`)."""
+        shapes = [
+            self.divided(jax.ShapeDtypeStruct(shape, dtype), 0 if is_divided else None) for shape, is_divided in parts
+        ]
+        arrays: list[jax.Array] = self.zeros(shapes)
+        return arrays
 
     def on_each(self, function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
         """The function of whole arrays that runs `function` on the part that each device has of them.

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxpage.checkpoints import eos_token_ids, load_shards, load_weights, open_model, resolve_model
+from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import attention_set, choose_backend
@@ -27,7 +28,7 @@ from jaxpage.device.steps import StepOptions
 from jaxpage.device.stored_executables import StoredExecutables
 from jaxpage.engine.adapters import Adapters, lora_spec
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, notices
+from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, lora_bytes, notices
 from jaxpage.engine.drafters import Target
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.embedding import Embedder
@@ -40,9 +41,8 @@ from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
-from jaxpage.models.lora import LoRASpec
+from jaxpage.models.lora import LoRASpec, adapter_weights
 from jaxpage.models.sharding import ShardedWeight, joined, sharded_weights, with_sharding
-from jaxpage.models.weights import add_missing
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.strategy import Strategy
@@ -106,18 +106,16 @@ def build_engine(
     if verbose := progress if verbose is None else verbose:
         _print(aligned([*spec.rows()], num_words=2))
     phase(PHASES[2])
-    dtype = spec.layout.dtype
-    weights = load_model(files, spec, mesh, lora, progress=progress)
-    parameters = {"target": weights, "drafter": drafting.load(dtype, mesh.put, progress=progress)}
+    adapters = adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []
+    weights = load_model(files, spec, mesh, adapters, progress=progress)
+    parameters = {"target": weights, "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=progress)}
     phase(PHASES[3])
     pages = _pages(spec, files, drafting, mesh)
     options = _step_options(spec, config, files, drafting, lora, by_row=mesh.first.platform == "cpu")
+    shapes = (spec.menu, parameters, pages, options)
     executables = _compiled(
         config,
-        spec.menu,
-        parameters,
-        pages,
-        options,
+        *shapes,
         target_only=drafting.may_be_off,
         mesh=mesh,
         stored=_stored(mesh),
@@ -126,7 +124,8 @@ def build_engine(
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
     chosen: EngineParts = {"speculator": speculator, **(parts or {})}
-    runner = Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec, mesh, config))
+    new_pages, host_pages = functools.partial(mesh.zeros, pages), _host_pages(spec, mesh, config)
+    runner = Runner(parameters, new_pages, executables, host_pages, adapters)
     engine = Engine(
         scheduler=_scheduler(config, spec),
         builder=_builder(spec, lora.num_slots if lora else 0),
@@ -159,7 +158,7 @@ def _describe(
     stored = files.plan.stored_dtype()
     layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype, config.tensor_parallel_size)
     weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
-    weights_bytes += lora.num_bytes(layout.dtype) if lora else 0
+    weights_bytes += lora_bytes(config, files.spec, device, layout, lora)
     spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
     attention = attention_set(kernels, mesh.first, _pages_of_shard(spec, files), num_heads, layout.dtype)
@@ -173,17 +172,24 @@ def _describe(
 
 
 def load_model(
-    files: ModelFiles, spec: EngineSpec, mesh: DeviceMesh, lora: LoRASpec | None = None, *, progress: bool = False
+    files: ModelFiles,
+    spec: EngineSpec,
+    mesh: DeviceMesh,
+    adapters: Sequence[ShardedWeight] = (),
+    *,
+    progress: bool = False,
 ) -> dict[Any, Any]:
     """The weights of the checkpoint, each on the device that computes with it, and adapters that are zero."""
     dtype = spec.layout.dtype
     if spec.sharding.is_divided:
         divided = shards_of_weights(files, spec)
-        return load_shards(files.plan, dtype, divided, mesh.put, mesh.put_shards, progress=progress)
-    weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
-    if lora is not None:
-        _, shapes = abstract_model(files.family, files.spec, dtype, lora.rule(files.rule))
-        add_missing(weights, shapes, mesh.zeros)
+        weights = load_shards(files.plan, dtype, divided, mesh.put, mesh.put_shards, progress=progress)
+    else:
+        weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
+    places = [(place, weight.axis is not None) for weight in adapters for place in weight.places]
+    arrays = mesh.zero_shards([(place.shape, is_divided) for place, is_divided in places], dtype)
+    for (place, _), zeros in zip(places, arrays, strict=True):
+        insert(weights, place.path, zeros)
     return weights
 
 
@@ -223,7 +229,7 @@ def _step_options(
     by_row: bool,
 ) -> StepOptions:
     assert spec.kernels is not None, "the device is at hand"
-    rule = lora.rule(files.rule) if lora else with_sharding(spec.sharding, files.rule)
+    rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
     return StepOptions(
         graph,

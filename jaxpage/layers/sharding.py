@@ -137,6 +137,8 @@ def shard_of(whole: Layer, sharding: Sharding, axes: Sequence[str] = ("heads", "
             each.group_size = _group_size_of_shard(each, sharding)
         if isinstance(each, Linear | Quantized):
             each.spec = _spec_of_shard(each.spec, sharding)
+        if isinstance(each, Linear) and each.lora is not None:
+            each.lora.rows = tuple(part.rows for part in each.spec.parts)
     for _, parameter in nnx.to_flat_state(nnx.state(shard)):
         struct, of_axes = parameter.get_value(), parameter.get_metadata()["axes"]
         sizes = [

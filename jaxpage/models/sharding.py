@@ -126,6 +126,11 @@ class ShardedWeight:
             start += size
         return boxes
 
+    def part(self, whole: np.ndarray, place: Place, device: int) -> np.ndarray:
+        """What this parameter has, on that device, of these numbers of the weight."""
+        parts = [whole[box] for box in self.boxes(place, device)]
+        return parts[0] if self.axis is None else np.concatenate(parts, axis=self.axis)
+
     def fill(self, whole: np.ndarray, place: Place, array: np.ndarray) -> None:
         """Puts what all devices have of this parameter where it belongs in the whole weight."""
         assert self.axis is not None
@@ -161,7 +166,8 @@ def sharded_weights(weights: Iterable[Weight], shapes: Mapping[Any, Any], shardi
         own = tuple(places[weight.path])
         axis = _axis(weight, own[0])
         names = {name for index in range(len(weight.shape)) for name, _ in _parts(weight, index)}
-        if "shards" not in own[0].path and len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
+        is_whole = sharding.is_divided and "shards" not in own[0].path
+        if is_whole and len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
             raise UnsupportedError(
                 f"tensor_parallel_size: {weight.sources[0].pieces[0].name} is of a layer that this version does not divide"
             )

@@ -197,8 +197,6 @@ def _not_divided(config: EngineConfig) -> Iterable[Problem]:
         name, text = "tensor_parallel_reduction", "'invariant' is not supported with"
     else:
         return
-    if config.enable_lora:
-        yield name, f"{text} enable_lora: adapters are not divided"
     if (asked := config.speculative_config) is not None and asked.method not in _DRAFTS_WITHOUT_WEIGHTS:
         yield (
             name,
