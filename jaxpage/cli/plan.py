@@ -66,7 +66,8 @@ class Subject:
         """Raises ConfigError or CapacityError for what cannot be."""
         weights_bytes = num_bytes(self.weights, layout.dtype)
         weights_bytes += lora_bytes(self.config, self.spec, self.device, layout, self.lora)
-        weights_bytes += self.drafting.num_bytes(layout.dtype) if self.drafting else 0
+        num_devices = layout.tensor_parallel_size  # each has all that a drafter has
+        weights_bytes += num_devices * self.drafting.num_bytes(layout.dtype) if self.drafting else 0
         return describe_engine(self.config, self.spec, self.device, layout, weights_bytes, self.drafting, swaps=False)
 
     def option(self, layout: ModelLayout) -> Option:

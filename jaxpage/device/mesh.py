@@ -7,6 +7,7 @@ layers and kernels see arrays of the size that a device holds. What is not divid
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,13 @@ class DeviceMesh:
     def from_process(self, array: np.ndarray, axis: int) -> Any:
         """The whole array, of which each process has what `of_process` gave it."""
         return array if self.is_one_process else jax.make_array_from_process_local_data(self._along(axis), array)
+
+    def num_bytes_of_device(self, arrays: Any) -> int:
+        """What a device has of a tree of arrays or shapes."""
+        return sum(
+            math.prod(array.shape) * array.dtype.itemsize // (self.size if any(_spec_of(array)) else 1)
+            for array in jax.tree.leaves(arrays)
+        )
 
     def whole(self, shapes: Any) -> Any:
         """Shapes and types, in a tree, of arrays that are the same on every device."""

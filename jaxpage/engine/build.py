@@ -140,7 +140,7 @@ def build_engine(
     )
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
         measure_costs(engine.builder, engine.runner, controller)
-    scratch_bytes = kv_pages.num_bytes(pages) // mesh.size - spec.memory.pool_bytes
+    scratch_bytes = mesh.num_bytes_of_device(pages) - spec.memory.pool_bytes
     memory = replace(spec.memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
         _print([_of_cache(memory, executables)])
@@ -157,7 +157,7 @@ def _describe(
     device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.stored_dtype()
     layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype, config.tensor_parallel_size)
-    weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
+    weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype) * mesh.size
     weights_bytes += lora_bytes(config, files.spec, device, layout, lora)
     spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
@@ -212,10 +212,10 @@ def _pages_of_shard(spec: EngineSpec, files: ModelFiles) -> KVPages:
 
 
 def _pages(spec: EngineSpec, files: ModelFiles, drafting: Drafting, mesh: DeviceMesh) -> KVPages:
-    """Shapes of all layers; of a divided model each layer's in each of a device's shards."""
+    """Shapes of all layers; of a divided model each layer's in each of a device's shards. Each device has all of a drafter's."""
     of_model = kv_pages.divided_shapes(_pages_of_shard(spec, files), spec.sharding.num_local, mesh)
     behind = [spec.num_blocks[group] for group in spec.layer_groups[files.spec.kv.num_layers :]]
-    drafters = drafting.pages(spec.menu, behind, spec.memory.block_size, spec.page_dtype)
+    drafters: KVPages = mesh.whole(drafting.pages(spec.menu, behind, spec.memory.block_size, spec.page_dtype))
     return of_model + drafters
 
 
@@ -236,7 +236,7 @@ def _step_options(
         spec.vocab_size,
         spec.tables.width * spec.memory.block_size,
         spec.tables,
-        tuple(group for group in spec.layer_groups for _ in range(spec.sharding.num_local)),
+        _groups_of_pages(spec, files),
         spec.kernels,
         sample_by_row=by_row,
         drafter=drafting.make(
@@ -253,6 +253,13 @@ def _step_options(
         max_loras=lora.num_slots if lora else 0,
         sharding=spec.sharding,
     )
+
+
+def _groups_of_pages(spec: EngineSpec, files: ModelFiles) -> tuple[int, ...]:
+    """See `StepOptions.layer_groups`."""
+    num_layers, groups = files.spec.kv.num_layers, spec.layer_groups
+    of_model = (group for group in groups[:num_layers] for _ in range(spec.sharding.num_local))
+    return (*of_model, *groups[num_layers:])
 
 
 def _builder(spec: EngineSpec, max_loras: int) -> BatchBuilder:
