@@ -263,25 +263,21 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["draft_model", "medusa"])
-def test_a_drafter_changes_no_bit_and_drafts_as_on_one_device(method, directory, want, tmp_path):
+def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
     """The model itself, whose products are whole where it drafts, and which is right most of the time; or heads of random numbers."""
     drafter = directory if method == "draft_model" else write_original(tmp_path / "heads", random_heads(3, 1, 257, 64))
     asked = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
-    counts = []
-    for layout in ("one", "four"):
-        settings = {**SETTINGS, **LAYOUTS[layout], "speculative_config": asked, "preemption_mode": "swap"}
-        params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
-        with LLM(str(directory), **settings) as llm:
-            engine, prompts = llm._engine, enumerate(prompts_of(257))
-            reporters = [engine.add(str(name), engine.prepare(None, prompt, params)) for name, prompt in prompts]
-            run_giving_way(engine, 4)
-            invariants(llm)
-            assert tokens_of([reporter.whole() for reporter in reporters]) == want
-            stats = llm.stats()
-            assert stats["num_preemptions_total"]["swap"] > 0, "its keys and values are swapped with the model's"
-            counts.append([stats[f"spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted")])
-    assert counts[0] == counts[1] and counts[0][0] > 0
-    assert method == "medusa" or counts[0][1] > counts[0][0] // 2
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    with LLM(str(directory), **{**SETTINGS, **ON_4, "speculative_config": asked, "preemption_mode": "swap"}) as llm:
+        engine, prompts = llm._engine, enumerate(prompts_of(257))
+        reporters = [engine.add(str(name), engine.prepare(None, prompt, params)) for name, prompt in prompts]
+        run_giving_way(engine, 4)
+        invariants(llm)
+        assert tokens_of([reporter.whole() for reporter in reporters]) == want
+        stats = llm.stats()
+    assert stats["num_preemptions_total"]["swap"] > 0, "its keys and values are swapped with the model's"
+    num_drafts, num_accepted = (stats[f"spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted"))
+    assert num_drafts > 0 and (method == "medusa" or num_accepted > num_drafts // 2)
 
 
 # The column of the support matrix: two devices give what one gives, to the last bit.
