@@ -6,6 +6,7 @@ By hand: XLA_FLAGS=--xla_force_host_platform_device_count=4 pytest -n 0 tests/on
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from safetensors.numpy import load_file
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
-from jaxpage import LLM, SamplingParams  # noqa: E402
+from jaxpage import LLM, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.layers import sharding  # noqa: E402
+from jaxpage.models import sharding as sharding_of_models  # noqa: E402
 from jaxpage.replay.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
-from tests.support.engines import LLAMA, invariants, tokens_of  # noqa: E402
+from tests.support.engines import LLAMA, invariants, run_giving_way, tokens_of  # noqa: E402
 from tests.support.executables import when_used  # noqa: E402
-from tests.support.hf_models import MODELS, save_model  # noqa: E402
+from tests.support.gguf_files import write_gguf  # noqa: E402
+from tests.support.hf_models import MODELS, make_model, save_model  # noqa: E402
 from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
-from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
+from tests.support.medusa import random_heads, write_original  # noqa: E402
+from tests.support.random_checkpoints import random_checkpoint, random_tensors  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
 
 NUM_TOKENS = 10
@@ -161,6 +165,123 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
     assert report.difference is None and report.num_tokens == NUM_TOKENS * len(prompts)
     header = json.loads(log.read_text().splitlines()[0])
     assert header["config"]["tensor_parallel_size"] == 4 and header["engine"]["sharding"] == [2, 4, 4, True]
+
+
+# Weights of few bits. That each shard has its part of them is seen in tests/test_quantization.py, for every format.
+
+FEW_BITS = {**LLAMA, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A GGUF file: a table in eight bits, products of parts of two types, groups with minima and without."""
+    kinds = {"embed": "Q8_0", "v_proj": "Q8_0", "down_proj": "Q4_0"}
+    path, config = tmp_path_factory.mktemp("gguf") / "model.gguf", {**FEW_BITS, "rms_norm_eps": 1e-6}
+    return write_gguf(path, config, random_tensors(FEW_BITS), "Q4_1", kinds=kinds)
+
+
+@pytest.fixture(scope="module")
+def want_of_kept(kept):
+    return generated(kept, prompts_of(257), **INVARIANT, quantization="gguf")
+
+
+def test_weights_of_few_bits_give_the_same_bits_and_nearly_those_of_the_dequantised(kept, want_of_kept):
+    for layout in ("two", "four"):
+        assert generated(kept, prompts_of(257), **LAYOUTS[layout], quantization="gguf") == want_of_kept
+    assert_near(generated(kept, prompts_of(257)), want_of_kept, 1e-4)
+
+
+def test_weights_and_inputs_of_eight_bits_do_too(tmp_path):
+    """Each shard rounds its own inputs."""
+    random_checkpoint(tmp_path, FEW_BITS)
+    one, four = (
+        generated(tmp_path, prompts_of(257), **LAYOUTS[layout], quantization="int8") for layout in ("one", "four")
+    )
+    assert one == four
+    assert_near(generated(tmp_path, prompts_of(257)), one, 0.2)
+
+
+def assert_near(wanted: Any, found: Any, tolerance: float) -> None:
+    for (wanted_tokens, wanted_entries), (tokens, entries) in zip(wanted, found, strict=True):
+        assert tokens == wanted_tokens
+        for token, entry, of_wanted in zip(tokens, entries, wanted_entries, strict=True):
+            assert abs(entry[token] - of_wanted[token]) < tolerance
+
+
+def test_a_scale_of_another_shard_is_seen(kept, want_of_kept, monkeypatch):
+    real = sharding_of_models.ShardedWeight.boxes
+
+    def boxes(self, place, device):
+        return real(self, place, 0 if place.path[-1] == "scale" else device)
+
+    monkeypatch.setattr(sharding_of_models.ShardedWeight, "boxes", boxes)
+    assert generated(kept, prompts_of(257), **ON_4, quantization="gguf") != want_of_kept
+
+
+# LoRA adapters: A and B divided as the weights beside which they stand.
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Of peft on transformers: the model with two adapters, and the directory that has all of them."""
+    pytest.importorskip("peft", reason="the oracle is peft, which is installed for Python 3.11")
+    from tests.test_lora import with_adapters
+
+    directory, sizes = tmp_path_factory.mktemp("lora"), {"head_dim": 16, "num_hidden_layers": 1}
+    save_model("llama-grouped", directory / "model", **sizes)
+    return with_adapters(make_model("llama-grouped", **sizes), directory, ["third", "narrow"]), directory
+
+
+def generated_with(directory: Path, names: list[str | None], **settings: Any) -> Any:
+    """As `generated`, each prompt with an adapter or none. There are two adapters and one slot."""
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    asked = [name and LoRARequest(name, 1 + names.index(name), str(directory / name)) for name in names]
+    with when_used(), LLM(str(directory / "model"), **{**SETTINGS, **lora, **settings}) as llm:
+        outputs = llm.generate(prompts_of(131), params, use_tqdm=False, lora_request=asked)
+        invariants(llm)
+    return tokens_of(outputs)
+
+
+def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
+    model, directory = adapters
+    names = ["third", None, "narrow"]
+    found = {layout: generated_with(directory, names, **settings) for layout, settings in LAYOUTS.items()}
+    for name, prompt, one in zip(names, prompts_of(131), found["one"], strict=True):
+        with model.disable_adapter() if name is None else nullcontext():
+            model.set_adapter(name or "third")
+            assert_as_transformers(model, [prompt], [one])
+    assert found["one"] == found["two"] == found["four"]
+    real = sharding_of_models.ShardedWeight.part  # a planted mistake: each device has the part of the first
+    monkeypatch.setattr(
+        sharding_of_models.ShardedWeight, "part", lambda self, whole, place, _: real(self, whole, place, 0)
+    )
+    planted = generated_with(directory, names, **ON_4)
+    assert planted[1] == found["one"][1] and planted[0] != found["one"][0] and planted[2] != found["one"][2]
+
+
+# Drafters with weights, of which each device has all: the text is that without drafts, to the last bit.
+
+
+@pytest.mark.parametrize("method", ["draft_model", "medusa"])
+def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
+    """The model itself, whose products are whole where it drafts, and which is right most of the time; or heads of random numbers."""
+    drafter = directory if method == "draft_model" else write_original(tmp_path / "heads", random_heads(3, 1, 257, 64))
+    asked = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    with (
+        when_used(),
+        LLM(str(directory), **{**SETTINGS, **ON_4, "speculative_config": asked, "preemption_mode": "swap"}) as llm,
+    ):
+        engine, prompts = llm._engine, enumerate(prompts_of(257))
+        reporters = [engine.add(str(name), engine.prepare(None, prompt, params)) for name, prompt in prompts]
+        run_giving_way(engine, 4)
+        invariants(llm)
+        assert tokens_of([reporter.whole() for reporter in reporters]) == want
+        stats = llm.stats()
+    assert stats["num_preemptions_total"]["swap"] > 0, "its keys and values are swapped with the model's"
+    num_drafts, num_accepted = (stats[f"spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted"))
+    assert num_drafts > 0 and (method == "medusa" or num_accepted > num_drafts // 2)
 
 
 # The column of the support matrix: two devices give what one gives, to the last bit.

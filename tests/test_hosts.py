@@ -124,6 +124,7 @@ def test_a_secret_is_needed(tmp_path):
             for engine, server, message in (
                 ({"event_log": "log"}, {}, "event_log is not supported with num_hosts = 2"),
                 ({"prefix_cache_directory": "d"}, {}, "prefix_cache_directory is not supported with num_hosts = 2"),
+                ({"enable_lora": True}, {}, "enable_lora is not supported with num_hosts = 2"),
                 ({"num_scheduler_steps": 4}, {}, "num_scheduler_steps is not supported with num_hosts = 2"),
                 ({"speculative_config": {"method": "ngram"}}, {}, "speculative_config is not supported with num_hosts"),
                 ({}, {"weights_directory": "d"}, "weights_directory is not supported with num_hosts = 2"),

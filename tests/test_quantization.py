@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxpage import LLM, cli
-from jaxpage.checkpoints import convert, load_weights, open_model
+from jaxpage.checkpoints import convert, load_shards, load_weights, open_model
 from jaxpage.checkpoints.config_file import read_config
 from jaxpage.device.attention import make_grouped_product
 from jaxpage.device.backends import Backend
-from jaxpage.errors import CheckpointError, JaxpageError
-from jaxpage.layers.product import Scaled, grouped_products, product
-from jaxpage.models.base import make_model
+from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
+from jaxpage.layers.product import Scaled, grouped_products, product, weight_numbers
+from jaxpage.layers.sharding import Sharding
+from jaxpage.models.base import abstract_model, make_model
+from jaxpage.models.sharding import Place, ShardedWeight, sharded_weights, with_sharding
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
 from tests.support.gguf_files import write_gguf
 from tests.support.mixed_requests import CONFIG, texts
@@ -217,20 +220,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
 }
 
 
-def quantized_checkpoint(directory: Path, name: str) -> dict[str, np.ndarray]:
+def quantized_checkpoint(directory: Path, name: str, config: dict[str, Any] = CONFIG) -> dict[str, np.ndarray]:
     """Writes one; returns the weights that its products stand for."""
     quantization, make = FORMATS[name]
     directory.mkdir(exist_ok=True)
-    tensors, exact = random_tensors(CONFIG), {}
+    tensors, exact = random_tensors(config), {}
     for key in [key for key in tensors if key.endswith("_proj.weight")]:
         stored, weight = make(*tensors.pop(key).shape)
         exact[key] = weight
         tensors |= {f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()}
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     write_tensors(directory, tensors)
     return exact
 
 
+# Which of them are divided in every run: one of each way to keep scales, zeros and codes.
+DIVIDED = [("W8A8", 2), ("W4A16 with zeros", 1), ("fp8 blocks", 2), ("awq", 2), ("gptq v2 of 8 bits", 1), ("nvfp4", 1)]
 FOUR_BITS = {"W4A16", "W4A16 with zeros", "mxfp4", "nvfp4", "nvfp4 of modelopt", "awq", "gptq", "gptq with zeros"}
 
 
@@ -275,6 +280,85 @@ def test_a_checkpoint_stands_for_its_weights(name: str, tmp_path: Path) -> None:
         x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
         wanted = x @ weight.T
         np.testing.assert_allclose(loaded.multiply(x, *path), wanted, atol=tolerance * np.abs(wanted).max())
+
+
+SHARED = {**CONFIG, "intermediate_size": 256, "num_hidden_layers": 1}  # two shards can have the groups of all formats
+
+
+def numbers_of_shards(
+    directory: Path, num_devices: int, quantization: str | None = None
+) -> Callable[..., list[np.ndarray]]:
+    """Loads a model in two shards. What gives the weight of each, by the path of the layer."""
+    files = open_model(directory, quantization)
+    sharding = Sharding(2, num_devices, 2, invariant=True)
+    rule = with_sharding(sharding, files.rule)
+    _, shapes = abstract_model(files.family, files.spec, "float32", rule)
+    weights = sharded_weights([filled.weight for filled in files.plan.parameters], shapes, sharding)
+    arrays = load_shards(
+        files.plan, "float32", weights, np.array, lambda shape, dtype, make: [*map(make, range(num_devices))]
+    )
+
+    def numbers(*path: str | int) -> list[np.ndarray]:
+        found = []
+        for device, index in np.ndindex(num_devices, sharding.num_local):
+            module, branch = make_model(files.family, files.spec, "float32", rule), arrays
+            for key in (*path[:-1], "shards", index, *path[-1:]):
+                module, branch = module[key] if isinstance(key, int) else getattr(module, key), branch[key]
+            for name, value in branch.items():
+                own = value[device] if isinstance(value, list) else value
+                getattr(module, name).set_value(jnp.asarray(own))
+            with grouped_products(make_grouped_product(Backend("reference"))):
+                found.append(np.asarray(weight_numbers(module.weight)))
+        return found
+
+    return numbers
+
+
+def assert_parts(numbers: Callable[..., list[np.ndarray]], exact: dict[str, np.ndarray]) -> None:
+    """That two shards have halves of these weights: by output, those of several modules one below the other, or by input."""
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    for path, modules in {
+        ("attention", "query_key_value"): [f"{attention}.{part}_proj.weight" for part in "qkv"],
+        ("mlp", "gate_up"): [f"{mlp}.{part}_proj.weight" for part in ("gate", "up")],
+    }.items():
+        for place, found in enumerate(numbers("layers", 0, *path)):
+            wanted = np.concatenate([np.split(exact[name], 2)[place] for name in modules])
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-9)
+    for path, name in {
+        ("attention", "output"): f"{attention}.o_proj.weight",
+        ("mlp", "down"): f"{mlp}.down_proj.weight",
+    }.items():
+        for place, found in enumerate(numbers("layers", 0, *path)):
+            np.testing.assert_allclose(found, np.split(exact[name], 2, axis=1)[place], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "num_devices"), few([(name, n) for name in FORMATS for n in (1, 2)], DIVIDED))
+def test_a_shard_has_its_part_of_a_quantised_weight(name: str, num_devices: int, tmp_path: Path) -> None:
+    """Codes, scales and zeros, of outputs and of inputs, on one device or on two."""
+    exact = quantized_checkpoint(tmp_path, name, SHARED)
+    assert_parts(numbers_of_shards(tmp_path, num_devices), exact)
+
+
+def test_a_scale_that_is_not_divided_as_its_codes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted mistake, of which the test above would say nothing if it saw the codes alone."""
+    exact, real = quantized_checkpoint(tmp_path, "W4A16", SHARED), ShardedWeight.boxes
+
+    def boxes(self: ShardedWeight, place: Place, device: int) -> Any:
+        return real(self, replace(place, index=0) if place.path[-1] == "scale" else place, device)
+
+    monkeypatch.setattr(ShardedWeight, "boxes", boxes)
+    with pytest.raises(AssertionError):
+        assert_parts(numbers_of_shards(tmp_path, 1), exact)
+
+
+def test_a_group_that_two_shards_would_share_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    config = {
+        **SHARED,
+        "intermediate_size": 192,
+    }  # in groups of 128: 96 inputs of a shard would have one and the half of another
+    quantized_checkpoint(tmp_path, "fp8 blocks", config)
+    with pytest.raises(ConfigError, match="mlp.down_proj has 192 inputs.*each 128 share.*2 parts of 96"):
+        numbers_of_shards(tmp_path, 1)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])

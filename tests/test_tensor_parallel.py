@@ -41,10 +41,8 @@ def test_too_few_devices_say_how_a_cpu_has_more():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"quantization": "int8"}, "quantization 'int8'"),
-        ({"enable_lora": True}, "enable_lora"),
-        ({"speculative_config": {"method": "medusa", "model": "heads"}}, "method 'medusa'"),
-        ({"speculative_config": {"method": "draft_model", "model": "small"}}, "method 'draft_model'"),
+        ({"speculative_config": {"method": "eagle", "model": "head"}}, "method 'eagle'"),
+        ({"speculative_config": {"method": "eagle3", "model": "head"}}, "method 'eagle3'"),
     ],
 )
 @pytest.mark.parametrize(("name", "value"), [("tensor_parallel_size", 2), ("tensor_parallel_reduction", "invariant")])

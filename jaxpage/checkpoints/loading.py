@@ -22,7 +22,7 @@ from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.models.replacing import Path
-from jaxpage.models.sharding import Place, ShardedWeight
+from jaxpage.models.sharding import Box, Place, ShardedWeight
 from jaxpage.models.weights import Piece, Weight
 
 
@@ -94,28 +94,28 @@ def load_shards(
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         sharded, wanted = divided[filled.weight.path], filled.dtype(dtype)
+        part_of: Callable[[Box], np.ndarray] = functools.partial(_assembled, filled, arrays, wanted)
+        if any(piece.stored for piece, _ in filled.pieces):  # decoded once, not for each of its parts
+            part_of = part_of(_whole(filled)).__getitem__
         made = {}
         for place in sharded.places:
             if sharded.axis is None:
-                made[place.path] = put(_assembled(filled, arrays, wanted, _whole(filled)))
+                made[place.path] = put(part_of(_whole(filled)))
             else:
-                part = functools.partial(_shard, sharded, place, filled, arrays, wanted)
-                made[place.path] = put_shards(place.shape, wanted, part)
+                made[place.path] = put_shards(place.shape, wanted, functools.partial(_shard, sharded, place, part_of))
         return made, filled.weight.size * wanted.itemsize
 
     return _loaded(plan, dtype, load, stored_arrays(plan), progress)
 
 
-def _shard(
-    sharded: ShardedWeight, place: Place, filled: Filled, arrays: list[Any], dtype: np.dtype[Any], device: int
-) -> np.ndarray:
+def _shard(sharded: ShardedWeight, place: Place, part_of: Callable[[Box], np.ndarray], device: int) -> np.ndarray:
     """What a device has of a weight for one of its parameters, with zeros behind it where that is less than the parameter."""
     assert sharded.axis is not None
-    parts = [_assembled(filled, arrays, dtype, box) for box in sharded.boxes(place, device)]
+    parts = [part_of(box) for box in sharded.boxes(place, device)]
     lacking = place.shape[sharded.axis] - sum(part.shape[sharded.axis] for part in parts)
     if lacking:
         shape = [lacking if index == sharded.axis else size for index, size in enumerate(place.shape)]
-        parts.append(np.zeros(shape, dtype))
+        parts.append(np.zeros(shape, parts[0].dtype))
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=sharded.axis)
 
 

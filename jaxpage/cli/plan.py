@@ -6,12 +6,13 @@ import argparse
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
 
 from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
+from jaxpage.checkpoints.opening import ModelDescription
 from jaxpage.cli import plan_devices
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.sizing import MemoryPlan, gib
@@ -21,14 +22,17 @@ from jaxpage.engine.capacity import (
     ModelLayout,
     choose_dtype,
     device_spec_of,
+    lora_bytes,
     notices,
     refused_settings,
 )
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
+from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import KVSpec, ModelSpec, model_weights
 from jaxpage.models.lora import LoRASpec
+from jaxpage.models.sharding import check_division
 from jaxpage.models.weights import Weight, num_bytes
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -46,19 +50,24 @@ class Subject:
     """What is planned: a model with these settings on that device."""
 
     config: EngineConfig
-    architecture: str
-    spec: ModelSpec
+    model: ModelDescription
     weights: Sequence[Weight]
     num_parameters: int  # however many numbers a quantised weight is made of
     device: DeviceSpec
     drafting: Drafting | None = None
     lora: LoRASpec | None = None
+    divisible: set[Sharding] = field(default_factory=set)  # how it was found that it can be divided
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
 
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:
         """Raises ConfigError or CapacityError for what cannot be."""
         weights_bytes = num_bytes(self.weights, layout.dtype)
-        weights_bytes += self.lora.num_bytes(layout.dtype) if self.lora else 0
-        weights_bytes += self.drafting.num_bytes(layout.dtype) if self.drafting else 0
+        weights_bytes += lora_bytes(self.config, self.spec, self.device, layout, self.lora)
+        num_devices = layout.tensor_parallel_size  # each has all that a drafter has
+        weights_bytes += num_devices * self.drafting.num_bytes(layout.dtype) if self.drafting else 0
         return describe_engine(self.config, self.spec, self.device, layout, weights_bytes, self.drafting, swaps=False)
 
     def option(self, layout: ModelLayout) -> Option:
@@ -66,6 +75,9 @@ class Subject:
         refused = refused_settings(self.config, layout)
         try:
             spec = self.engine_spec(layout)
+            if spec.sharding not in self.divisible:
+                check_division(self.model.family, self.spec, self.model.rule, spec.sharding)
+                self.divisible.add(spec.sharding)
         except (CapacityError, ConfigError, UnsupportedError) as error:
             return Option(layout, refused, None, 0, error)
         num_devices = layout.tensor_parallel_size
@@ -134,8 +146,7 @@ def _described(
     unquantised = weights if model.rule is None else model_weights(model.family, model.spec)
     num_parameters = sum(weight.size for weight in unquantised)
     drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
-    architecture = model.config["architectures"][0]
-    subject = Subject(config, architecture, model.spec, weights, num_parameters, device, drafting, lora)
+    subject = Subject(config, model, weights, num_parameters, device, drafting, lora)
     layout = ModelLayout(choose_dtype(config, device, stated_dtype(model.config)), config.kv_cache_dtype)
     return subject, replace(layout, **given)
 
@@ -153,6 +164,11 @@ def _place(memory: int | None, utilization: float) -> DeviceSpec:
         open_devices(utilization)
         return device_spec_of(jax.devices()[0], utilization)
     return DeviceSpec(f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})", int(memory * utilization))
+
+
+def _architecture(subject: Subject) -> str:
+    name: str = subject.model.config["architectures"][0]
+    return name
 
 
 def _layouts(chosen: ModelLayout) -> list[ModelLayout]:
@@ -196,7 +212,7 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
     if plan is None:
         return []
     rows = [
-        ("model", f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters"),
+        ("model", f"{subject.config.model}: {_architecture(subject)}, {subject.num_parameters:,} parameters"),
         ("keys and values", _kept_text(kv)),
         ("dtype", f"{layout.dtype}; of keys and values: {layout.kv_cache_dtype}"),
         ("devices", str(layout.tensor_parallel_size)),
@@ -258,7 +274,7 @@ def _as_dict(subject: Subject, chosen: Option, options: Sequence[Option], length
     of = chosen.num_users(length)
     return {
         "model": subject.config.model,
-        "architecture": subject.architecture,
+        "architecture": _architecture(subject),
         "num_parameters": subject.num_parameters,
         "device": chosen.plan.device,
         **_option_dict(chosen, length),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import os
 import time
 from collections.abc import Iterable
@@ -272,7 +271,7 @@ def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend, mesh: De
 
 def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[Any, Any]:
     """Of the blocks' numbers, and of their bytes: on each device those of its own heads."""
-    block_bytes = sum(math.prod(page.shape[1:]) * page.dtype.itemsize for page in jax.tree.leaves(pages)) // mesh.size
+    block_bytes = sum(mesh.num_bytes_of_device(page) // page.shape[0] for page in jax.tree.leaves(pages))
     contents = jax.ShapeDtypeStruct((num_blocks, block_bytes), jnp.uint8)
     return mesh.whole(jax.ShapeDtypeStruct((num_blocks,), jnp.int32)), mesh.divided(contents, 1)
 

@@ -7,8 +7,9 @@ layers and kernels see arrays of the size that a device holds. What is not divid
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,13 @@ class DeviceMesh:
         """The whole array, of which each process has what `of_process` gave it."""
         return array if self.is_one_process else jax.make_array_from_process_local_data(self._along(axis), array)
 
+    def num_bytes_of_device(self, arrays: Any) -> int:
+        """What a device has of a tree of arrays or shapes."""
+        return sum(
+            math.prod(array.shape) * array.dtype.itemsize // (self.size if any(_spec_of(array)) else 1)
+            for array in jax.tree.leaves(arrays)
+        )
+
     def whole(self, shapes: Any) -> Any:
         """Shapes and types, in a tree, of arrays that are the same on every device."""
         return self.divided(shapes, None)
@@ -105,6 +113,14 @@ class DeviceMesh:
         one = SingleDeviceSharding(self.first)
         places = tuple(one if self.size == 1 else shape.sharding for shape in leaves)
         return jax.tree.unflatten(tree, _zeros(alike, places)())
+
+    def zero_shards(self, parts: Sequence[tuple[tuple[int, ...], bool]], dtype: Any) -> list[jax.Array]:
+        """Arrays of zeros. parts: the shape that a device has of each, and whether each has a part of its own (see `put_shards`)."""
+        shapes = [
+            self.divided(jax.ShapeDtypeStruct(shape, dtype), 0 if is_divided else None) for shape, is_divided in parts
+        ]
+        arrays: list[jax.Array] = self.zeros(shapes)
+        return arrays
 
     def on_each(self, function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
         """The function of whole arrays that runs `function` on the part that each device has of them.

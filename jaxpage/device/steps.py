@@ -39,7 +39,7 @@ class StepOptions(NamedTuple):
     vocab_size: int  # V
     context: int  # C: positions of the longest sequence
     tables: TableShape
-    # The cache group of each layer, a drafter's behind the model's; of a divided model, of the layer's pages in each of its shards.
+    # The cache group of each layer, of a divided model of the layer's pages in each of its shards; a drafter's behind the model's.
     layer_groups: tuple[int, ...]
     attention_backend: Backend
     sample_by_row: bool
@@ -223,7 +223,7 @@ def _hidden(
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
     """The model, its hidden states, its pages, and what of the hidden states a drafter takes."""
     model = nnx.merge(options.graph, parameters)
-    groups = options.layer_groups[:: options.sharding.num_local]
+    groups = options.layer_groups[: len(pages) : options.sharding.num_local]
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket, layer_groups=groups)
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     recur = make_recur(inputs, layer_groups=groups, by_row=options.sample_by_row)

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxpage.checkpoints import eos_token_ids, load_shards, load_weights, open_model, resolve_model
+from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import attention_set, choose_backend
@@ -27,7 +28,7 @@ from jaxpage.device.steps import StepOptions
 from jaxpage.device.stored_executables import StoredExecutables
 from jaxpage.engine.adapters import Adapters, lora_spec
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, notices
+from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, lora_bytes, notices
 from jaxpage.engine.drafters import Target
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.embedding import Embedder
@@ -40,9 +41,8 @@ from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
-from jaxpage.models.lora import LoRASpec
+from jaxpage.models.lora import LoRASpec, adapter_weights
 from jaxpage.models.sharding import ShardedWeight, joined, sharded_weights, with_sharding
-from jaxpage.models.weights import add_missing
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.strategy import Strategy
@@ -106,18 +106,16 @@ def build_engine(
     if verbose := progress if verbose is None else verbose:
         _print(aligned([*spec.rows()], num_words=2))
     phase(PHASES[2])
-    dtype = spec.layout.dtype
-    weights = load_model(files, spec, mesh, lora, progress=progress)
-    parameters = {"target": weights, "drafter": drafting.load(dtype, mesh.put, progress=progress)}
+    adapters = adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []
+    weights = load_model(files, spec, mesh, adapters, progress=progress)
+    parameters = {"target": weights, "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=progress)}
     phase(PHASES[3])
     pages = _pages(spec, files, drafting, mesh)
     options = _step_options(spec, config, files, drafting, lora, by_row=mesh.first.platform == "cpu")
+    shapes = (spec.menu, parameters, pages, options)
     executables = _compiled(
         config,
-        spec.menu,
-        parameters,
-        pages,
-        options,
+        *shapes,
         target_only=drafting.may_be_off,
         mesh=mesh,
         stored=_stored(mesh),
@@ -126,7 +124,8 @@ def build_engine(
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
     chosen: EngineParts = {"speculator": speculator, **(parts or {})}
-    runner = Runner(parameters, functools.partial(mesh.zeros, pages), executables, _host_pages(spec, mesh, config))
+    new_pages, host_pages = functools.partial(mesh.zeros, pages), _host_pages(spec, mesh, config)
+    runner = Runner(parameters, new_pages, executables, host_pages, adapters)
     engine = Engine(
         scheduler=_scheduler(config, spec),
         builder=_builder(spec, lora.num_slots if lora else 0),
@@ -141,7 +140,7 @@ def build_engine(
     )
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
         measure_costs(engine.builder, engine.runner, controller)
-    scratch_bytes = kv_pages.num_bytes(pages) // mesh.size - spec.memory.pool_bytes
+    scratch_bytes = mesh.num_bytes_of_device(pages) - spec.memory.pool_bytes
     memory = replace(spec.memory, workspace_bytes=executables.workspace_bytes() + scratch_bytes)
     if verbose:
         _print([_of_cache(memory, executables)])
@@ -158,13 +157,9 @@ def _describe(
     device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.stored_dtype()
     layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype, config.tensor_parallel_size)
-    weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype)
-    weights_bytes += lora.num_bytes(layout.dtype) if lora else 0
+    weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype) * mesh.size
+    weights_bytes += lora_bytes(config, files.spec, device, layout, lora)
     spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
-    if spec.sharding.is_divided and files.quantization is not None:
-        raise UnsupportedError(
-            f"tensor_parallel_size: quantised weights ({files.quantization.described}) are not supported in a model that is divided"
-        )
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
     attention = attention_set(kernels, mesh.first, _pages_of_shard(spec, files), num_heads, layout.dtype)
     described = files.quantization.described if files.quantization else ""
@@ -177,17 +172,24 @@ def _describe(
 
 
 def load_model(
-    files: ModelFiles, spec: EngineSpec, mesh: DeviceMesh, lora: LoRASpec | None = None, *, progress: bool = False
+    files: ModelFiles,
+    spec: EngineSpec,
+    mesh: DeviceMesh,
+    adapters: Sequence[ShardedWeight] = (),
+    *,
+    progress: bool = False,
 ) -> dict[Any, Any]:
     """The weights of the checkpoint, each on the device that computes with it, and adapters that are zero."""
     dtype = spec.layout.dtype
     if spec.sharding.is_divided:
         divided = shards_of_weights(files, spec)
-        return load_shards(files.plan, dtype, divided, mesh.put, mesh.put_shards, progress=progress)
-    weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
-    if lora is not None:
-        _, shapes = abstract_model(files.family, files.spec, dtype, lora.rule(files.rule))
-        add_missing(weights, shapes, mesh.zeros)
+        weights = load_shards(files.plan, dtype, divided, mesh.put, mesh.put_shards, progress=progress)
+    else:
+        weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
+    places = [(place, weight.axis is not None) for weight in adapters for place in weight.places]
+    arrays = mesh.zero_shards([(place.shape, is_divided) for place, is_divided in places], dtype)
+    for (place, _), zeros in zip(places, arrays, strict=True):
+        insert(weights, place.path, zeros)
     return weights
 
 
@@ -210,10 +212,10 @@ def _pages_of_shard(spec: EngineSpec, files: ModelFiles) -> KVPages:
 
 
 def _pages(spec: EngineSpec, files: ModelFiles, drafting: Drafting, mesh: DeviceMesh) -> KVPages:
-    """Shapes of all layers; of a divided model each layer's in each of a device's shards."""
+    """Shapes of all layers; of a divided model each layer's in each of a device's shards. Each device has all of a drafter's."""
     of_model = kv_pages.divided_shapes(_pages_of_shard(spec, files), spec.sharding.num_local, mesh)
     behind = [spec.num_blocks[group] for group in spec.layer_groups[files.spec.kv.num_layers :]]
-    drafters = drafting.pages(spec.menu, behind, spec.memory.block_size, spec.page_dtype)
+    drafters: KVPages = mesh.whole(drafting.pages(spec.menu, behind, spec.memory.block_size, spec.page_dtype))
     return of_model + drafters
 
 
@@ -227,14 +229,14 @@ def _step_options(
     by_row: bool,
 ) -> StepOptions:
     assert spec.kernels is not None, "the device is at hand"
-    rule = lora.rule(files.rule) if lora else with_sharding(spec.sharding, files.rule)
+    rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
     return StepOptions(
         graph,
         spec.vocab_size,
         spec.tables.width * spec.memory.block_size,
         spec.tables,
-        tuple(group for group in spec.layer_groups for _ in range(spec.sharding.num_local)),
+        _groups_of_pages(spec, files),
         spec.kernels,
         sample_by_row=by_row,
         drafter=drafting.make(
@@ -251,6 +253,13 @@ def _step_options(
         max_loras=lora.num_slots if lora else 0,
         sharding=spec.sharding,
     )
+
+
+def _groups_of_pages(spec: EngineSpec, files: ModelFiles) -> tuple[int, ...]:
+    """See `StepOptions.layer_groups`."""
+    num_layers, groups = files.spec.kv.num_layers, spec.layer_groups
+    of_model = (group for group in groups[:num_layers] for _ in range(spec.sharding.num_local))
+    return (*of_model, *groups[num_layers:])
 
 
 def _builder(spec: EngineSpec, max_loras: int) -> BatchBuilder:

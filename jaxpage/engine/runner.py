@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.steps import unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Move
 from jaxpage.models.replacing import Path
+from jaxpage.models.sharding import ShardedWeight
 from jaxpage.models.weights import add_missing
 from jaxpage.step.plan import StepResult
 
@@ -29,13 +31,15 @@ class Runner:
         new_pages: Callable[[], KVPages],
         executables: Executables,
         host_pages: Sequence[HostPages],
+        adapters: Sequence[ShardedWeight] = (),
     ):
-        """host_pages: of each cache group."""
+        """host_pages: of each cache group. adapters: A and B of every layer that takes any."""
         self.executables = executables
         self._parameters = parameters
         self._new_pages = new_pages
         self._pages = new_pages()
         self._host_pages = host_pages
+        self._adapters = {sharded.weight.path: sharded for sharded in adapters}
         self._under_way = False
 
     def run(self, batch: Batch) -> StepResult:
@@ -105,14 +109,15 @@ class Runner:
 
     def write_adapter(self, path: Path, slot: int, layer: tuple[np.ndarray, np.ndarray] | None) -> None:
         """A and B of a linear layer into a slot, from 1; None: zeros. Nothing is compiled for it."""
-        module = self._parameters["target"]
-        for key in (*path, "lora"):
-            module = module[key]
         for index, name in enumerate(("a", "b")):
-            numbers = np.array(module[name])
-            numbers[slot - 1] = 0 if layer is None else layer[index]
-            before, module[name] = module[name], jax.device_put(numbers, module[name].sharding)
-            before.delete()
+            sharded = self._adapters[*path, "lora", name]
+            for place in sharded.places:
+                module = functools.reduce(lambda branch, key: branch[key], place.path[:-1], self._parameters["target"])
+                numbers = np.array(module[name])
+                for device, own in enumerate(numbers.reshape(-1, *place.shape)):  # one for all, where it is not divided
+                    own[slot - 1] = 0 if layer is None else sharded.part(layer[index][None], place, device)[0]
+                before, module[name] = module[name], jax.device_put(numbers, module[name].sharding)
+                before.delete()
 
     @property
     def pages_are_lost(self) -> bool:

@@ -32,6 +32,10 @@ class Embedding(nnx.Module):
         self.name, self.axis = name, axis
         self.table = parameter((num_rows, width), axes=(axis, "embed"), dtype=dtype, sources=sources)
 
+    @property
+    def num_rows(self) -> int:
+        return self.table.get_value().shape[0]
+
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         return self.table[...][ids_T]
 

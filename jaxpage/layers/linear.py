@@ -74,9 +74,11 @@ class Linear(nnx.Module):
     """`y = x @ kernel.T + bias`. The kernel is stored `[out, in]`, see `product`.
 
     lora: adapters, where the model has any. They stand beside the weight, of whatever kind it is.
+    result: the type of the product and of its sums; None: that of the input.
     """
 
     lora: LoRA | None = None
+    result: DTypeLike | None = None
 
     def __init__(self, spec: LinearSpec):
         self.spec = spec
@@ -88,7 +90,7 @@ class Linear(nnx.Module):
         return self.kernel[...]
 
     def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        y_TO = product(x_TI, self.weight)
+        y_TO = product(x_TI, self.weight, result=self.result)
         if self.bias is not None:
             y_TO = y_TO + self.bias[...][None, :]
         return y_TO if self.lora is None else self.lora(x_TI, y_TO)

@@ -118,7 +118,7 @@ class Quantized(nnx.Module):
 
         return parameter(
             (spec.num_out, num_columns),
-            axes=(spec.output_axis, spec.input_axis),
+            axes=(spec.output_axis, spec.input_axis if num_columns > 1 else None),
             dtype=jnp.dtype(dtype),
             sources=spec.sources(one),
             keeps_dtype=True,
@@ -146,8 +146,13 @@ class QuantizedEmbedding(Quantized, Embedding):
     def __init__(self, whole: Embedding, form: WeightFormat):
         assert whole.name is not None
         table = whole.table.get_value()
+        self.name, self.axis = whole.name, whole.axis
         part = Part(table.shape[0], whole.axis, whole.name)
         self._declare_all(LinearSpec(table.shape[1], (part,), "embed", False, table.dtype), form)
+
+    @property
+    def num_rows(self) -> int:
+        return self.kernel.get_value().shape[0]
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         assert isinstance(self.weight, Grouped)

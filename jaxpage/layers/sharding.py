@@ -14,6 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,8 @@ from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.experts import Experts
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.mlp import MLP, GatedMLP
-from jaxpage.layers.product import product
+from jaxpage.layers.parameter import Axis
+from jaxpage.layers.quantized import Quantized
 
 DEVICE_AXIS = "devices"  # the axis of the mesh
 SHARED = {"heads": "query heads", "ffn": "feed-forward columns", "expert": "experts"}
@@ -121,15 +123,61 @@ def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
     return sums[0]
 
 
-class PartialLinear(Linear):
+Layer = TypeVar("Layer", bound=nnx.Module)
+
+
+def shard_of(whole: Layer, sharding: Sharding, axes: Sequence[str] = ("heads", "kv_heads", "ffn", "vocab")) -> Layer:
+    """A layer of the same kind that has a part of each parameter which has one of these axes; codes are divided as their scales are.
+
+    None of it is a tensor of a checkpoint. Raises ConfigError where an axis, or the groups of inputs that share a scale, cannot be divided.
+    """
+    shard: Layer = nnx.clone(whole)
+    for _, each in nnx.iter_modules(shard):
+        if isinstance(each, Quantized):
+            each.group_size = _group_size_of_shard(each, sharding)
+        if isinstance(each, Linear | Quantized):
+            each.spec = _spec_of_shard(each.spec, sharding)
+        if isinstance(each, Linear) and each.lora is not None:
+            each.lora.rows = tuple(part.rows for part in each.spec.parts)
+    for _, parameter in nnx.to_flat_state(nnx.state(shard)):
+        struct, of_axes = parameter.get_value(), parameter.get_metadata()["axes"]
+        sizes = [
+            sum(
+                sharding.size_of_part(name, size) if name in axes else size for name, size in parts_of(axis, whole_size)
+            )
+            for axis, whole_size in zip(of_axes, struct.shape, strict=True)
+        ]
+        parameter.set_value(jax.ShapeDtypeStruct(tuple(sizes), struct.dtype))
+        parameter.set_metadata(axes=(), sources=())
+    return shard
+
+
+def partial_of(whole: Linear, sharding: Sharding) -> Linear:
     """The product of a shard with its columns of a weight, to be added to those of the others. Its bias is added once, behind the sum."""
+    shard = shard_of(whole, sharding)
+    shard.bias, shard.result = None, jnp.float32 if sharding.invariant else None
+    return shard
 
-    def __init__(self, spec: LinearSpec, sharding: Sharding):
-        super().__init__(replace(spec, bias=False))
-        self.invariant = sharding.invariant
 
-    def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        return product(x_TI, self.weight, result=jnp.float32 if self.invariant else None)
+def parts_of(axis: Axis, size: int) -> tuple[tuple[str | None, int], ...]:
+    """Of an axis of a parameter, fused or not: the name and the size of each."""
+    return axis if isinstance(axis, tuple) else ((axis, size),)
+
+
+def _group_size_of_shard(whole: Quantized, sharding: Sharding) -> int:
+    num_in = whole.spec.num_in
+    own = sharding.size_of_part(whole.spec.input_axis, num_in)
+    if own < num_in and whole.group_size < num_in and own % whole.group_size:
+        raise ConfigError(
+            f"tensor_parallel_size: {whole.spec.parts[0].name} has {num_in} inputs of which each {whole.group_size} share a scale, and "
+            f"cannot be divided into {num_in // own} parts of {own}"
+        )
+    return min(whole.group_size, own)
+
+
+def _spec_of_shard(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
+    parts = tuple(Part(sharding.size_of_part(part.axis, part.rows), part.axis, None) for part in spec.parts)
+    return replace(spec, parts=parts, num_in=sharding.size_of_part(spec.input_axis, spec.num_in), fused=None)
 
 
 class Summed(nnx.Module):
@@ -156,8 +204,8 @@ class ShardedAttention(nnx.Module):
         def shard() -> Attention:
             return Attention(
                 whole.layer_index,
-                Linear(_spec_of_shard(whole.query_key_value.spec, sharding)),
-                PartialLinear(_spec_of_shard(whole.output.spec, sharding), sharding),
+                shard_of(whole.query_key_value, sharding),
+                partial_of(whole.output, sharding),
                 head_width=whole.head_width,
                 scale=whole.scale,
                 sliding_window=whole.sliding_window,
@@ -202,11 +250,10 @@ class ShardedMLP(nnx.Module):
 
     def __init__(self, whole: MLP | GatedMLP, sharding: Sharding):
         def shard() -> MLP | GatedMLP:
-            down = PartialLinear(_spec_of_shard(whole.down.spec, sharding), sharding)
+            down = partial_of(whole.down, sharding)
             if isinstance(whole, GatedMLP):
-                gate_up = Linear(_spec_of_shard(whole.gate_up.spec, sharding))
-                return GatedMLP(gate_up, down, activation=whole.activation)
-            return MLP(Linear(_spec_of_shard(whole.up.spec, sharding)), down, activation=whole.activation)
+                return GatedMLP(shard_of(whole.gate_up, sharding), down, activation=whole.activation)
+            return MLP(shard_of(whole.up, sharding), down, activation=whole.activation)
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
         self.down = Summed(whole.down, sharding)
@@ -219,13 +266,10 @@ class ShardedEmbedding(nnx.Module):
     """Each shard has its rows of the table; behind the last row of the last are zeros."""
 
     def __init__(self, whole: Embedding, sharding: Sharding):
-        table = whole.table.get_value()
-        self.num_rows, width = table.shape
+        self.num_rows = whole.num_rows
         self.rows_of_shard = sharding.size_of_part("vocab", self.num_rows)
         self.sharding = sharding
-        self.shards = nnx.List(
-            Embedding(self.rows_of_shard, width, name=None, dtype=table.dtype) for _ in range(sharding.num_local)
-        )
+        self.shards = nnx.List(shard_of(whole, sharding) for _ in range(sharding.num_local))
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """One shard has the row, and the others add zeros to it."""
@@ -249,7 +293,9 @@ class ShardedExperts(Experts):
     def __init__(self, whole: Experts, sharding: Sharding):
         def part(layer: ExpertLinear) -> ExpertLinear:
             count = sharding.size_of_part("expert", layer.spec.num_experts)
-            return ExpertLinear(replace(layer.spec, num_experts=count, modules=()))
+            own = shard_of(layer, sharding, ("expert",))
+            own.spec = replace(layer.spec, num_experts=count)
+            return own
 
         super().__init__(part(whole.gate_up), part(whole.down), activation=whole.activation, swiglu=whole.swiglu)
         self.sharding = sharding
@@ -259,9 +305,3 @@ class ShardedExperts(Experts):
         own_TX = expert_TX - _device(self.sharding) * count
         own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)  # those of other devices are none of these
         return summed(super().made(x_TD, own_TX), self.sharding)
-
-
-def _spec_of_shard(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
-    """Without names: a shard's weights are no tensors of a checkpoint."""
-    parts = tuple(Part(sharding.size_of_part(part.axis, part.rows), part.axis, None) for part in spec.parts)
-    return replace(spec, parts=parts, num_in=sharding.size_of_part(spec.input_axis, spec.num_in), fused=None)

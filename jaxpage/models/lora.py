@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.layers.linear import Linear
-from jaxpage.models.base import Family, ModelSpec, make_model
+from jaxpage.layers.sharding import Sharding
+from jaxpage.models.base import Family, ModelSpec, abstract_model, make_model
 from jaxpage.models.replacing import Path, Rule, replace_modules
+from jaxpage.models.sharding import ShardedWeight, sharded_weights, with_sharding
+from jaxpage.models.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,21 @@ class LoRATarget:
     num_in: int
     num_layer_parts: int
     num_layer_rows: int
+
+
+def adapter_weights(
+    family: Family, spec: ModelSpec, lora: LoRASpec, rule: Rule | None, sharding: Sharding
+) -> list[ShardedWeight]:
+    """A and B of every linear layer, for all slots, and the parameters that have parts of them. rule: the model's own."""
+    rule = lora.rule(rule)
+    state = nnx.to_flat_state(nnx.state(make_model(family, spec, "float32", rule)))
+    weights = [
+        Weight(cast(Path, path), variable.get_value().shape, variable.get_metadata()["axes"], ())
+        for path, variable in state
+        if "lora" in path
+    ]
+    _, shapes = abstract_model(family, spec, "float32", with_sharding(sharding, rule))
+    return sharded_weights(weights, shapes, sharding)
 
 
 def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:

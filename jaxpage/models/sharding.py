@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,10 @@ from jaxpage.layers.sharding import (
     ShardedExperts,
     ShardedMLP,
     Sharding,
+    parts_of,
 )
-from jaxpage.models.base import ModelSpec
-from jaxpage.models.replacing import Path, Rule
+from jaxpage.models.base import Family, ModelSpec, abstract_model, model_weights
+from jaxpage.models.replacing import Path, Rule, replace_modules
 from jaxpage.models.weights import Weight
 
 # C where sums do not depend on the number of devices: then 1, 2 and 4 are possible (docs/scale.md).
@@ -59,24 +60,34 @@ def _goes_into(num_kv_heads: int, count: int) -> bool:
 
 
 def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
-    """The rule that puts divided layers in the place of others. rule: the model's own, of which there is none beside this one."""
+    """The rule that puts divided layers in the place of others. rule: the model's own, whose layers are divided in their turn."""
     if not sharding.is_divided:
         return rule
-    assert rule is None, "refused by name: see `engine.build`"
 
     def divided(path: Path, module: nnx.Module) -> nnx.Module | None:
-        match module:
-            case Attention():
-                return ShardedAttention(module, sharding)
-            case MLP() | GatedMLP():
-                return ShardedMLP(module, sharding)
-            case Embedding() if module.table.get_metadata()["axes"][0] == "vocab":
-                return ShardedEmbedding(module, sharding)
-            case Experts() if sharding.num_devices > 1:
-                return ShardedExperts(module, sharding)
-        return None
+        make = _divided_by(module, sharding)
+        if rule is None:
+            return make and make(module, sharding)
+        replacement = rule(path, module)
+        if make is None:
+            return replacement
+        replace_modules(module, rule, path)
+        return make(replacement or module, sharding)
 
     return divided
+
+
+def _divided_by(module: nnx.Module, sharding: Sharding) -> Callable[[Any, Sharding], nnx.Module] | None:
+    match module:
+        case Attention():
+            return ShardedAttention
+        case MLP() | GatedMLP():
+            return ShardedMLP
+        case Embedding(axis="vocab"):
+            return ShardedEmbedding
+        case Experts() if sharding.num_devices > 1:
+            return ShardedExperts
+    return None
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,11 @@ class ShardedWeight:
             start += size
         return boxes
 
+    def part(self, whole: np.ndarray, place: Place, device: int) -> np.ndarray:
+        """What this parameter has, on that device, of these numbers of the weight."""
+        parts = [whole[box] for box in self.boxes(place, device)]
+        return parts[0] if self.axis is None else np.concatenate(parts, axis=self.axis)
+
     def fill(self, whole: np.ndarray, place: Place, array: np.ndarray) -> None:
         """Puts what all devices have of this parameter where it belongs in the whole weight."""
         assert self.axis is not None
@@ -125,6 +141,13 @@ class ShardedWeight:
                 along = slice(start, start + size)
                 whole[box] = of_device[(*(slice(None),) * self.axis, along)]
                 start += size
+
+
+def check_division(family: Family, spec: ModelSpec, rule: Rule | None, sharding: Sharding) -> None:
+    """Raises ConfigError or UnsupportedError for a model that cannot be divided so. rule: its own."""
+    if sharding.is_divided:
+        _, shapes = abstract_model(family, spec, "float32", with_sharding(sharding, rule))
+        sharded_weights(model_weights(family, spec, rule), shapes, sharding)
 
 
 def sharded_weights(weights: Iterable[Weight], shapes: Mapping[Any, Any], sharding: Sharding) -> list[ShardedWeight]:
@@ -143,7 +166,8 @@ def sharded_weights(weights: Iterable[Weight], shapes: Mapping[Any, Any], shardi
         own = tuple(places[weight.path])
         axis = _axis(weight, own[0])
         names = {name for index in range(len(weight.shape)) for name, _ in _parts(weight, index)}
-        if axis is None and len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
+        is_whole = sharding.is_divided and "shards" not in own[0].path
+        if is_whole and len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
             raise UnsupportedError(
                 f"tensor_parallel_size: {weight.sources[0].pieces[0].name} is of a layer that this version does not divide"
             )
@@ -175,5 +199,4 @@ def _axis(weight: Weight, place: Place) -> int | None:
 
 
 def _parts(weight: Weight, axis: int) -> tuple[tuple[str | None, int], ...]:
-    name = weight.axes[axis]
-    return name if isinstance(name, tuple) else ((name, weight.shape[axis]),)
+    return parts_of(weight.axes[axis], weight.shape[axis])

@@ -170,6 +170,7 @@ def _of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpag
         )
     given = {name: getattr(engine, name) for name in ("speculative_config", "event_log", "prefix_cache_directory")}
     given |= {name: getattr(server, name) for name in ("weights_directory", "incident_steps")}
+    given["enable_lora"] = engine.enable_lora or None
     given["num_scheduler_steps"] = engine.num_scheduler_steps if engine.num_scheduler_steps > 1 else None
     errors += [
         UnsupportedError(f"{name} is not supported with num_hosts = {num_hosts}")

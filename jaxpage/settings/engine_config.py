@@ -16,7 +16,8 @@ from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
-_DRAFTS_WITHOUT_WEIGHTS = ("ngram", "suffix", "lookahead", "token_recycling")
+# Methods that draft for a model that is divided: without weights, or with weights that each device has all of.
+_DRAFTS_FOR_DIVIDED = ("ngram", "suffix", "lookahead", "token_recycling", "draft_model", "medusa")
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Name = Annotated[
     str,
@@ -197,12 +198,8 @@ def _not_divided(config: EngineConfig) -> Iterable[Problem]:
         name, text = "tensor_parallel_reduction", "'invariant' is not supported with"
     else:
         return
-    if config.quantization is not None:
-        yield name, f"{text} quantization {config.quantization!r}: weights of few bits are not divided"
-    if config.enable_lora:
-        yield name, f"{text} enable_lora: adapters are not divided"
-    if (asked := config.speculative_config) is not None and asked.method not in _DRAFTS_WITHOUT_WEIGHTS:
+    if (asked := config.speculative_config) is not None and asked.method not in _DRAFTS_FOR_DIVIDED:
         yield (
             name,
-            f"{text} method {asked.method!r} of speculative_config: what drafts has weights that are not divided",
+            f"{text} method {asked.method!r} of speculative_config: its head uses the model's tables, which are divided",
         )
