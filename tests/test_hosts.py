@@ -30,8 +30,10 @@ from jaxpage.serving.config import ServerConfig, resolve_both
 from jaxpage.serving.hosts import joining
 from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
 from jaxpage.serving.hosts.follower import Follower
+from jaxpage.serving.hosts.job import hosts_of_job
 from jaxpage.serving.hosts.leader import HostLost, Leader
 from jaxpage.serving.hosts.secret import read_secret
+from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -136,6 +138,35 @@ def test_a_secret_is_needed(tmp_path):
 def test_what_several_hosts_cannot_do_is_refused_by_name(engine, server, message):
     with pytest.raises((ConfigError, UnsupportedError), match=re.escape(message)):
         resolve_both(None, engine, server, environment={})
+
+
+SLURM = {
+    **{"SLURM_JOB_ID": "4095", "SLURM_STEP_NODELIST": "node[007,009]", "SLURM_NTASKS": "2"},
+    **{"SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
+}
+
+
+def test_the_hosts_of_a_job(monkeypatch):
+    """As Slurm sets its variables in the steps of a job, and JAX reads them."""
+    both = EngineConfig(tensor_parallel_size=2), ServerConfig(coordinator="auto")
+    for name in SLURM:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="auto finds no job of Slurm, Open MPI or Kubernetes"):
+        hosts_of_job(*both)
+    for name, value in {**SLURM, "JAX_LOCAL_DEVICE_IDS": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS")
+    found = hosts_of_job(*both)
+    assert (found.num_hosts, found.host_rank, found.coordinator) == (2, 1, "node007:65534")
+    assert os.environ["JAX_LOCAL_DEVICE_IDS"] == "0", "a process for each device"
+    assert hosts_of_job(both[0], found) == found
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS")
+    hosts_of_job(EngineConfig(tensor_parallel_size=4), both[1])
+    assert "JAX_LOCAL_DEVICE_IDS" not in os.environ, "a process takes all devices of its machine"
+    with pytest.raises(ConfigError, match="2 hosts need a tensor_parallel_size that they can share, not 1"):
+        hosts_of_job(EngineConfig(), both[1])
+    with pytest.raises(ConfigError, match="'auto' takes num_hosts and host_rank from the job"):
+        ServerConfig(coordinator="auto", num_hosts=2)
 
 
 def test_the_hash_of_a_model_is_that_of_its_files(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxpage.cli.flags import PLANNED_SETTINGS, UsageError
 from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
+from jaxpage.serving.config import AUTO
 from jaxpage.serving.listening import bound_socket
 from jaxpage.settings.sources import BUILT_IN
 
@@ -18,14 +19,19 @@ def serve(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "serve which model? jaxpage serve demo, a directory, a GGUF file, a hub id, or --config FILE with a model"
         )
-    if server.config.host_rank:
+    config = server.config
+    if config.coordinator == AUTO:
+        from jaxpage.serving.hosts.job import hosts_of_job
+
+        config = hosts_of_job(settings.config, config)
+    if config.host_rank:
         from jaxpage.serving.startup import follow
 
-        return follow(settings.config, server.config)
-    with bound_socket(server.config) as listener:
+        return follow(settings.config, config)
+    with bound_socket(config) as listener:
         from jaxpage.serving.startup import start  # once settings and address are known to be right: this imports jax
 
-        return start(settings.config, server.config, listener)
+        return start(settings.config, config, listener)
 
 
 def convert(arguments: argparse.Namespace) -> None:

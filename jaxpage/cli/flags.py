@@ -203,7 +203,12 @@ SERVER_FLAGS = (
     Flag("incident_token_ids", None, "incidents hold prompts and outputs as token ids, and can be run again"),
     Flag("num_hosts", int, "hosts that share the model, each with a process of its own; default: 1", "N"),
     Flag("host_rank", int, "rank of this host, from 0, which is the server; the others follow it; default: 0", "R"),
-    Flag("coordinator", str, "address of rank 0 between the hosts; PORT + 1 is used too", "HOST:PORT"),
+    Flag(
+        "coordinator",
+        str,
+        "address of rank 0 between the hosts; PORT + 1 is used too; auto: of the job (Slurm, Kubernetes)",
+        "HOST:PORT",
+    ),
     Flag("hosts_secret_file", str, "file with the hosts' common secret; else $JAXPAGE_HOSTS_SECRET", "FILE"),
     Flag("host_timeout_seconds", float, "seconds that a host may be silent or in a step; default: 60"),
     Flag(

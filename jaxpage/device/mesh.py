@@ -11,15 +11,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.clusters import ClusterEnv  # JAX has no public name for asking before it joins
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import DEVICE_AXIS
+
+DETECTION_SECONDS = 60  # for the address of a job's first process, which a cluster may not know at once
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,24 @@ def make_mesh(size: int = 1) -> DeviceMesh:
     return DeviceMesh(tuple(sorted(devices[:size], key=lambda device: device.process_index)))
 
 
+class JobProcess(NamedTuple):
+    """A process of a job that started several, such as Slurm's or an Indexed Job of Kubernetes."""
+
+    coordinator: str  # HOST:PORT, on the machine of process 0
+    num_processes: int
+    process_id: int
+    local_id: int | None  # its number among those of its machine, where the job has several there
+
+
+def find_job() -> JobProcess | None:
+    """What JAX detects of the job that this process belongs to, or None."""
+    find = ClusterEnv.auto_detect_unset_distributed_params
+    coordinator, num_processes, process_id, local_ids = find(None, None, None, None, None, DETECTION_SECONDS)
+    if coordinator is None or num_processes is None or process_id is None:
+        return None
+    return JobProcess(coordinator, num_processes, process_id, local_ids[0] if local_ids else None)
+
+
 def join_processes(
     coordinator: str, num_processes: int, process_id: int, join_seconds: float, leave_seconds: float
 ) -> None:
@@ -181,6 +202,7 @@ def join_processes(
         coordinator,
         num_processes,
         process_id,
+        cluster_detection_method="deactivate",  # in a job of Slurm JAX would take one device of this machine and leave the others
         coordinator_bind_address=coordinator,
         initialization_timeout=int(join_seconds),
         shutdown_timeout_seconds=int(leave_seconds),

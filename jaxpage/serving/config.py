@@ -34,6 +34,9 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+AUTO = "auto"
+
+
 class ServerConfig(Settings):
     """The settings of the server."""
 
@@ -79,8 +82,8 @@ class ServerConfig(Settings):
         1  # that share tensor_parallel_size devices, each with a process of its own
     )
     host_rank: Annotated[int, Field(ge=0, lt=1024)] = 0  # of this one; 0 is the server
-    # HOST:PORT of rank 0, an address of the network between the hosts; the port behind it is used too.
-    coordinator: Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x20/]+:[0-9]{1,5}$")] | None = None
+    # HOST:PORT of rank 0, an address of the network between the hosts; the port behind it is used too. auto: see `hosts_of_job`.
+    coordinator: Annotated[str, Field(max_length=256, pattern=r"^(auto|[^\x00-\x20/]+:[0-9]{1,5})$")] | None = None
     hosts_secret_file: _Text | None = None  # see `read_secret`
     host_timeout_seconds: Annotated[float, Field(ge=1, le=86_400)] = (
         60.0  # that a host may be silent; a step must be shorter
@@ -100,6 +103,8 @@ class ServerConfig(Settings):
         for name in ("kv_events_replay", "kv_events_topic"):
             if getattr(self, name) and self.kv_events is None:
                 yield name, "needs kv_events"
+        if self.coordinator == AUTO and (self.num_hosts, self.host_rank) != (1, 0):
+            yield "coordinator", f"{AUTO!r} takes num_hosts and host_rank from the job: leave them out"
         if self.host_rank >= self.num_hosts:
             yield "host_rank", f"is {self.host_rank}, and num_hosts is {self.num_hosts}: ranks begin with 0"
         if self.num_hosts > 1 and self.coordinator is None:
@@ -158,10 +163,11 @@ def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageE
         errors.append(
             UnsupportedError("weights_directory is not supported with event_log: a log has one set of weights")
         )
-    return errors + (_of_several_hosts(engine, server) if server.num_hosts > 1 else [])
+    return errors + (of_several_hosts(engine, server) if server.num_hosts > 1 else [])
 
 
-def _of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
+def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
+    """What several hosts cannot do."""
     num_hosts, size = server.num_hosts, engine.tensor_parallel_size
     errors: list[JaxpageError] = []
     if size % num_hosts:
