@@ -50,8 +50,12 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="where the logs are written; made if it is not there")
     directory: Path = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
-    for name in SCENES:
-        path = directory / f"{name.partition(' (')[0].replace(' ', '-')}.jsonl"
+    paths = {name: directory / f"{name.partition(' (')[0].replace(' ', '-')}.jsonl" for name in SCENES}
+    if there := [str(path) for path in paths.values() if path.exists()]:
+        parser.error(
+            f"{', '.join(there)}: there already, and a log is never overwritten; remove them or name another directory"
+        )
+    for name, path in paths.items():
         record(name, path)
         print(f"{name}: {path}")
 

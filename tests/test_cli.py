@@ -259,8 +259,15 @@ def test_wrong_use_is_status_2(
     [
         (("generate", "x", "--n", "2"), "n=2 is not supported on the command line"),
         (
-            ("generate", "x", "--tensor-parallel-size", "2", "--quantization", "int8"),
-            "tensor_parallel_size: 2 is not supported with quantization 'int8'",
+            (
+                "generate",
+                "x",
+                "--tensor-parallel-size",
+                "2",
+                "--speculative-config",
+                '{"method": "eagle", "model": "y"}',
+            ),
+            "tensor_parallel_size: 2 is not supported with method 'eagle' of speculative_config",
         ),
     ],
 )

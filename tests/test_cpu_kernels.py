@@ -259,9 +259,29 @@ def test_a_library_of_the_wheel_is_used_and_a_damaged_one_is_not(tmp_path: Path)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
     assert done.stdout.strip() == f"Library(instruction_set={name!r}, reason=None)", "without a compiler"
-    (tmp_path / f"{name}.so").write_bytes(b"ELF")
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
-    assert f"{name}.so cannot be used" in done.stderr and "/bin/false failed" in done.stdout
+    whole = (tmp_path / f"{name}.so").read_bytes()
+    for damaged in (b"", b"ELF", whole[: len(whole) // 2], whole[:9000] + bytes(100_000) + whole[109_000:]):
+        (tmp_path / f"{name}.so").write_bytes(damaged)
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
+        assert f"{name}.so cannot be used: the file is damaged" in done.stderr and "/bin/false failed" in done.stdout
+
+
+def test_a_damaged_library_of_the_cache_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path))
+    made = [bytes(1000), bytes(2000)]
+
+    def built(commands: list[list[str]]) -> None:
+        if len(commands) == 1:  # the linker's
+            Path(commands[0][-1]).write_bytes(made.pop(0))
+
+    monkeypatch.setattr(build, "_run", built)
+    path = library.compiled("avx2", ())
+    assert library.compiled("avx2", ()) == path and len(made) == 1 and "damaged" not in caplog.text
+    path.write_bytes(path.read_bytes()[:-1])
+    assert library.compiled("avx2", ()) == path and path.read_bytes()[:2000] == bytes(2000)
+    assert f"{path} is damaged" in caplog.text
 
 
 PRODUCT_MISTAKES = {

@@ -11,8 +11,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
-import transformers
+try:
+    import torch
+    import transformers
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install torch transformers") from None
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048, "rope_theta": 10000.0}
 SHAPES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {

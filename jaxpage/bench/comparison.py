@@ -81,9 +81,11 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
         for name in sorted(settings)
         if baseline["config"].get(name) != result["config"].get(name)
     ]
+    # Of an even number of runs the slower one is shown; of latencies the median.
+    middle = statistics.median if "latencies" in result else statistics.median_low
     return Comparison(
         f"{path}{commit}",
-        statistics.median(ours) / statistics.median(theirs),
+        middle(ours) / middle(theirs),
         min(ours) / max(theirs),
         max(ours) / min(theirs),
         tuple(notes),

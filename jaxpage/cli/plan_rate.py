@@ -122,8 +122,8 @@ def _lines(question: Question, highest: AtRate, rates: Sequence[float], asked: A
     if len(rates) < len(SEEDS):
         lines.append("No rate is sustained: a request alone is slower than this.")
     else:
-        shown = ", ".join(f"{rate:.3g}" for rate in sorted(rates))
-        lines.append(f"The highest rate that all traces sustain is {min(rates):.3g} requests/s ({shown} by trace).")
+        shown = ", ".join(f"{rate:,.4g}" for rate in sorted(rates))
+        lines.append(f"The highest rate that all traces sustain is {min(rates):,.4g} requests/s ({shown} by trace).")
     if asked:
         lines.append(f"{asked.rate:g} requests/s are {'' if asked.is_sustained else 'not '}sustained.")
     return lines
@@ -131,7 +131,7 @@ def _lines(question: Question, highest: AtRate, rates: Sequence[float], asked: A
 
 def _cells(each: AtRate) -> tuple[str, ...]:
     return (
-        f"{each.rate:.3g}",
+        f"{each.rate:,.4g}",
         f"{each.kept:.1%}",
         f"{1000 * each.p99_ttft:.1f}",
         f"{1000 * each.p99_tpot:.1f}",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.cpu.build import ARM, SOURCES, X86, build, compiler, options
+from pallas_kernels.cpu.build import ARM, SOURCES, X86, build, compiler, is_whole, options
 
 logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
@@ -57,6 +57,8 @@ def _load() -> Library:
 def _register(path: Path) -> str | None:
     """With XLA, which refuses what was built for another version of its interface. Returns why not."""
     try:
+        if not is_whole(path):
+            return "the file is damaged"
         library = ctypes.cdll.LoadLibrary(str(path))
         for function in FUNCTIONS:
             jax.ffi.register_ffi_target(function, jax.ffi.pycapsule(getattr(library, function)), platform="cpu")
@@ -79,10 +81,13 @@ def instruction_set() -> tuple[str, Sequence[str]] | None:
 def compiled(name: str, flags: Sequence[str]) -> Path:
     """The library for this instruction set; compiled, unless the cache has it. Raises RuntimeError with the reason."""
     chosen = options(name, flags, jax.ffi.include_dir())
-    key = hashlib.sha256(repr((compiler(), chosen, jax.__version__)).encode())
+    key = hashlib.sha256(repr((compiler(), chosen, jax.__version__, is_whole.__name__)).encode())
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
     path = _cache() / f"{name}-{key.hexdigest()[:16]}.so"
+    if path.exists() and not is_whole(path):
+        logger.warning("%s is damaged", path)
+        path.unlink(missing_ok=True)
     if not path.exists():
         logger.warning("Compiling the kernels for CPUs (%s), once; this takes up to a minute", name)
         build(path, SOURCES, chosen)

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+try:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install torch transformers") from None
 
 TOLERANCE = 1e-3
 
