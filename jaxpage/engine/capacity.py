@@ -106,7 +106,7 @@ def dtype_reason(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
         return f"the checkpoint is in {stored}"
     products = cpu_products()
     times = ", ".join(f"{ratio:.1f}" for ratio in products.time_of_bfloat16)
-    return f"bfloat16 products take {times} times as long as float32 here, for {' and '.join(map(str, NUM_ROWS))} rows"
+    return f"bfloat16 matrix products take {times} times as long as float32 ones here, for {' and '.join(map(str, NUM_ROWS))} rows"
 
 
 def mixes(config: EngineConfig, device: DeviceSpec) -> bool:

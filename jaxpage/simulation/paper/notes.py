@@ -53,11 +53,12 @@ request is admitted.
 (a) to (c): ShareGPT, (d) to (f): Alpaca. The cost models of the 66B and 175B machines are derived and not fitted, and
 too fast: absolute rates of all systems are above the paper's. (f): the ratio to Orca (Oracle) is the smallest, as in
 the paper, because the pool is large and steps are bound by arithmetic and the host. (d), (e): what was read off the
-paper's plot for FasterTransformer and Orca (Max) cannot be what its text describes. Seven places whose requests take
-58 steps of 35 ms each serve 3.5 requests/s, not 7.
+paper's plot for FasterTransformer and Orca (Max) cannot be what its text describes. Seven requests at a time, each of
+58 steps of 35 ms, are 3.5 requests/s, not 7.
 """,
     "13": """
-The runs of figure 2, and Alpaca at 30 requests/s. Orca (Max) has 7 places of 2,048 slots, and all are taken. In (b)
+The runs of figure 2, and Alpaca at 30 requests/s. Orca (Max) has room for 7 requests of 2,048 slots each, and
+it is always full. In (b)
 jaxpage is below the paper's 132.44: the pool is not full at this rate, so the number is the rate times the time that
 a request takes (Little's law), and the cost model is faster than the paper's system beyond a hundred sequences. That
 bar has no tolerance.
@@ -98,7 +99,7 @@ what blocks of 16 sustain.
 are the same memory: swapping wins throughout, and the second panel says nothing of a bus. The paper's sentence that
 recomputation is never more than 20 % above swapping contradicts its own figure if it is read literally, block size by
 block size, and by this cost model it holds in small blocks only (second row). (b) ShareGPT at a rate at which requests
-are preempted. End to end, swapping costs more in blocks of 1 and 4, and the two are alike from 16 on; beyond 64 it is
-the waste of large blocks that shows.
+are preempted. End to end, swapping costs more in blocks of 1 and 4, and the two are alike from 16 on; above 64 the
+unused slots of large blocks decide.
 """,
 }
