@@ -41,6 +41,12 @@ def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttent
         parser.error("--docs writes all figures, with three seeds: it goes with neither --figures nor --quick")
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("the pictures need matplotlib: pip install 'jaxpage[plot]'")
+    if arguments.processes < 1:
+        parser.error(f"--processes must be at least 1, got {arguments.processes}")
+    try:
+        (DOCS / "images" / "paper" if arguments.docs else arguments.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     with Pool(arguments.processes) as pool:
         effort = Effort(pool, arguments.quick)
         figures = _figures(effort, wanted, measure_attention)
