@@ -22,7 +22,6 @@ from jaxpage.engine.capacity import (
     ModelLayout,
     choose_dtype,
     device_spec_of,
-    lora_bytes,
     notices,
     refused_settings,
 )
@@ -62,13 +61,16 @@ class Subject:
     def spec(self) -> ModelSpec:
         return self.model.spec
 
+    @property
+    def architecture(self) -> str:
+        name: str = self.model.config["architectures"][0]
+        return name
+
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:
         """Raises ConfigError or CapacityError for what cannot be."""
         weights_bytes = num_bytes(self.weights, layout.dtype)
-        weights_bytes += lora_bytes(self.config, self.spec, self.device, layout, self.lora)
-        num_devices = layout.tensor_parallel_size  # each has all that a drafter has
-        weights_bytes += num_devices * self.drafting.num_bytes(layout.dtype) if self.drafting else 0
-        return describe_engine(self.config, self.spec, self.device, layout, weights_bytes, self.drafting, swaps=False)
+        parts = weights_bytes, self.drafting, self.lora
+        return describe_engine(self.config, self.spec, self.device, layout, *parts, swaps=False)
 
     def option(self, layout: ModelLayout) -> Option:
         """Raises ConfigError for a layout that no model can have."""
@@ -166,11 +168,6 @@ def _place(memory: int | None, utilization: float) -> DeviceSpec:
     return DeviceSpec(f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})", int(memory * utilization))
 
 
-def _architecture(subject: Subject) -> str:
-    name: str = subject.model.config["architectures"][0]
-    return name
-
-
 def _layouts(chosen: ModelLayout) -> list[ModelLayout]:
     """What the chosen layout is compared with, itself included."""
     narrow = "bfloat16" if chosen.dtype == "float32" else chosen.dtype
@@ -212,7 +209,7 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
     if plan is None:
         return []
     rows = [
-        ("model", f"{subject.config.model}: {_architecture(subject)}, {subject.num_parameters:,} parameters"),
+        ("model", f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters"),
         ("keys and values", _kept_text(kv)),
         ("dtype", f"{layout.dtype}; of keys and values: {layout.kv_cache_dtype}"),
         ("devices", str(layout.tensor_parallel_size)),
@@ -274,7 +271,7 @@ def _as_dict(subject: Subject, chosen: Option, options: Sequence[Option], length
     of = chosen.num_users(length)
     return {
         "model": subject.config.model,
-        "architecture": _architecture(subject),
+        "architecture": subject.architecture,
         "num_parameters": subject.num_parameters,
         "device": chosen.plan.device,
         **_option_dict(chosen, length),

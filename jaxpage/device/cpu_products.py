@@ -102,7 +102,7 @@ def _conditions() -> str:
 
 def _measure() -> CPUProducts:
     """The types take turns, so that other programs slow all of them alike."""
-    runs: dict[str, list[Callable[[], Any]]] = {}
+    runs: list[Callable[[], Any]] = []
     library = ""
     for dtype in ("float32", "bfloat16"):
         weight = jnp.ones((OUTER, INNER), dtype)
@@ -112,10 +112,10 @@ def _measure() -> CPUProducts:
             if dtype == "float32" and not library:
                 code = compiled.as_text() or ""
                 library = next((name for call, name in _LIBRARIES.items() if call in code), "")
-            runs.setdefault(dtype, []).append(functools.partial(compiled, x, weight))
-    rounds = [{dtype: [fastest(run, 1) for run in each] for dtype, each in runs.items()} for _ in range(ROUNDS)]
-    seconds = {dtype: [min(times) for times in zip(*(one[dtype] for one in rounds), strict=True)] for dtype in runs}
-    return CPUProducts(library, seconds)
+            runs.append(functools.partial(compiled, x, weight))
+    rounds = [[fastest(run, 1) for run in runs] for _ in range(ROUNDS)]
+    best = [min(times) for times in zip(*rounds, strict=True)]
+    return CPUProducts(library, {"float32": best[: len(NUM_ROWS)], "bfloat16": best[len(NUM_ROWS) :]})
 
 
 def fastest(run: Callable[[], Any], repeats: int = REPEATS) -> float:

@@ -28,7 +28,7 @@ from jaxpage.device.steps import StepOptions
 from jaxpage.device.stored_executables import StoredExecutables
 from jaxpage.engine.adapters import Adapters, lora_spec
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, lora_bytes, notices
+from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, notices
 from jaxpage.engine.drafters import Target
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.embedding import Embedder
@@ -157,9 +157,8 @@ def _describe(
     device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.stored_dtype()
     layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype, config.tensor_parallel_size)
-    weights_bytes = files.plan.num_bytes(layout.dtype) + drafting.num_bytes(layout.dtype) * mesh.size
-    weights_bytes += lora_bytes(config, files.spec, device, layout, lora)
-    spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, kernels=kernels)
+    weights_bytes = files.plan.num_bytes(layout.dtype)
+    spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, lora, kernels=kernels)
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
     attention = attention_set(kernels, mesh.first, _pages_of_shard(spec, files), num_heads, layout.dtype)
     described = files.quantization.described if files.quantization else ""

@@ -31,7 +31,6 @@ from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory.block_tables import window_blocks
 from jaxpage.models.base import ModelSpec
-from jaxpage.models.lora import LoRASpec
 from jaxpage.models.sharding import LOGICAL_SHARDS, make_sharding
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
@@ -77,16 +76,6 @@ def choose_sharding(config: EngineConfig, spec: ModelSpec, device: DeviceSpec, n
         asked == "auto" and device.is_cpu and num_devices > 1 and LOGICAL_SHARDS % num_devices == 0
     )
     return make_sharding(spec, num_devices, invariant=invariant)
-
-
-def lora_bytes(
-    config: EngineConfig, spec: ModelSpec, device: DeviceSpec, layout: ModelLayout, lora: LoRASpec | None
-) -> int:
-    """Of the adapters of all slots, on all devices. Counted as if each shard had all of them; it has a part of either A or B."""
-    if lora is None:
-        return 0
-    num_devices = layout.tensor_parallel_size
-    return lora.num_bytes(layout.dtype) * choose_sharding(config, spec, device, num_devices).num_shards
 
 
 def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str) -> str:

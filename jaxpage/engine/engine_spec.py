@@ -32,6 +32,7 @@ from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
 from jaxpage.models.base import ModelSpec
+from jaxpage.models.lora import LoRASpec
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.limits import StepLimits
 
@@ -124,6 +125,7 @@ def describe_engine(
     layout: ModelLayout,
     weights_bytes: int,
     drafting: Drafting | None = None,
+    lora: LoRASpec | None = None,
     *,
     kernels: Backend | None = None,
     swaps: bool = True,
@@ -131,8 +133,9 @@ def describe_engine(
     """What one device holds and runs. Of `layout`'s devices each has its part of the weights and its heads of every block.
 
     Args:
-        weights_bytes: of the whole model, in `layout.dtype`, and of what drafts for it.
-        drafting: whose layers take a part of every block, and scratch blocks.
+        weights_bytes: of the whole model, in `layout.dtype`.
+        drafting: whose layers take a part of every block, and scratch blocks; each device has all of its weights.
+        lora: adapters, counted as if each shard had all of them; it has a part of either A or B.
         swaps: whether the host's memory is planned as well; False for a device that is not at hand.
 
     Raises:
@@ -145,6 +148,8 @@ def describe_engine(
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
     sharding = choose_sharding(config, model, device, layout.tensor_parallel_size)
+    weights_bytes += drafting.num_bytes(layout.dtype) * sharding.num_devices if drafting else 0
+    weights_bytes += lora.num_bytes(layout.dtype) * sharding.num_shards if lora else 0
     kv = replace(model.kv, num_kv_heads=sharding.kv_heads_of_device)
     kvs = (kv, *(drafting.kvs if drafting else ()))
     check_windows(config.speculative_config, config.model, kvs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.steps import unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Move
 from jaxpage.models.replacing import Path
-from jaxpage.models.sharding import ShardedWeight
+from jaxpage.models.sharding import ShardedWeight, at
 from jaxpage.models.weights import add_missing
 from jaxpage.step.plan import StepResult
 
@@ -112,7 +111,7 @@ class Runner:
         for index, name in enumerate(("a", "b")):
             sharded = self._adapters[*path, "lora", name]
             for place in sharded.places:
-                module = functools.reduce(lambda branch, key: branch[key], place.path[:-1], self._parameters["target"])
+                module = at(self._parameters["target"], place.path[:-1])
                 numbers = np.array(module[name])
                 for device, own in enumerate(numbers.reshape(-1, *place.shape)):  # one for all, where it is not divided
                     own[slot - 1] = 0 if layer is None else sharded.part(layer[index][None], place, device)[0]

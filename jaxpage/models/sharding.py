@@ -175,13 +175,18 @@ def sharded_weights(weights: Iterable[Weight], shapes: Mapping[Any, Any], shardi
     return found
 
 
+def at(tree: Mapping[Any, Any], path: Path) -> Any:
+    """What stands in a tree at that path."""
+    return functools.reduce(lambda branch, key: branch[key], path, tree)
+
+
 def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> dict[Any, Any]:
     """The whole weights, on the host, of a divided model's parameters."""
     tree: dict[Any, Any] = {}
     for sharded in weights:
         whole: Any = None
         for place in sharded.places:
-            array = np.asarray(functools.reduce(lambda branch, key: branch[key], place.path, parameters))
+            array = np.asarray(at(parameters, place.path))
             if whole is None:
                 whole = array if sharded.axis is None else np.empty(sharded.weight.shape, array.dtype)
             if sharded.axis is not None:

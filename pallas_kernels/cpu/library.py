@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
 
 PREBUILT = Path(__file__).parent / "prebuilt"  # of a wheel that was built with JAXPAGE_BUILD_KERNELS=1
+_FORM = "with a digest"  # of the files; those of another form have another name
 FUNCTIONS = ("jaxpage_attend", "jaxpage_write_and_attend", "jaxpage_multiply")
 
 
@@ -44,22 +45,23 @@ def _load() -> Library:
         return Library("", f"this processor ({platform.machine()}) has neither AVX2 nor NEON")
     name, flags = found
     if (prebuilt := PREBUILT / f"{name}.so").exists():
-        if (reason := _register(prebuilt)) is None:
+        if (reason := _register(lambda: _whole(prebuilt))) is None:
             return Library(name)
         logger.warning("%s cannot be used: %s", prebuilt, reason)
-    try:
-        reason = _register(compiled(name, flags))
-    except (OSError, RuntimeError) as error:
-        reason = str(error)
+    reason = _register(lambda: compiled(name, flags))
     return Library("" if reason else name, reason)
 
 
-def _register(path: Path) -> str | None:
+def _whole(path: Path) -> Path:
+    if not is_whole(path):
+        raise RuntimeError("the file is damaged")
+    return path
+
+
+def _register(find: Callable[[], Path]) -> str | None:
     """With XLA, which refuses what was built for another version of its interface. Returns why not."""
     try:
-        if not is_whole(path):
-            return "the file is damaged"
-        library = ctypes.cdll.LoadLibrary(str(path))
+        library = ctypes.cdll.LoadLibrary(str(find()))
         for function in FUNCTIONS:
             jax.ffi.register_ffi_target(function, jax.ffi.pycapsule(getattr(library, function)), platform="cpu")
     except (OSError, AttributeError, RuntimeError) as error:
@@ -81,16 +83,17 @@ def instruction_set() -> tuple[str, Sequence[str]] | None:
 def compiled(name: str, flags: Sequence[str]) -> Path:
     """The library for this instruction set; compiled, unless the cache has it. Raises RuntimeError with the reason."""
     chosen = options(name, flags, jax.ffi.include_dir())
-    key = hashlib.sha256(repr((compiler(), chosen, jax.__version__, is_whole.__name__)).encode())
+    key = hashlib.sha256(repr((compiler(), chosen, jax.__version__, _FORM)).encode())
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
     path = _cache() / f"{name}-{key.hexdigest()[:16]}.so"
-    if path.exists() and not is_whole(path):
+    is_there = path.exists()
+    if is_there and is_whole(path):
+        return path
+    if is_there:
         logger.warning("%s is damaged", path)
-        path.unlink(missing_ok=True)
-    if not path.exists():
-        logger.warning("Compiling the kernels for CPUs (%s), once; this takes up to a minute", name)
-        build(path, SOURCES, chosen)
+    logger.warning("Compiling the kernels for CPUs (%s), once; this takes up to a minute", name)
+    build(path, SOURCES, chosen)
     return path
 
 

@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttent
     if arguments.processes < 1:
         parser.error(f"--processes must be at least 1, got {arguments.processes}")
     try:
-        (DOCS / "images" / "paper" if arguments.docs else arguments.out).mkdir(parents=True, exist_ok=True)
+        _pictures(arguments).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out: {error}")
     with Pool(arguments.processes) as pool:
@@ -116,15 +116,16 @@ def _once(make: Callable[[], T]) -> Callable[[], T]:
     return get
 
 
+def _pictures(arguments: argparse.Namespace) -> Path:
+    return DOCS / "images" / "paper" if arguments.docs else Path(arguments.out)
+
+
 def _write(arguments: argparse.Namespace, effort: Effort, figures: Sequence[Figure]) -> None:
     from jaxpage.simulation.paper.plots import save
 
-    directory, pictures, formats = arguments.out, arguments.out, ["png", "svg"]
-    if arguments.docs:
-        directory, pictures, formats = DOCS, DOCS / "images" / "paper", ["svg"]
-    pictures.mkdir(parents=True, exist_ok=True)
+    directory, formats = (DOCS, ["svg"]) if arguments.docs else (arguments.out, ["png", "svg"])
     for figure in figures:
-        save(figure, pictures, formats)
+        save(figure, _pictures(arguments), formats)
     images = "images/paper/{}.svg" if arguments.docs else "{}.png"
     command = "python tools/reproduce_paper.py" + (
         " --quick" if arguments.quick else " --docs" if arguments.docs else ""

@@ -57,11 +57,10 @@ paper's plot for FasterTransformer and Orca (Max) cannot be what its text descri
 58 steps of 35 ms, are 3.5 requests/s, not 7.
 """,
     "13": """
-The runs of figure 2, and Alpaca at 30 requests/s. Orca (Max) has room for 7 requests of 2,048 slots each, and
-it is always full. In (b)
-jaxpage is below the paper's 132.44: the pool is not full at this rate, so the number is the rate times the time that
-a request takes (Little's law), and the cost model is faster than the paper's system beyond a hundred sequences. That
-bar has no tolerance.
+The runs of figure 2, and Alpaca at 30 requests/s. Orca (Max) has room for 7 requests of 2,048 slots each, and it is
+always full. In (b) jaxpage is below the paper's 132.44: the pool is not full at this rate, so the number is the rate
+times the time that a request takes (Little's law), and the cost model is faster than the paper's system beyond a
+hundred sequences. That bar has no tolerance.
 """,
     "14": """
 OPT-13B, Alpaca. All samples of a request have the same length. Orca has a copy of the prompt, and of all else, for
