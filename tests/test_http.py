@@ -901,6 +901,8 @@ def put_in_flight(running, gate, whole, streamed):
 
 
 def test_a_request_that_takes_too_long(built, monkeypatch):
+    with serving(built) as running:
+        reference(running)  # compiles the steps, which may take more than the time below
     with serving(built, request_timeout_seconds=3) as running:
         gate = Gate(monkeypatch, built.engine)
         with running.connect() as whole, running.connect() as streamed:
