@@ -20,8 +20,8 @@ WANTED = os.environ.get("JAXPAGE_BUILD_KERNELS") == "1"
 
 class Kernels(BuildHookInterface):
     def dependencies(self) -> list[str]:
-        """Of the build: XLA's headers come with JAX."""
-        return ["jax>=0.10,<0.13"] if WANTED else []
+        """Of the build: XLA's headers come with JAX. The oldest that jaxpage allows, since a newer XLA takes what was built for an older one."""
+        return ["jax>=0.10,<0.11"] if WANTED else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if not WANTED or version == "editable":
