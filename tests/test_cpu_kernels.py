@@ -320,6 +320,13 @@ def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.skipif(library.instruction_set() is None or library.instruction_set()[0] != "avx512", reason="no AVX-512")
+def test_a_processor_without_avx512_does_the_same(tmp_path: Path) -> None:
+    done = _in_process('del build.X86["avx512"]; assert library.instruction_set()[0] == "avx2"', tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.sweep
 def test_behaviour_is_defined(tmp_path: Path) -> None:
     extra = '("-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-O1")'
     done = _in_process(f"build.FLAGS = (*build.FLAGS, *{extra})", tmp_path)

@@ -11,7 +11,8 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileOptions
 
-SCOPES = ("product", "attention", "sampling")
+# The first of them that a path has counts: gathers are a part of attention.
+SCOPES = ("product", "gather", "attention", "sampling")
 OTHER = "other"
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .*?[\])}] (?P<opcode>[a-z][\w\-]*)\(", re.MULTILINE)
 _OP_NAME = re.compile(r'op_name="([^"]*)"')

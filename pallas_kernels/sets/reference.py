@@ -47,6 +47,7 @@ def attend(arguments: Arguments) -> jax.Array:
     num_positions = arguments.block_table_BM.shape[1] * block_size
     table_TM = arguments.block_table_BM[rows.row_T]
 
+    @jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
     def gathered(pages: jax.Array) -> jax.Array:
         return pages[table_TM].reshape(num_tokens, num_positions, *pages.shape[2:])
 

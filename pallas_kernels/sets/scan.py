@@ -143,6 +143,7 @@ def _padded_table(arguments: Arguments) -> jax.Array:
     return jnp.pad(arguments.block_table_BM, ((0, 0), (0, -arguments.block_table_BM.shape[1] % blocks_per_tile)))
 
 
+@jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
 def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
     """Tile number `index` of every row's context, [R, C, ...], of pages [P, S, ...]."""
     block_size = pages.shape[1]
@@ -165,6 +166,7 @@ def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
     # The places that each token sees, in ascending order, first.
     seen_RQ = jnp.argsort(~arguments.tree_mask_TQ, axis=1, stable=True)
 
+    @jax.named_scope("gather")
     def branch_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
         position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
         depth_RC = position_C - first_R[:, None]
