@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from jaxpage import cli
+from jaxpage.engine.build import PHASES
 
 SMALL = ["--max-num-seqs", "1", "--max-model-len", "64", "--num-blocks", "9", "--preemption-mode", "recompute"]
 KEY = "sk-a-key-for-this-test"
@@ -65,13 +66,10 @@ def served() -> Iterator[Served]:
 
 def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied() -> None:
     with serving(ready=r"print\(client.*\n", JAXPAGE_API_KEY=KEY) as server:
-        phases = re.findall(r"^\[(\d)/4\] (.*)$", server.said, re.MULTILINE)
-        assert phases == [
-            *(("1", "Finding the model"), ("2", "Planning the memory")),
-            *(("3", "Loading the weights"), ("4", "Compiling the steps")),
-        ]
+        phases = re.findall(r"^\[(\d)/5\] (.*)$", server.said, re.MULTILINE)
+        assert phases == [(str(number), name.capitalize()) for number, name in enumerate(PHASES, start=1)]
         assert "sequences of 64 tokens" in server.said and "were in the compile cache" in server.said
-        assert len(re.findall(r"^ +\d+\.\d s$", server.said, re.MULTILINE)) == 4, "how long each took"
+        assert len(re.findall(r"^ +\d+\.\d s$", server.said, re.MULTILINE)) == 5, "how long each took"
         assert KEY not in server.said and "JAXPAGE_API_KEY" in server.said
         curl, snippet = re.search(r"^  (curl .*)$", server.said, re.MULTILINE), server.said.partition("  import os")[2]
         assert curl is not None and snippet
@@ -86,7 +84,7 @@ def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied() -> None:
 def test_with_json_logs_every_line_is_an_object(served: Served) -> None:
     records = [json.loads(line) for line in served.said.splitlines()]
     assert [record["message"] for record in records][-1] == "ready"
-    assert [record["message"] for record in records][:2] == ["finding the model", "planning the memory"]
+    assert [record["message"] for record in records][:-1] == list(PHASES)
     assert all(record["seconds"] >= 0 for record in records if record["logger"].endswith("startup"))
 
 

@@ -28,12 +28,14 @@ class Backend(NamedTuple):
 
 def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Backend:
     """What an engine on this device (a `jax.Device`) uses for a value of the setting `attention_backend`. Kernels are interpreted on CPU.
-    "auto" chooses call by call.
+    "auto" chooses call by call. On a CPU the kernels are compiled here, unless they are there already.
 
     Raises:
         UnsupportedError: the device does not run that kernel set; the text says what it needs.
     """
     if name == "auto":
+        if device.platform == "cpu":
+            load_cpu_library()
         return Backend(name)
     chosen = SETS[name]
     interpret = not chosen.runs_on(device.platform)

@@ -17,7 +17,7 @@ from jaxpage.checkpoints import eos_token_ids, load_shards, load_weights, open_m
 from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import attention_set, choose_backend
+from jaxpage.device.backends import Backend, attention_set, choose_backend
 from jaxpage.device.executables import Executables, use_compile_cache
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.host_pages import HostPages
@@ -51,7 +51,13 @@ from jaxpage.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("finding the model", "planning the memory", "loading the weights", "compiling the steps")
+PHASES = (
+    "finding the model",
+    "loading the kernels",
+    "planning the memory",
+    "loading the weights",
+    "compiling the steps",
+)
 
 
 @dataclass(frozen=True)
@@ -100,26 +106,23 @@ def build_engine(
     sampling_defaults = read_sampling_defaults(files.directory)
     phase(PHASES[1])
     mesh = make_mesh(config.tensor_parallel_size)
+    kernels = choose_backend(config.attention_backend, mesh.first, config.kv_cache_dtype)
+    phase(PHASES[2])
     drafting = open_drafting(config.speculative_config, files)
     lora = lora_spec(config, files.family, files.spec)
-    spec = _describe(config, files, mesh, drafting, lora)
+    spec = _describe(config, files, mesh, drafting, lora, kernels)
     if verbose := progress if verbose is None else verbose:
         _print(aligned([*spec.rows()], num_words=2))
-    phase(PHASES[2])
+    phase(PHASES[3])
     adapters = adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []
     weights = load_model(files, spec, mesh, adapters, progress=progress)
     parameters = {"target": weights, "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=progress)}
-    phase(PHASES[3])
+    phase(PHASES[4])
     pages = _pages(spec, files, drafting, mesh)
     options = _step_options(spec, config, files, drafting, lora, by_row=mesh.first.platform == "cpu")
     shapes = (spec.menu, parameters, pages, options)
     executables = _compiled(
-        config,
-        *shapes,
-        target_only=drafting.may_be_off,
-        mesh=mesh,
-        stored=_stored(mesh),
-        progress=progress,
+        config, *shapes, target_only=drafting.may_be_off, mesh=mesh, stored=_stored(mesh), progress=progress
     )
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
@@ -148,10 +151,14 @@ def build_engine(
 
 
 def _describe(
-    config: EngineConfig, files: ModelFiles, mesh: DeviceMesh, drafting: Drafting, lora: LoRASpec | None
+    config: EngineConfig,
+    files: ModelFiles,
+    mesh: DeviceMesh,
+    drafting: Drafting,
+    lora: LoRASpec | None,
+    kernels: Backend,
 ) -> EngineSpec:
     """Logs the warnings of `notices`."""
-    kernels = choose_backend(config.attention_backend, mesh.first, config.kv_cache_dtype)
     if kernels.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
     device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
