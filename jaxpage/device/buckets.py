@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 # A token alone would be computed as a matrix-vector product, which XLA rounds differently from a matrix product: no step has fewer.
 SMALLEST_ROWS = 2
-SMALLEST_CHUNK = 16
+SMALLEST_CHUNK = 64  # tokens; with fewer a step is hardly shorter, since it reads all weights
 CHUNK_ROWS = 16  # sequences that share one prompt step, at most
 # A batch of swapped blocks: large enough that calls cost little, small enough that padding does (docs/lab-log.md).
 SWAPPED_BYTES = 2 * 2**20
@@ -113,7 +113,7 @@ def make_menu(
     q_width: int = 0,
     num_steps: int = 1,
 ) -> BucketMenu:
-    """Decode buckets by doubling rows, chunk buckets by quadrupling tokens: few shapes, little padding.
+    """Decode buckets by doubling rows, chunk buckets by doubling tokens: few shapes, little padding.
 
     mixed: a chunk step holds a row of every sequence, since those that decode take part.
     num_drafts: how many drafts a row has on average: for each, buckets by doubling rows, from 1, up to `max_verified_tokens` tokens. One
@@ -123,7 +123,7 @@ def make_menu(
     num_steps: where it is more than 1, how many decode steps an executable makes one after the other.
     """
     rows = max(SMALLEST_ROWS, max_num_seqs)
-    decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows, 2))
+    decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows))
     longest = 1 + max(num_drafts, default=0)
     verify = [
         Bucket(size * (1 + k), size, min(size * (1 + k), longest), verifies=True, trees=trees, q_width=q_width)
@@ -133,7 +133,7 @@ def make_menu(
     chunk_rows = rows if mixed else min(CHUNK_ROWS, rows)
     return BucketMenu(
         decode=decode,
-        chunk=tuple(Bucket(size, chunk_rows, size) for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens, 4)),
+        chunk=tuple(Bucket(size, chunk_rows, size) for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens)),
         multi_step=tuple(
             Bucket(b.num_rows * num_steps, b.num_rows, num_steps, num_steps=num_steps) for b in decode if num_steps > 1
         ),
@@ -146,10 +146,10 @@ def swapped_at_once(block_bytes: int) -> int:
     return min(MOST_SWAPPED, 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1))
 
 
-def _ladder(first: int, last: int, factor: int) -> list[int]:
-    """first, first * factor, ... and last exactly."""
+def _ladder(first: int, last: int) -> list[int]:
+    """Doubled from first on, and last exactly."""
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= factor
+        first *= 2
     return [*sizes, last]
