@@ -1163,10 +1163,10 @@ def test_a_walk_is_the_engine_and_a_ring_is_a_walk(llm: LLM, monkeypatch: pytest
         scheduler = engine.scheduler
         assert walk.arrivals.keys() == {one.request.request_id for one in (*scheduler.running, *scheduler.waiting)}
         for group in scheduler.running:
-            for sequence in () if group.request.beam else group.unfinished:
-                assert (
-                    walk.sequences[sequence.sequence_id].token_ids == sequence.token_ids[sequence.num_prompt_tokens :]
-                )
+            for sequence in group.unfinished:
+                drawn = sequence.token_ids[sequence.num_prompt_tokens :]
+                known = [None] * len(drawn) if group.request.beam else drawn
+                assert walk.sequences[sequence.sequence_id].token_ids == known
         assert {one for one, sequence in walk.sequences.items() if not sequence.is_running} == {
             sequence.sequence_id for group in scheduler.waiting for sequence in group.unfinished
         }

@@ -25,12 +25,28 @@ from typing import Any
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.replay.incidents import IncidentRing, Incidents
+from jaxpage.replay.log_header import header
 
 DESKTOP, PHONE = (1440, 1200), (390, 844)
 STEP = 14  # of a log that is shown
 SECONDS = 120.0  # that a server may take to start
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 SMALL_POOL = ("--num-blocks", "97", "--max-model-len", "256", "--swap-space-blocks", "32")
+SIZES: dict[str, Any] = {
+    "block_size": 4,
+    "num_blocks": 61,
+    "max_model_len": 96,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "use_tqdm": False,
+}
+PROMPTS = ["Once upon a time", "The old house", "In the morning the rabbit"]
+PARAMS: list[SamplingParams | BeamSearchParams] = [
+    BeamSearchParams(beam_width=3, max_tokens=16),
+    SamplingParams(n=2, seed=1, max_tokens=20, logprobs=4),
+    SamplingParams(temperature=0.0, max_tokens=24, logprobs=4),
+]
 MARKDOWN = """## Paged attention
 
 Keys and values are kept in **blocks** of equal size, so that
@@ -171,33 +187,35 @@ def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> N
 
 
 def take_log(browser: Browser, address: str, scheme: str, log: Path, out: Path) -> None:
-    """A step of a recorded log with its plan and its draws; of a log that ends with a failure, that step."""
+    """A step of a recorded log with its plan and its draws; of an incident the step that failed, which is the last."""
     with opened(browser, address, scheme, (1440, 1500)) as page:
         page.set_input_files("#log-file", log)
-        page.locator("#scrubber").fill(str(STEP))
+        if log.stem.startswith("incident"):
+            page.locator("#scrubber").press("End")
+        else:
+            page.locator("#scrubber").fill(str(STEP))
         page.locator(".requests button").first.click()
         page.wait_for_timeout(500)
-        page.screenshot(path=out / f"page-{log.stem}-{scheme}.png")
+        page.screenshot(path=out)
 
 
-def record(path: Path, *, fails: bool = False) -> None:
-    """A beam search and samples, with probabilities. fails: step STEP raises an error, planted here."""
-    sizes: dict[str, Any] = {
-        "block_size": 4,
-        "num_blocks": 61,
-        "max_model_len": 96,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-    }
-    params: list[SamplingParams | BeamSearchParams] = [
-        BeamSearchParams(beam_width=3, max_tokens=16),
-        SamplingParams(n=2, seed=1, max_tokens=20, logprobs=4),
-        SamplingParams(temperature=0.0, max_tokens=24, logprobs=4),
-    ]
-    with LLM("demo", use_tqdm=False, event_log=str(path), **sizes) as llm:
-        if fails:
-            plant_fault(llm._engine.runner)
-        llm.generate(["Once upon a time", "The old house", "In the morning the rabbit"], params, use_tqdm=False)
+def record(path: Path) -> None:
+    """A log of a beam search and samples, with probabilities."""
+    with LLM("demo", event_log=str(path), **SIZES) as llm:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def record_failure(directory: Path) -> Path:
+    """The incident that an engine writes by itself when step STEP raises an error, planted here."""
+    ring = IncidentRing(STEP // 2, keeps_token_ids=True)
+    with LLM("demo", **SIZES) as llm:
+        llm._engine.events = ring
+        Incidents(ring, directory, lambda: header(llm.config, llm._engine, llm.spec))
+        plant_fault(llm._engine.runner)
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        while not (found := list(directory.glob("incident-*.jsonl"))):  # a thread writes it
+            time.sleep(0.1)
+    return found[0]
 
 
 def plant_fault(runner: Any) -> None:
@@ -211,15 +229,15 @@ def plant_fault(runner: Any) -> None:
     runner.run = run
 
 
-def take_all(playwright: Playwright, chromium: str, out: Path, logs: list[Path]) -> None:
+def take_all(playwright: Playwright, chromium: str, out: Path, logs: dict[str, Path]) -> None:
     browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
     with serving(*SMALL_POOL) as address:
         for scheme in ("light", "dark"):
             take_tour(browser, address, scheme, out)
             take_chat(browser, address, scheme, out)
             take_preemption(browser, address, scheme, out)
-            for log in logs:
-                take_log(browser, address, scheme, log, out)
+            for name, log in logs.items():
+                take_log(browser, address, scheme, log, out / f"page-{name}-{scheme}.png")
     with serving("--num-blocks", "30001") as address:
         for scheme in ("light", "dark"):
             take_large_pool(browser, address, scheme, out)
@@ -232,9 +250,9 @@ def main() -> None:
     parser.add_argument("--chromium", default="/usr/bin/chromium", help="default: /usr/bin/chromium")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        logs = [Path(directory) / "log.jsonl", Path(directory) / "failure.jsonl"]
-        for log in logs:
-            record(log, fails=log.stem == "failure")
+        log = Path(directory) / "log.jsonl"
+        record(log)
+        logs = {"log": log, "failure": record_failure(Path(directory))}
         with sync_playwright() as playwright:
             take_all(playwright, arguments.chromium, arguments.out, logs)
     for picture in sorted(arguments.out.glob("page-*.png")):

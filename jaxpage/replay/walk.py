@@ -11,7 +11,7 @@ from jaxpage.replay.recorder import Record, usual_draws
 
 @dataclass
 class SequenceWalk:
-    """One sequence. Tokens are None where a log is scrubbed; of a beam search a log has none."""
+    """One sequence. Tokens are None where a log is scrubbed, and those of a beam search, which no log has."""
 
     request_id: str
     sample_index: int = 0
@@ -92,8 +92,9 @@ class Walk:
         edits: list[Any] = result.get("edits", [])
         cuts = {edit[1]: edit[4] for edit in edits if edit[0] == "finish" and len(edit) > 4}
         before = {one: len(sequence.token_ids) for one, sequence in self.sequences.items()}
-        drawn = tokens_drawn(self._plan, result, [edit for edit in edits if edit[0] == "fork"])
+        drawn = [*tokens_drawn(self._plan, result, [edit for edit in edits if edit[0] == "fork"])]
         self.drawn = {one: tokens[: cuts.get(one)] for one, tokens in drawn if not self._is_beam(one)}
+        grown = {self.sequences[one].request_id for one, _ in drawn if self._is_beam(one)}
         for one in self.drawn.keys() & before.keys():
             self.sequences[one].token_ids += self.drawn[one]
         for kind, sequence_id, *edit in edits:  # in this order: a beam search gives an id that it dropped to a fork
@@ -104,6 +105,9 @@ class Walk:
                 self.sequences[child_id] = SequenceWalk(parent.request_id, sample_index, token_ids, is_running=True)
             else:
                 self._end([sequence_id], edit[0] if kind == "finish" else "drop")
+        for sequence in self.sequences.values():  # every beam that is left has one more
+            if sequence.request_id in grown:
+                sequence.token_ids.append(None)
 
     def _end(self, sequence_ids: Iterable[int], reason: str) -> None:
         for one in sequence_ids:
