@@ -144,7 +144,10 @@ def assert_in_place(found: Findings, pages: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "backend", "reduced"),
-    [("decode", "triton", 1), ("verify", "triton", 1), ("chunk", "triton", 0), ("chunk", "mosaic", 0)],
+    [
+        *(("decode", "triton", 1), ("verify", "triton", 1), ("chunk", "triton", 0), ("chunk", "mosaic", 0)),
+        ("several steps", "triton", 1),
+    ],
 )
 def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, backend: str, reduced: int) -> None:
     shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=LAYERS)

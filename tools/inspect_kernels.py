@@ -26,7 +26,10 @@ from pallas_kernels.inspection.report import Row, markdown, rows
 DOCUMENT = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
 BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspect_kernels.py -->"
 HEAD = "# Kernels\n\n## What the compiler makes of them\n\n"
-STEPS = (("decode", "triton"), ("verify", "triton"), ("chunk", "triton"), ("chunk", "mosaic"))
+STEPS = (
+    *(("decode", "triton"), ("several steps", "triton"), ("verify", "triton")),
+    *(("chunk", "triton"), ("chunk", "mosaic")),
+)
 STEP_COLUMNS = (
     "step",
     "our kernels",

@@ -18,11 +18,16 @@ def parameters(num_output_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_output_tokens)
 
 
-def warm_up(llm: LLM, workload: Sequence[WorkItem], num_requests: int = 2, num_tokens: int = 2) -> float:
-    """Seconds of a few short generations; whatever happens only once happens here."""
+def warm_up(llm: LLM, workload: Sequence[WorkItem]) -> float:
+    """Seconds of short generations, of which half end at the next step each time: a step of each shape is taken, since the first of a
+    shape is slower."""
     start = time.perf_counter()
-    prompts = [list(item.prompt_token_ids) for item in workload[:num_requests]]
-    llm.generate(prompts, parameters(num_tokens), use_tqdm=False)
+    items = workload[: llm.config.max_num_seqs]
+    prompts = [list(item.prompt_token_ids) for item in items]
+    lengths = [
+        min(item.num_output_tokens, 1 + (len(items) // place).bit_length()) for place, item in enumerate(items, 1)
+    ]
+    llm.generate(prompts, [parameters(length) for length in lengths], use_tqdm=False)
     return time.perf_counter() - start
 
 

@@ -38,7 +38,8 @@ LLAMA_3_8B: Mapping[str, Any] = {  # config.json of meta-llama/Meta-Llama-3-8B, 
 
 BUCKETS = {
     "decode": Bucket(num_tokens=16, num_rows=16, max_query_len=1),
-    "verify": Bucket(num_tokens=128, num_rows=16, max_query_len=8),
+    "verify": Bucket(num_tokens=128, num_rows=16, max_query_len=8, verifies=True),
+    "several steps": Bucket(num_tokens=64, num_rows=16, max_query_len=4, num_steps=4),
     "chunk": Bucket(num_tokens=2048, num_rows=16, max_query_len=2048),
 }
 

@@ -97,7 +97,7 @@ def unaddressable_blocks(name: str, platform: str, block_elements: int, dtype: D
 def cpu_kernels() -> str:
     """The instruction set that the kernels for CPUs are compiled for, or why there are none."""
     library = load_cpu_library()
-    return library.instruction_set or f"none: {library.reason}; attention is left to plain XLA, which is slow"
+    return library.instruction_set or f"none: {library.reason}. Plain XLA takes their place, which is slow"
 
 
 def prefers_mixed_steps(name: str, platform: str) -> bool:

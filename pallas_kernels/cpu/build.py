@@ -64,4 +64,4 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
     said = [process.communicate()[1] for process in running]
     for command, process, errors in zip(commands, running, said, strict=True):
         if process.returncode:
-            raise RuntimeError(f"{command[0]} failed: {errors.strip()[-2000:]}")
+            raise RuntimeError(f"{command[0]} failed: {errors.strip()[-2000:] or f'exit status {process.returncode}'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from pallas_kernels.sets import cpu, mosaic, reference, scan, triton
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+_TELLING = threading.Lock()
 
 # In the order in which "auto" tries them. Each has the name of its file, so that names can be listed without importing JAX.
 SETS: dict[str, KernelSet] = {each.name: each for each in (triton.SET, mosaic.SET, cpu.SET, scan.SET, reference.SET)}
@@ -57,9 +59,8 @@ def first_that_takes(
         try:
             if (reason := each.supports(device, call)) is None:
                 result = pick(each)(*arguments, **options)
-                differs = any(pick(other) is not pick(each) for other in refused)
-                if differs and not each.platforms:
-                    _warn_once(f"{operation} is left to plain XLA ({each.name}), which is slow: {'; '.join(refusals)}")
+                if any(pick(other) is not pick(each) for other in refused):
+                    _tell_of_plain_xla(each, refusals)
                 return result
         except NotImplementedError as refusal:
             reason = str(refusal)
@@ -70,9 +71,10 @@ def first_that_takes(
 
 def set_for(call: Call, *, backend: str, device: Any) -> KernelSet:
     """The first candidate that says that it takes a call of attention, for a look ahead. Raises as `first_that_takes` does."""
-    refusals = []
+    refusals: list[str] = []
     for each in candidates(backend, device.platform, interpret=call.interpret):
         if (reason := each.supports(device, call)) is None:
+            _tell_of_plain_xla(each, refusals)
             return each
         refusals.append(f"{each.name}: {reason}")
     raise _no_set_takes("paged_attention", refusals, backend, device.platform)
@@ -83,6 +85,14 @@ def _no_set_takes(operation: str, refusals: list[str], backend: str, platform: s
     if backend == "auto" and platform == "gpu":
         text += f". Plain XLA runs on a GPU only where it is asked for by name: {' or '.join(XLA_BACKENDS)}"
     return NotImplementedError(text)
+
+
+def _tell_of_plain_xla(chosen: KernelSet, refusals: list[str]) -> None:
+    """One line for a reason, whichever operations it is about: a start that compiles nothing says it too."""
+    if refusals and not chosen.platforms:
+        text = f"{'; '.join(refusals)}. Plain XLA ({chosen.name}) takes its place, which is slow"
+        with _TELLING:  # steps are traced by several threads
+            _warn_once(text)
 
 
 @functools.cache
