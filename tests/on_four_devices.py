@@ -30,6 +30,7 @@ from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
 from tests.support.medusa import random_heads, write_original  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint, random_tensors  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
+from tests.test_experts import save_gpt_oss  # noqa: E402
 
 NUM_TOKENS = 10
 # Chunks of 16 tokens cut the long prompts, and the pool does not hold both sequences to their end.
@@ -47,7 +48,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3-types": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "opt-norm-first": {"hidden_size": 64, "num_hidden_layers": 1},
     "mixtral-window": {"head_dim": 16, "num_hidden_layers": 1},
+    "gpt-oss-windows": {"num_hidden_layers": 2, "num_local_experts": 4},
 }
+# Where each device has the part of the first, which must be seen.
+PLANTED = {"gpt-oss-windows": "sinks"}
 # Numbers of heads or experts that four devices cannot share.
 DIVISIBLE = [name for name in MODELS if name not in ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared")]
 
@@ -83,13 +87,34 @@ def assert_as_transformers(model: Any, prompts: list[list[int]], found: Any) -> 
 
 
 @pytest.mark.parametrize("name", few(DIVISIBLE, FAMILIES))
-def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(name, tmp_path):
+def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(name, tmp_path, monkeypatch):
+    """With a mistake planted in some: each device has of one weight the part of the first."""
     model = save_model(name, tmp_path, **FAMILIES.get(name, {}))
     model.generation_config.eos_token_id = None
     prompts = prompts_of(model.config.vocab_size)
     found = {layout: generated(tmp_path, prompts, **settings) for layout, settings in LAYOUTS.items()}
     assert_as_transformers(model, prompts, found["one"])
     assert found["one"] == found["two"] == found["four"]
+    if name in PLANTED:
+        plant_parts_of_the_first(monkeypatch, PLANTED[name])
+        assert generated(tmp_path, prompts, **ON_4) != found["one"]
+
+
+def plant_parts_of_the_first(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Of parameters that have this in their path."""
+    real = sharding_of_models.ShardedWeight.boxes
+
+    def boxes(self, place, device):
+        return real(self, place, 0 if part in place.path else device)
+
+    monkeypatch.setattr(sharding_of_models.ShardedWeight, "boxes", boxes)
+
+
+def test_experts_in_mxfp4_give_the_same_bits_and_the_tokens_of_transformers(tmp_path):
+    model = save_gpt_oss(tmp_path, **FAMILIES["gpt-oss-windows"])
+    one, four = (generated(tmp_path, prompts_of(257), **LAYOUTS[layout]) for layout in ("one", "four"))
+    assert_as_transformers(model, prompts_of(257), one)
+    assert one == four
 
 
 # Of one small model, on which a mistake is planted too.
@@ -209,12 +234,7 @@ def assert_near(wanted: Any, found: Any, tolerance: float) -> None:
 
 
 def test_a_scale_of_another_shard_is_seen(kept, want_of_kept, monkeypatch):
-    real = sharding_of_models.ShardedWeight.boxes
-
-    def boxes(self, place, device):
-        return real(self, place, 0 if place.path[-1] == "scale" else device)
-
-    monkeypatch.setattr(sharding_of_models.ShardedWeight, "boxes", boxes)
+    plant_parts_of_the_first(monkeypatch, "scale")
     assert generated(kept, prompts_of(257), **ON_4, quantization="gguf") != want_of_kept
 
 

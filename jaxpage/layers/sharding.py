@@ -196,25 +196,18 @@ class ShardedAttention(nnx.Module):
     """Each shard has its query heads and their key/value heads, and pages of its own. Norms over all heads are of all shards."""
 
     def __init__(self, whole: Attention, sharding: Sharding):
-        """Raises UnsupportedError for attention sinks, and for one product by groups of heads."""
-        if whole.sinks is not None or whole.num_groups is not None:
-            what = "attention sinks are" if whole.sinks is not None else "a product by groups of heads is"
-            raise UnsupportedError(f"tensor_parallel_size: {what} not supported in a model that is divided")
+        """Raises UnsupportedError for one product by groups of heads."""
+        if whole.num_groups is not None:
+            raise UnsupportedError(
+                "tensor_parallel_size: a product by groups of heads is not supported in a model that is divided"
+            )
 
         def shard() -> Attention:
-            return Attention(
-                whole.layer_index,
-                shard_of(whole.query_key_value, sharding),
-                partial_of(whole.output, sharding),
-                head_width=whole.head_width,
-                scale=whole.scale,
-                sliding_window=whole.sliding_window,
-                rope=whole.rope,
-                query_norm=None if whole.norm_together else whole.query_norm,
-                key_norm=None if whole.norm_together else whole.key_norm,
-                logit_softcap=whole.logit_softcap,
-                query_growth=whole.query_growth,
-            )
+            own = shard_of(whole, sharding)
+            own.output = partial_of(whole.output, sharding)
+            if whole.norm_together:
+                own.query_norm = own.key_norm = None
+            return own
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
         self.output = Summed(whole.output, sharding)
