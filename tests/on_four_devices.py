@@ -49,11 +49,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt-norm-first": {"hidden_size": 64, "num_hidden_layers": 1},
     "mixtral-window": {"head_dim": 16, "num_hidden_layers": 1},
     "gpt-oss-windows": {"num_hidden_layers": 2, "num_local_experts": 4},
+    "falcon-grouped": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "num_hidden_layers": 1},
+    "falcon-multi-query": {"num_hidden_layers": 1},
 }
 # Where each device has the part of the first, which must be seen.
-PLANTED = {"gpt-oss-windows": "sinks"}
+PLANTED = {"gpt-oss-windows": "sinks", "falcon-grouped": "query_key_value", "falcon-multi-query": "query_key_value"}
 # Numbers of heads or experts that four devices cannot share.
-DIVISIBLE = [name for name in MODELS if name not in ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared")]
+INDIVISIBLE = ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "falcon-one-norm")
+DIVISIBLE = [name for name in MODELS if name not in INDIVISIBLE]
 
 
 def test_there_are_four_devices():

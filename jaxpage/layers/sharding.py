@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.errors import ConfigError
 from jaxpage.layers.attention import Attention
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding
@@ -196,15 +196,18 @@ class ShardedAttention(nnx.Module):
     """Each shard has its query heads and their key/value heads, and pages of its own. Norms over all heads are of all shards."""
 
     def __init__(self, whole: Attention, sharding: Sharding):
-        """Raises UnsupportedError for one product by groups of heads."""
-        if whole.num_groups is not None:
-            raise UnsupportedError(
-                "tensor_parallel_size: a product by groups of heads is not supported in a model that is divided"
+        """Raises ConfigError for a product by groups of heads of which there are too few."""
+        groups, count = whole.num_groups, sharding.num_shards
+        if groups is not None and groups % count:
+            raise ConfigError(
+                f"tensor_parallel_size: {whole.query_key_value.spec.parts[0].name} has {groups} groups of heads, which cannot be "
+                f"divided into {count} equal parts; use fewer devices, with tensor_parallel_reduction 'fast'"
             )
 
         def shard() -> Attention:
             own = shard_of(whole, sharding)
             own.output = partial_of(whole.output, sharding)
+            own.num_groups = groups and groups // count
             if whole.norm_together:
                 own.query_norm = own.key_norm = None
             return own
