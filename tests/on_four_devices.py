@@ -51,11 +51,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss-windows": {"num_hidden_layers": 2, "num_local_experts": 4},
     "falcon-grouped": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "num_hidden_layers": 1},
     "falcon-multi-query": {"num_hidden_layers": 1},
+    "deepseek-v3-groups": {"num_hidden_layers": 2},
 }
 # Where each device has the part of the first, which must be seen.
-PLANTED = {"gpt-oss-windows": "sinks", "falcon-grouped": "query_key_value", "falcon-multi-query": "query_key_value"}
+PLANTED = {
+    "gpt-oss-windows": "sinks",
+    "falcon-grouped": "query_key_value",
+    "falcon-multi-query": "query_key_value",
+    "deepseek-v3-groups": "expand",
+}
 # Numbers of heads or experts that four devices cannot share.
-INDIVISIBLE = ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "falcon-one-norm")
+INDIVISIBLE = (
+    "opt-350m-form",
+    "qwen3-moe-mixed",
+    "qwen2-moe-shared",
+    "falcon-one-norm",
+    "deepseek-v2-greedy",
+    "deepseek-v3-halves",
+    "glm4-moe-lite-mixed",
+)
 DIVISIBLE = [name for name in MODELS if name not in INDIVISIBLE]
 
 

@@ -27,6 +27,7 @@ from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.experts import Experts
+from jaxpage.layers.latent_attention import LatentAttention, LatentQueries
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import Axis
@@ -239,6 +240,32 @@ class ShardedAttention(nnx.Module):
         first = _device(self.sharding) * self.sharding.num_local
         places = [(first + index) // copies for index in range(len(parts))]
         return [jax.lax.dynamic_index_in_dim(normed, place, axis=1, keepdims=False) for place in places]
+
+
+class ShardedLatentAttention(nnx.Module):
+    """Each shard has its heads, and pages of its own for the latent of all heads. What makes latents is on every device."""
+
+    def __init__(self, whole: LatentAttention, sharding: Sharding):
+        def shard() -> LatentAttention:
+            own = shard_of(whole, sharding)
+            own.num_heads = whole.num_heads // sharding.num_shards
+            own.output = partial_of(whole.output, sharding)
+            own.down, own.norm = whole.down, whole.norm
+            if isinstance(whole.queries, LatentQueries):
+                own.queries = LatentQueries(
+                    whole.queries.down, whole.queries.norm, shard_of(whole.queries.up, sharding)
+                )
+            return own
+
+        self.shards = nnx.List(shard() for _ in range(sharding.num_local))
+        self.output = Summed(whole.output, sharding)
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        each = zip(self.shards, layer_pages, strict=True)
+        parts, pages = zip(*(shard(x_TD, own, context) for shard, own in each), strict=True)
+        return self.output(parts, x_TD), pages
 
 
 class ShardedMLP(nnx.Module):

@@ -15,11 +15,13 @@ from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.attention import Attention
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.experts import Experts
+from jaxpage.layers.latent_attention import LatentAttention
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.sharding import (
     ShardedAttention,
     ShardedEmbedding,
     ShardedExperts,
+    ShardedLatentAttention,
     ShardedMLP,
     Sharding,
     parts_of,
@@ -81,6 +83,8 @@ def _divided_by(module: nnx.Module, sharding: Sharding) -> Callable[[Any, Shardi
     match module:
         case Attention():
             return ShardedAttention
+        case LatentAttention():
+            return ShardedLatentAttention
         case MLP() | GatedMLP():
             return ShardedMLP
         case Embedding(axis="vocab"):
