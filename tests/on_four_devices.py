@@ -30,6 +30,14 @@ from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
 from tests.support.medusa import random_heads, write_original  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint, random_tensors  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
+from tests.test_drafting_ahead import (  # noqa: E402
+    GREEDY,
+    assert_as_the_reference,
+    heads,
+    of_a_head,
+    record,
+    write_heads,
+)
 from tests.test_experts import save_gpt_oss  # noqa: E402
 
 NUM_TOKENS = 10
@@ -139,7 +147,7 @@ def test_experts_in_mxfp4_give_the_same_bits_and_the_tokens_of_transformers(tmp_
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA, 1)
 
 
 @pytest.fixture(scope="module")
@@ -297,13 +305,16 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
     assert planted[1] == found["one"][1] and planted[0] != found["one"][0] and planted[2] != found["one"][2]
 
 
-# Drafters with weights, of which each device has all: the text is that without drafts, to the last bit.
+# Drafters with weights, of which each device has all: the text is that without drafts, to the last bit. EAGLE's heads take the model's
+# divided tables, and draft what they draft in float64.
 
 
-@pytest.mark.parametrize("method", ["draft_model", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "medusa", "eagle", "eagle3"])
 def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
     """The model itself, whose products are whole where it drafts, and which is right most of the time; or heads of random numbers."""
-    drafter = directory if method == "draft_model" else write_original(tmp_path / "heads", random_heads(3, 1, 257, 64))
+    write_heads(tmp_path)
+    write_original(tmp_path / "medusa", random_heads(3, 1, 257, 64))
+    drafter = directory if method == "draft_model" else tmp_path / method
     asked = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
     with (
@@ -316,9 +327,13 @@ def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
         invariants(llm)
         assert tokens_of([reporter.whole() for reporter in reporters]) == want
         stats = llm.stats()
+        if method.startswith("eagle"):
+            reference, drafts = of_a_head(heads()[method], directory), record(llm)
+            llm.generate(prompts_of(257), GREEDY, use_tqdm=False)
+            assert_as_the_reference(llm, drafts, reference)
     assert stats["num_preemptions_total"]["swap"] > 0, "its keys and values are swapped with the model's"
     num_drafts, num_accepted = (stats[f"spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted"))
-    assert num_drafts > 0 and (method == "medusa" or num_accepted > num_drafts // 2)
+    assert num_drafts > 0 and (method != "draft_model" or num_accepted > num_drafts // 2)
 
 
 # The column of the support matrix: two devices give what one gives, to the last bit.

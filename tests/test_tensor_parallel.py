@@ -11,7 +11,6 @@ import pytest
 
 from jaxpage import LLM
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.engine_config import EngineConfig
 from tests.support.reference import NOT_DIVIDED
 
 FILE = Path(__file__).parent / "on_four_devices.py"
@@ -36,19 +35,6 @@ def test_on_four_devices(pytestconfig):
 def test_too_few_devices_say_how_a_cpu_has_more():
     with pytest.raises(ConfigError, match="tensor_parallel_size is 3, but JAX has 1 cpu .*device_count=3"):
         LLM("demo", tensor_parallel_size=3, use_tqdm=False)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"speculative_config": {"method": "eagle", "model": "head"}}, "method 'eagle'"),
-        ({"speculative_config": {"method": "eagle3", "model": "head"}}, "method 'eagle3'"),
-    ],
-)
-@pytest.mark.parametrize(("name", "value"), [("tensor_parallel_size", 2), ("tensor_parallel_reduction", "invariant")])
-def test_what_is_not_divided_is_refused_by_both_names(settings, named, name, value):
-    with pytest.raises(UnsupportedError, match=f"^{name}: .*{value}.* is not supported with .*{named}"):
-        EngineConfig(model="demo", **{name: value}, **settings)
 
 
 @pytest.mark.parametrize("family", NOT_DIVIDED)

@@ -246,6 +246,7 @@ def _step_options(
                 spec.layer_groups,
                 spec.num_blocks,
                 config.acceptance.name,
+                spec.sharding,
             )
         ),
         acceptance=config.acceptance,
