@@ -128,8 +128,9 @@ class ModelDrafterFiles:
         module = self.module(dtype)
 
         def divided(path: Path, each: nnx.Module) -> nnx.Module | None:
-            is_target_s = isinstance(each, Embedding) and each.name is None
-            return ShardedEmbedding(each, sharding) if is_target_s else None
+            if isinstance(each, Embedding) and each.name is None:  # it is the target's
+                return ShardedEmbedding(each, sharding)
+            return None
 
         if sharding.is_divided:
             replace_modules(module, divided)
