@@ -246,7 +246,6 @@ def test_gives_way_at_every_step(engines: Callable[[str], LLM], expected: list[A
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantised pages": ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8' .* recurrent layers"),
-    "several devices": ({"tensor_parallel_reduction": "invariant"}, "tensor_parallel_size: .* recurrent layers"),
     "trees": ({"speculative_config": {"method": "lookahead"}}, "'lookahead' is not supported .* states"),
     "prefixes as files": (
         {"prefix_cache_directory": "."},

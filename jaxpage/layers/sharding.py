@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.errors import ConfigError
 from jaxpage.layers.attention import Attention
 from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.delta_net import GatedDeltaNet
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.experts import Experts
@@ -242,8 +243,23 @@ class ShardedAttention(nnx.Module):
         return [jax.lax.dynamic_index_in_dim(normed, place, axis=1, keepdims=False) for place in places]
 
 
-class ShardedLatentAttention(nnx.Module):
-    """Each shard has its heads, and pages of its own for the latent of all heads. What makes latents is on every device."""
+class _OfShards(nnx.Module):
+    """What of each shard takes the same input, and pages of its own."""
+
+    def __init__(self, shard: Callable[[], nnx.Module], output: Linear, sharding: Sharding):
+        self.shards = nnx.List(shard() for _ in range(sharding.num_local))
+        self.output = Summed(output, sharding)
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        each = zip(self.shards, layer_pages, strict=True)
+        parts, pages = zip(*(shard(x_TD, own, context) for shard, own in each), strict=True)
+        return self.output(parts, x_TD), pages
+
+
+class ShardedLatentAttention(_OfShards):
+    """Each shard has its heads, and the latents of all. What makes latents is on every device."""
 
     def __init__(self, whole: LatentAttention, sharding: Sharding):
         def shard() -> LatentAttention:
@@ -257,15 +273,27 @@ class ShardedLatentAttention(nnx.Module):
                 )
             return own
 
-        self.shards = nnx.List(shard() for _ in range(sharding.num_local))
-        self.output = Summed(whole.output, sharding)
+        super().__init__(shard, whole.output, sharding)
 
-    def __call__(
-        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
-        each = zip(self.shards, layer_pages, strict=True)
-        parts, pages = zip(*(shard(x_TD, own, context) for shard, own in each), strict=True)
-        return self.output(parts, x_TD), pages
+
+class ShardedDeltaNet(_OfShards):
+    """Each shard has its key heads with their value heads, and the states of these."""
+
+    def __init__(self, whole: GatedDeltaNet, sharding: Sharding):
+        """Raises ConfigError where there are too few key heads."""
+        widths, count = whole.widths, sharding.num_shards
+        if widths.key_heads % count:
+            raise ConfigError(
+                f"tensor_parallel_size: {widths.key_heads} key heads of linear attention cannot be divided into {count} equal parts"
+            )
+
+        def shard() -> GatedDeltaNet:
+            own = shard_of(whole, sharding)
+            own.widths = replace(widths, key_heads=widths.key_heads // count, value_heads=widths.value_heads // count)
+            own.output = partial_of(whole.output, sharding)
+            return own
+
+        super().__init__(shard, whole.output, sharding)
 
 
 class ShardedMLP(nnx.Module):
