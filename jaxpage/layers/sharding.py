@@ -194,22 +194,28 @@ class Summed(nnx.Module):
         return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
 
 
+def _whole_part(number: int, what: str, sharding: Sharding) -> int:
+    """Of things that stay together. Raises ConfigError where they cannot be divided evenly."""
+    count = sharding.num_shards
+    if number % count:
+        raise ConfigError(
+            f"tensor_parallel_size: {number} {what} cannot be divided into {count} equal parts; use fewer devices, with "
+            "tensor_parallel_reduction 'fast'"
+        )
+    return number // count
+
+
 class ShardedAttention(nnx.Module):
     """Each shard has its query heads and their key/value heads, and pages of its own. Norms over all heads are of all shards."""
 
     def __init__(self, whole: Attention, sharding: Sharding):
         """Raises ConfigError for a product by groups of heads of which there are too few."""
-        groups, count = whole.num_groups, sharding.num_shards
-        if groups is not None and groups % count:
-            raise ConfigError(
-                f"tensor_parallel_size: {whole.query_key_value.spec.parts[0].name} has {groups} groups of heads, which cannot be "
-                f"divided into {count} equal parts; use fewer devices, with tensor_parallel_reduction 'fast'"
-            )
+        groups = whole.num_groups and _whole_part(whole.num_groups, "groups of heads", sharding)
 
         def shard() -> Attention:
             own = shard_of(whole, sharding)
             own.output = partial_of(whole.output, sharding)
-            own.num_groups = groups and groups // count
+            own.num_groups = groups
             if whole.norm_together:
                 own.query_norm = own.key_norm = None
             return own
@@ -281,15 +287,16 @@ class ShardedDeltaNet(_OfShards):
 
     def __init__(self, whole: GatedDeltaNet, sharding: Sharding):
         """Raises ConfigError where there are too few key heads."""
-        widths, count = whole.widths, sharding.num_shards
-        if widths.key_heads % count:
-            raise ConfigError(
-                f"tensor_parallel_size: {widths.key_heads} key heads of linear attention cannot be divided into {count} equal parts"
-            )
+        widths = whole.widths
+        widths = replace(
+            widths,
+            key_heads=_whole_part(widths.key_heads, "key heads of linear attention", sharding),
+            value_heads=widths.value_heads // sharding.num_shards,
+        )
 
         def shard() -> GatedDeltaNet:
             own = shard_of(whole, sharding)
-            own.widths = replace(widths, key_heads=widths.key_heads // count, value_heads=widths.value_heads // count)
+            own.widths = widths
             own.output = partial_of(whole.output, sharding)
             return own
 
