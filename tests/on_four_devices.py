@@ -57,9 +57,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3-types": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "opt-norm-first": {"hidden_size": 64, "num_hidden_layers": 1},
     "mixtral-window": {"head_dim": 16, "num_hidden_layers": 1},
-    "gpt-oss-windows": {"num_hidden_layers": 2, "num_local_experts": 4},
+    "gpt-oss-windows": {"num_hidden_layers": 1, "num_local_experts": 4},
     "falcon-grouped": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "num_hidden_layers": 1},
-    "deepseek-v3-groups": {"num_hidden_layers": 2},
+    "deepseek-v3-groups": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
     "qwen3-5-mixed": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], **KEY_HEADS},
 }
 # Where each device has the part of the first, which must be seen.
