@@ -30,6 +30,15 @@ from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
 from tests.support.medusa import random_heads, write_original  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint, random_tensors  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
+from tests.test_drafting_ahead import (  # noqa: E402
+    GREEDY,
+    assert_as_the_reference,
+    heads,
+    of_a_head,
+    record,
+    write_heads,
+)
+from tests.test_experts import save_gpt_oss  # noqa: E402
 
 NUM_TOKENS = 10
 # Chunks of 16 tokens cut the long prompts, and the pool does not hold both sequences to their end.
@@ -40,6 +49,7 @@ SETTINGS: dict[str, Any] = {
 INVARIANT = {"tensor_parallel_reduction": "invariant"}
 ON_4 = {"tensor_parallel_size": 4}
 LAYOUTS = {"one": INVARIANT, "two": {"tensor_parallel_size": 2}, "four": ON_4}
+KEY_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 # Small: what is compiled takes the time of this file, and for a head width of 16 that is least.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-grouped": {"head_dim": 16},
@@ -47,9 +57,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3-types": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "opt-norm-first": {"hidden_size": 64, "num_hidden_layers": 1},
     "mixtral-window": {"head_dim": 16, "num_hidden_layers": 1},
+    "gpt-oss-windows": {"num_hidden_layers": 1, "num_local_experts": 4},
+    "falcon-grouped": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "num_hidden_layers": 1},
+    "deepseek-v3-groups": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "qwen3-5-mixed": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], **KEY_HEADS},
 }
-# Numbers of heads or experts that four devices cannot share.
-DIVISIBLE = [name for name in MODELS if name not in ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared")]
+# Where each device has the part of the first, which must be seen.
+PLANTED = {
+    **{"gpt-oss-windows": "sinks", "falcon-grouped": "query_key_value", "falcon-multi-query": "query_key_value"},
+    **{"deepseek-v3-groups": "expand", "qwen3-5-mixed": "convolution", "qwen3-next-mixed": "beta_step"},
+}
+# Sizes that four devices can share, of others.
+SWEPT = {
+    "falcon-one-norm": FAMILIES["falcon-grouped"],
+    **{name: {"n_routed_experts": 4} for name in ("deepseek-v2-greedy", "deepseek-v3-halves", "glm4-moe-lite-mixed")},
+    "qwen3-5-moe": {"num_experts": 4, **KEY_HEADS},
+    "qwen3-next-mixed": {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 4, **KEY_HEADS},
+}
+INDIVISIBLE = ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "qwen3-5-short")
+DIVISIBLE = [name for name in MODELS if name not in INDIVISIBLE and not name.endswith("images")]
 
 
 def test_there_are_four_devices():
@@ -83,13 +109,32 @@ def assert_as_transformers(model: Any, prompts: list[list[int]], found: Any) -> 
 
 
 @pytest.mark.parametrize("name", few(DIVISIBLE, FAMILIES))
-def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(name, tmp_path):
-    model = save_model(name, tmp_path, **FAMILIES.get(name, {}))
+def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(name, tmp_path, monkeypatch):
+    """With a mistake planted in some: each device has of one weight the part of the first."""
+    model = save_model(name, tmp_path, **{**SWEPT, **FAMILIES}.get(name, {}))
     model.generation_config.eos_token_id = None
     prompts = prompts_of(model.config.vocab_size)
     found = {layout: generated(tmp_path, prompts, **settings) for layout, settings in LAYOUTS.items()}
     assert_as_transformers(model, prompts, found["one"])
     assert found["one"] == found["two"] == found["four"]
+    if name in PLANTED:
+        plant_parts_of_the_first(monkeypatch, PLANTED[name])
+        assert generated(tmp_path, prompts, **ON_4) != found["one"]
+
+
+def plant_parts_of_the_first(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Of parameters that have this in their path."""
+    real = sharding_of_models.ShardedWeight.boxes
+
+    def boxes(self, place, device):
+        return real(self, place, 0 if part in place.path else device)
+
+    monkeypatch.setattr(sharding_of_models.ShardedWeight, "boxes", boxes)
+
+
+def test_experts_in_mxfp4_give_the_tokens_of_transformers(tmp_path):
+    model = save_gpt_oss(tmp_path, **FAMILIES["gpt-oss-windows"])
+    assert_as_transformers(model, prompts_of(257), generated(tmp_path, prompts_of(257), **ON_4))
 
 
 # Of one small model, on which a mistake is planted too.
@@ -97,7 +142,7 @@ def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(n
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA, 1)
 
 
 @pytest.fixture(scope="module")
@@ -209,12 +254,7 @@ def assert_near(wanted: Any, found: Any, tolerance: float) -> None:
 
 
 def test_a_scale_of_another_shard_is_seen(kept, want_of_kept, monkeypatch):
-    real = sharding_of_models.ShardedWeight.boxes
-
-    def boxes(self, place, device):
-        return real(self, place, 0 if place.path[-1] == "scale" else device)
-
-    monkeypatch.setattr(sharding_of_models.ShardedWeight, "boxes", boxes)
+    plant_parts_of_the_first(monkeypatch, "scale")
     assert generated(kept, prompts_of(257), **ON_4, quantization="gguf") != want_of_kept
 
 
@@ -260,13 +300,18 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
     assert planted[1] == found["one"][1] and planted[0] != found["one"][0] and planted[2] != found["one"][2]
 
 
-# Drafters with weights, of which each device has all: the text is that without drafts, to the last bit.
+# Drafters with weights, of which each device has all: the text is that without drafts, to the last bit. EAGLE's heads take the model's
+# divided tables, and draft what they draft in float64.
 
 
-@pytest.mark.parametrize("method", ["draft_model", "medusa"])
+@pytest.mark.parametrize(
+    "method", few(["draft_model", "medusa", "eagle", "eagle3"], ["draft_model", "medusa", "eagle"])
+)
 def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
     """The model itself, whose products are whole where it drafts, and which is right most of the time; or heads of random numbers."""
-    drafter = directory if method == "draft_model" else write_original(tmp_path / "heads", random_heads(3, 1, 257, 64))
+    write_heads(tmp_path)
+    write_original(tmp_path / "medusa", random_heads(3, 1, 257, 64))
+    drafter = directory if method == "draft_model" else tmp_path / method
     asked = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
     with (
@@ -279,9 +324,13 @@ def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
         invariants(llm)
         assert tokens_of([reporter.whole() for reporter in reporters]) == want
         stats = llm.stats()
+        if method.startswith("eagle"):
+            reference, drafts = of_a_head(heads()[method], directory), record(llm)
+            llm.generate(prompts_of(257), GREEDY, use_tqdm=False)
+            assert_as_the_reference(llm, drafts, reference)
     assert stats["num_preemptions_total"]["swap"] > 0, "its keys and values are swapped with the model's"
     num_drafts, num_accepted = (stats[f"spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted"))
-    assert num_drafts > 0 and (method == "medusa" or num_accepted > num_drafts // 2)
+    assert num_drafts > 0 and (method != "draft_model" or num_accepted > num_drafts // 2)
 
 
 # The column of the support matrix: two devices give what one gives, to the last bit.

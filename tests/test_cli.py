@@ -258,17 +258,7 @@ def test_wrong_use_is_status_2(
     ("words", "message"),
     [
         (("generate", "x", "--n", "2"), "n=2 is not supported on the command line"),
-        (
-            (
-                "generate",
-                "x",
-                "--tensor-parallel-size",
-                "2",
-                "--speculative-config",
-                '{"method": "eagle", "model": "y"}',
-            ),
-            "tensor_parallel_size: 2 is not supported with method 'eagle' of speculative_config",
-        ),
+        (("generate", "x", "--enable-lora", "--event-log", "y"), "event_log: is not supported with enable_lora"),
     ],
 )
 def test_what_is_not_supported_is_one_line_and_status_2(

@@ -53,10 +53,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_checkpoint(root / "target", LLAMA, 1)
     random_checkpoint(root / "alike", LLAMA, 2)
     random_checkpoint(root / "small", SMALL, 2)
+    write_heads(root)
+    return root
+
+
+def write_heads(root: Path) -> None:
     write(root / "eagle", HEAD, heads()["eagle"].tensors(), without=("lm_head.weight", "embed_tokens.weight"))
     config = {**HEAD, "architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": TAPS}
     write(root / "eagle3", {**config, "draft_vocab_size": HEAD["vocab_size"]}, heads()["eagle3"].tensors())
-    return root
 
 
 @functools.cache

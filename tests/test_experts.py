@@ -103,15 +103,14 @@ def test_an_engine_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None
     assert texts(model, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap") == plain
 
 
-@pytest.fixture(scope="module")
-def in_four_bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def save_gpt_oss(directory: Path, **overrides: Any) -> Any:
     """GPT-OSS in MXFP4, and the model of transformers with the weights that it stands for, by transformers' own conversion."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     from tests.support.hf_models import save_model
 
-    directory, rng = tmp_path_factory.mktemp("mxfp4"), np.random.default_rng(5)
-    model = save_model("gpt-oss-windows", directory, vocab_size=257, max_position_embeddings=256)
+    rng = np.random.default_rng(5)
+    model = save_model("gpt-oss-windows", directory, vocab_size=257, max_position_embeddings=256, **overrides)
     tensors = dict(load_file(directory / "model.safetensors"))
     for index, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
@@ -127,7 +126,13 @@ def in_four_bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "*.mlp.router"]}
     (directory / "config.json").write_text(json.dumps(config))
-    return directory, model
+    return model
+
+
+@pytest.fixture(scope="module")
+def in_four_bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("mxfp4")
+    return directory, save_gpt_oss(directory)
 
 
 def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(in_four_bits: tuple[Path, Any]) -> None:

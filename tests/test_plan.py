@@ -531,18 +531,18 @@ def test_wrong_use_of_an_slo(words: tuple[str, ...], message: str, capsys: pytes
 def test_weights_whose_groups_cannot_be_divided_are_planned_as_far_as_they_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 11,008 inputs two devices have 43 groups of 128 each; four would have 21 and a half. Falcon's heads are not divided at all."""
+    """Of 11,008 inputs two devices have 43 groups of 128 each; four would have 21 and a half. Falcon's heads stay in their groups."""
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
     config = {**LLAMA_3_8B, "intermediate_size": 11008, "num_hidden_layers": 2, "quantization_config": awq}
     options = planned(capsys, write(tmp_path, config), "--memory", "24GiB")["alternatives"]
     errors = {option["tensor_parallel_size"]: option["error"] for option in options}
     assert errors[1] is errors[2] is None
     assert "down_proj has 11008 inputs of which each 128 share a scale, and cannot be divided into 4" in errors[4]
-    falcon = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "multi_query": True}
-    sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 1, "vocab_size": 257}
+    falcon = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "new_decoder_architecture": True}
+    sizes = {"hidden_size": 128, "num_kv_heads": 2, "num_attention_heads": 8, "num_hidden_layers": 1, "vocab_size": 257}
     assert run(write(tmp_path, {**falcon, **sizes}), "--memory", "24GiB") == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("float32", "bfloat16"))]
-    assert ["not supported" in row for row in rows] == [row.split()[2] != "1" for row in rows]
+    assert ["cannot be divided" in row for row in rows] == [row.split()[2] in ("4", "8") for row in rows]
 
 
 def test_devices_are_divided_into_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.device import cache_groups, executables, recurrence, steps
 from jaxpage.device.kv_pages import StatePages
 from jaxpage.device.step_inputs import StepInputs
-from jaxpage.errors import UnsupportedError
+from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.context import Recurrence, StateSpec
 from jaxpage.outputs import CompletionOutput
 from tests.support.engines import BLOCKS_OF_4, QWEN3_5, invariants, make_llm, run_giving_way
@@ -246,7 +246,6 @@ def test_gives_way_at_every_step(engines: Callable[[str], LLM], expected: list[A
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantised pages": ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8' .* recurrent layers"),
-    "several devices": ({"tensor_parallel_reduction": "invariant"}, "tensor_parallel_size: .* recurrent layers"),
     "trees": ({"speculative_config": {"method": "lookahead"}}, "'lookahead' is not supported .* states"),
     "prefixes as files": (
         {"prefix_cache_directory": "."},
@@ -260,6 +259,11 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, model: Path) -> None
     settings, text = REFUSED[case]
     with pytest.raises(UnsupportedError, match=text):
         make_llm(model, **settings)
+
+
+def test_key_heads_that_shards_cannot_share_are_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="2 key heads of linear attention cannot be divided into 4 equal parts"):
+        make_llm(model, tensor_parallel_reduction="invariant")
 
 
 def test_a_draft_model_with_states_is_refused(model: Path) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from jaxpage import LLM
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.engine_config import EngineConfig
-from tests.support.reference import NOT_DIVIDED
+from jaxpage.models import sharding
 
 FILE = Path(__file__).parent / "on_four_devices.py"
 
@@ -38,24 +37,8 @@ def test_too_few_devices_say_how_a_cpu_has_more():
         LLM("demo", tensor_parallel_size=3, use_tqdm=False)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"speculative_config": {"method": "eagle", "model": "head"}}, "method 'eagle'"),
-        ({"speculative_config": {"method": "eagle3", "model": "head"}}, "method 'eagle3'"),
-    ],
-)
-@pytest.mark.parametrize(("name", "value"), [("tensor_parallel_size", 2), ("tensor_parallel_reduction", "invariant")])
-def test_what_is_not_divided_is_refused_by_both_names(settings, named, name, value):
-    with pytest.raises(UnsupportedError, match=f"^{name}: .*{value}.* is not supported with .*{named}"):
-        EngineConfig(model="demo", **{name: value}, **settings)
-
-
-@pytest.mark.parametrize("family", NOT_DIVIDED)
-def test_layers_that_are_not_divided_are_refused(family, tmp_path):
-    pytest.importorskip("torch", reason="the models are of transformers on torch")
-    from tests.support.hf_models import MODELS, save_model
-
-    save_model(next(name for name, (of, _) in MODELS.items() if of.removesuffix("_text") == family), tmp_path)
-    with pytest.raises(UnsupportedError, match=r"^tensor_parallel_size: .* (not supported|not divide)"):
-        LLM(str(tmp_path), tensor_parallel_reduction="invariant", max_model_len=64, use_tqdm=False)
+def test_layers_that_are_not_divided_are_refused(monkeypatch):
+    """As those of a family in a package of its own may be."""
+    monkeypatch.setattr(sharding, "_divided_by", lambda module, into: None)
+    with pytest.raises(UnsupportedError, match=r"^tensor_parallel_size: .* this version does not divide"):
+        LLM("demo", tensor_parallel_reduction="invariant", max_model_len=64, use_tqdm=False)

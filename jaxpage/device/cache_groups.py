@@ -41,16 +41,23 @@ def state_window(state: StateSpec, block_size: int) -> int:
     return block_size + max(1, state.lookback)
 
 
-def cache_groups(kvs: Sequence[KVSpec], *, longest: int, block_size: int, dtype: DTypeLike) -> tuple[CacheGroup, ...]:
+def cache_groups(
+    kvs: Sequence[KVSpec], *, longest: int, block_size: int, dtype: DTypeLike, num_shards: int = 1
+) -> tuple[CacheGroup, ...]:
     """Those of the layers that see most come first.
 
     Args:
         kvs: of the model, and of a drafter.
         longest: positions of the longest sequence: a window that is no shorter is none.
         dtype: of the pages.
+        num_shards: of the model on a device, each with arrays of its own; `kvs` has what one of them keeps.
     """
     kinds = [_kind(kv, layer, longest, block_size) for kv in kvs for layer in range(kv.num_layers)]
-    layer_bytes = [bytes_per_layer(kv, block_size, dtype, layer) for kv in kvs for layer in range(kv.num_layers)]
+    layer_bytes = [
+        bytes_per_layer(kv, block_size, dtype, layer) * (1 if place else num_shards)
+        for place, kv in enumerate(kvs)
+        for layer in range(kv.num_layers)
+    ]
     elements = [block_size * kv.num_kv_heads * kv.head_width for kv in kvs for _ in range(kv.num_layers)]
     groups = []
     for kind in sorted(set(kinds), reverse=True):

@@ -66,7 +66,9 @@ def page_shapes(kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dt
 def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPages:
     """Of all devices: each layer's pages in each of the `num_local` shards of a device. of_shard: shapes of all layers, in one shard."""
     each = tuple(layer for layer in of_shard for _ in range(num_local))
-    return tuple(mesh.divided(each, KV_HEAD_AXIS))
+    return tuple(
+        jax.tree.map(lambda page: mesh.divided(page, KV_HEAD_AXIS if page.ndim > KV_HEAD_AXIS else None), each)
+    )
 
 
 def _layer_shapes(

@@ -42,7 +42,7 @@ from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
 from jaxpage.models.lora import LoRASpec, adapter_weights
-from jaxpage.models.sharding import ShardedWeight, joined, sharded_weights, with_sharding
+from jaxpage.models.sharding import ShardedWeight, joined, kv_of_shard, sharded_weights, with_sharding
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.strategy import Strategy
@@ -213,7 +213,7 @@ def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight
 def _pages_of_shard(spec: EngineSpec, files: ModelFiles) -> KVPages:
     """Shapes of all layers of the model, in one of its shards."""
     num_blocks = [spec.num_blocks[group] for group in spec.layer_groups[: files.spec.kv.num_layers]]
-    kv = replace(files.spec.kv, num_kv_heads=spec.sharding.kv_heads_of_shard)
+    kv = kv_of_shard(files.spec.kv, spec.sharding)
     return kv_pages.page_shapes(kv, num_blocks, spec.memory.block_size, spec.page_dtype)
 
 
@@ -253,6 +253,7 @@ def _step_options(
                 spec.layer_groups,
                 spec.num_blocks,
                 config.acceptance.name,
+                spec.sharding,
             )
         ),
         acceptance=config.acceptance,

@@ -21,9 +21,12 @@ from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
 from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
 from jaxpage.models.base import KVSpec, abstract
 from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.medusa import MedusaHeads
+from jaxpage.models.replacing import Path, replace_modules
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
 from jaxpage.speculation.methods import METHODS, DrafterKind
@@ -45,6 +48,7 @@ class Target(NamedTuple):
     layer_groups: tuple[int, ...]  # the cache group of each layer, the drafter's behind the model's
     num_blocks: tuple[int, ...]  # P of each cache group
     acceptance: str  # the rule's name
+    sharding: Sharding
 
 
 class DrafterFiles(Protocol):
@@ -119,9 +123,18 @@ class ModelDrafterFiles:
     def kvs(self) -> tuple[KVSpec, ...]:
         return (self.kv,)
 
-    def graph(self, dtype: str) -> Any:
-        """For `models.drafter.join`."""
-        return abstract(self.module(dtype))[0]
+    def graph(self, dtype: str, sharding: Sharding = UNDIVIDED) -> Any:
+        """For `models.drafter.join`. sharding: of the target, whose tables it may take."""
+        module = self.module(dtype)
+
+        def divided(path: Path, each: nnx.Module) -> nnx.Module | None:
+            if isinstance(each, Embedding) and each.name is None:  # it is the target's
+                return ShardedEmbedding(each, sharding)
+            return None
+
+        if sharding.is_divided:
+            replace_modules(module, divided)
+        return abstract(module)[0]
 
     def make(self, target: Target) -> ModelDrafter:
         shape = tree_shape(target.menu)
@@ -129,7 +142,8 @@ class ModelDrafterFiles:
         if target.acceptance == "rejection" and shape.num_branches == 1:
             choice = "drawn"
         own_groups = target.layer_groups[-self.kv.num_layers :]
-        return ModelDrafter(self.graph(target.dtype), self.aux_layers, own_groups, shape, target.num_blocks, choice)
+        graph = self.graph(target.dtype, target.sharding)
+        return ModelDrafter(graph, self.aux_layers, own_groups, shape, target.num_blocks, choice)
 
 
 def tree_shape(menu: BucketMenu) -> TreeShape:

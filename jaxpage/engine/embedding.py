@@ -6,7 +6,6 @@ A prompt runs by itself, in chunks of one shape, over pages of its own: nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -20,6 +19,7 @@ from jaxpage.device.mesh import DeviceMesh, shapes_of
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.device.steps import StepOptions, pooled_step
 from jaxpage.models.base import KVSpec
+from jaxpage.models.sharding import kv_of_shard
 
 Pooling = Literal["last", "mean"]
 CHUNK_TOKENS = 128
@@ -36,7 +36,7 @@ class Embedder:
         self._parameters = shapes_of(parameters)
         sharding = options.sharding
         self._options = options._replace(drafter=None, layer_groups=(0,) * kv.num_layers * sharding.num_local)
-        self._kv = replace(kv, num_kv_heads=sharding.kv_heads_of_shard) if sharding.is_divided else kv
+        self._kv = kv_of_shard(kv, sharding)
         self._block_size, self._page_dtype, self._mesh = block_size, page_dtype, mesh
         self._steps: dict[int, Any] = {}  # by the positions that their pages have
         self._bucket = Bucket(CHUNK_TOKENS, 2, CHUNK_TOKENS)

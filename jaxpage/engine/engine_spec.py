@@ -33,6 +33,7 @@ from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
 from jaxpage.models.base import ModelSpec
 from jaxpage.models.lora import LoRASpec
+from jaxpage.models.sharding import kv_of_shard
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.limits import StepLimits
 
@@ -150,10 +151,9 @@ def describe_engine(
     sharding = choose_sharding(config, model, device, layout.tensor_parallel_size)
     weights_bytes += drafting.num_bytes(layout.dtype) * sharding.num_devices if drafting else 0
     weights_bytes += lora.num_bytes(layout.dtype) * sharding.num_shards if lora else 0
-    kv = replace(model.kv, num_kv_heads=sharding.kv_heads_of_device)
-    kvs = (kv, *(drafting.kvs if drafting else ()))
+    kvs = (kv_of_shard(model.kv, sharding), *(drafting.kvs if drafting else ()))
     check_windows(config.speculative_config, config.model, kvs)
-    check_recurrent(config.model, kv, layout, sharding, kvs[1:])
+    check_recurrent(config.model, kvs[0], layout, kvs[1:])
     menu = step_menu(config, device)
     limits = step_limits(menu, config.max_num_seqs, mixed=mixes(config, device))
     groups = cache_groups(
@@ -161,6 +161,7 @@ def describe_engine(
         longest=config.max_model_len or longest,
         block_size=config.block_size,
         dtype=kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype),
+        num_shards=sharding.num_local,
     )
     memory = plan_memory(config, model, device, layout, weights_bytes, groups, menu, limits.longest_row, drafting)
     if swaps:

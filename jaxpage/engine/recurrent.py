@@ -6,13 +6,10 @@ from collections.abc import Iterable
 
 from jaxpage.engine.capacity import ModelLayout
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import KVSpec
 
 
-def check_recurrent(
-    model: str, kv: KVSpec, layout: ModelLayout, sharding: Sharding, drafters: Iterable[KVSpec] = ()
-) -> None:
+def check_recurrent(model: str, kv: KVSpec, layout: ModelLayout, drafters: Iterable[KVSpec] = ()) -> None:
     """model: its name, for the error. drafters: what they keep. Raises UnsupportedError."""
     if any(any(each.states) for each in drafters):
         raise UnsupportedError(
@@ -25,10 +22,6 @@ def check_recurrent(
         raise UnsupportedError(
             f"kv_cache_dtype {layout.kv_cache_dtype!r} is not supported for {model}, which has recurrent layers: their states "
             "are kept in float32, and their inputs in the model's dtype; use 'auto'"
-        )
-    if sharding.is_divided:
-        raise UnsupportedError(
-            f"tensor_parallel_size: {model} has recurrent layers, which this version does not divide"
         )
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxpage.layers.context import ForwardContext, LayerPages, Recurrence, StateSpec
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.parameter import Axis, parameter, tensor
 from jaxpage.layers.product import product_by_state
 
 NORM_EPSILON = 1e-6  # of the length of queries and keys
@@ -55,9 +55,13 @@ class DeltaWidths:
         return self.value_heads * self.value
 
     @property
-    def convolved(self) -> int:
+    def parts(self) -> tuple[int, int, int]:
         """Queries, keys and values of all heads."""
-        return 2 * self.keys + self.values
+        return self.keys, self.keys, self.values
+
+    @property
+    def convolved(self) -> int:
+        return sum(self.parts)
 
     @property
     def state(self) -> StateSpec:
@@ -89,12 +93,12 @@ class GatedDeltaNet(nnx.Module):
         self.input, self.beta_step, self.norm, self.output = input, beta_step, norm, output
         kernel, heads = (widths.convolved, 1, widths.kernel), widths.value_heads
 
-        def declare(part: str, *shape: int) -> nnx.Param[jax.Array]:
-            axes = ("heads", *(None,) * (len(shape) - 1))
+        def declare(part: str, axis: Axis, *shape: int) -> nnx.Param[jax.Array]:
+            axes = (axis, *(None,) * (len(shape) - 1))
             return parameter(shape, axes=axes, dtype=dtype, sources=[tensor(f"{name}.{part}", *shape)])
 
-        self.convolution = declare("conv1d.weight", *kernel)
-        self.rate, self.time_step_bias = declare("A_log", heads), declare("dt_bias", heads)
+        self.convolution = declare("conv1d.weight", tuple(("heads", rows) for rows in widths.parts), *kernel)
+        self.rate, self.time_step_bias = declare("A_log", "heads", heads), declare("dt_bias", "heads", heads)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext

@@ -20,11 +20,13 @@ class Part:
     """Rows of a weight, hence columns of a result: those of one module of the checkpoint.
 
     name: of that module. None: the checkpoint has them only together with the other parts.
+    each: rows of those of it that are divided apart, one below the other; empty: it is divided as one.
     """
 
     rows: int
     axis: str | None
     name: str | None
+    each: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class LinearSpec:
 
     @property
     def output_axis(self) -> Axis:
-        return self.parts[0].axis if len(self.parts) == 1 else tuple((part.axis, part.rows) for part in self.parts)
+        each = tuple((part.axis, rows) for part in self.parts for rows in part.each or (part.rows,))
+        return each[0][0] if len(each) == 1 else each
 
 
 class Linear(nnx.Module):

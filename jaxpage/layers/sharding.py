@@ -21,12 +21,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.errors import ConfigError
 from jaxpage.layers.attention import Attention
 from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.delta_net import GatedDeltaNet
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.experts import Experts
+from jaxpage.layers.latent_attention import LatentAttention, LatentQueries
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import Axis
@@ -192,29 +194,31 @@ class Summed(nnx.Module):
         return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
 
 
+def _whole_part(number: int, what: str, sharding: Sharding) -> int:
+    """Of things that stay together. Raises ConfigError where they cannot be divided evenly."""
+    count = sharding.num_shards
+    if number % count:
+        raise ConfigError(
+            f"tensor_parallel_size: {number} {what} cannot be divided into {count} equal parts; use fewer devices, with "
+            "tensor_parallel_reduction 'fast'"
+        )
+    return number // count
+
+
 class ShardedAttention(nnx.Module):
     """Each shard has its query heads and their key/value heads, and pages of its own. Norms over all heads are of all shards."""
 
     def __init__(self, whole: Attention, sharding: Sharding):
-        """Raises UnsupportedError for attention sinks, and for one product by groups of heads."""
-        if whole.sinks is not None or whole.num_groups is not None:
-            what = "attention sinks are" if whole.sinks is not None else "a product by groups of heads is"
-            raise UnsupportedError(f"tensor_parallel_size: {what} not supported in a model that is divided")
+        """Raises ConfigError for a product by groups of heads of which there are too few."""
+        groups = whole.num_groups and _whole_part(whole.num_groups, "groups of heads", sharding)
 
         def shard() -> Attention:
-            return Attention(
-                whole.layer_index,
-                shard_of(whole.query_key_value, sharding),
-                partial_of(whole.output, sharding),
-                head_width=whole.head_width,
-                scale=whole.scale,
-                sliding_window=whole.sliding_window,
-                rope=whole.rope,
-                query_norm=None if whole.norm_together else whole.query_norm,
-                key_norm=None if whole.norm_together else whole.key_norm,
-                logit_softcap=whole.logit_softcap,
-                query_growth=whole.query_growth,
-            )
+            own = shard_of(whole, sharding)
+            own.output = partial_of(whole.output, sharding)
+            own.num_groups = groups
+            if whole.norm_together:
+                own.query_norm = own.key_norm = None
+            return own
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
         self.output = Summed(whole.output, sharding)
@@ -243,6 +247,60 @@ class ShardedAttention(nnx.Module):
         first = _device(self.sharding) * self.sharding.num_local
         places = [(first + index) // copies for index in range(len(parts))]
         return [jax.lax.dynamic_index_in_dim(normed, place, axis=1, keepdims=False) for place in places]
+
+
+class _OfShards(nnx.Module):
+    """What of each shard takes the same input, and pages of its own."""
+
+    def __init__(self, shard: Callable[[], nnx.Module], output: Linear, sharding: Sharding):
+        self.shards = nnx.List(shard() for _ in range(sharding.num_local))
+        self.output = Summed(output, sharding)
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        each = zip(self.shards, layer_pages, strict=True)
+        parts, pages = zip(*(shard(x_TD, own, context) for shard, own in each), strict=True)
+        return self.output(parts, x_TD), pages
+
+
+class ShardedLatentAttention(_OfShards):
+    """Each shard has its heads, and the latents of all. What makes latents is on every device."""
+
+    def __init__(self, whole: LatentAttention, sharding: Sharding):
+        def shard() -> LatentAttention:
+            own = shard_of(whole, sharding)
+            own.num_heads = whole.num_heads // sharding.num_shards
+            own.output = partial_of(whole.output, sharding)
+            own.down, own.norm = whole.down, whole.norm
+            if isinstance(whole.queries, LatentQueries):
+                own.queries = LatentQueries(
+                    whole.queries.down, whole.queries.norm, shard_of(whole.queries.up, sharding)
+                )
+            return own
+
+        super().__init__(shard, whole.output, sharding)
+
+
+class ShardedDeltaNet(_OfShards):
+    """Each shard has its key heads with their value heads, and the states of these."""
+
+    def __init__(self, whole: GatedDeltaNet, sharding: Sharding):
+        """Raises ConfigError where there are too few key heads."""
+        widths = whole.widths
+        widths = replace(
+            widths,
+            key_heads=_whole_part(widths.key_heads, "key heads of linear attention", sharding),
+            value_heads=widths.value_heads // sharding.num_shards,
+        )
+
+        def shard() -> GatedDeltaNet:
+            own = shard_of(whole, sharding)
+            own.widths = widths
+            own.output = partial_of(whole.output, sharding)
+            return own
+
+        super().__init__(shard, whole.output, sharding)
 
 
 class ShardedMLP(nnx.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jax.typing import DTypeLike
 
 from jaxpage.errors import CheckpointError
@@ -33,8 +35,10 @@ def make_delta_net(
 ) -> GatedDeltaNet:
     """width: of the model. epsilon: of the norm. name: of the checkpoint's module."""
 
-    def product(num_in: int, axes: tuple[str, str], *modules: tuple[str, int]) -> Linear:
-        parts = (Part(rows, axes[1], f"{name}.{module}") for module, rows in modules)
+    def product(num_in: int, axes: tuple[str, str], *modules: tuple[str, int], each: tuple[int, ...] = ()) -> Linear:
+        """each: see `Part`, of the first module."""
+        parts = [Part(rows, axes[1], f"{name}.{module}") for module, rows in modules]
+        parts[0] = replace(parts[0], each=each)
         return linear(num_in, *parts, input_axis=axes[0], bias=False, dtype=dtype)
 
     heads, convolved, values = widths.value_heads, widths.convolved, widths.values
@@ -43,7 +47,7 @@ def make_delta_net(
         input = product(width, inward, ("in_proj_qkvz", convolved + values))
         beta_step = product(width, inward, ("in_proj_ba", 2 * heads))
     else:
-        input = product(width, inward, ("in_proj_qkv", convolved), ("in_proj_z", values))
+        input = product(width, inward, ("in_proj_qkv", convolved), ("in_proj_z", values), each=widths.parts)
         beta_step = product(width, inward, ("in_proj_b", heads), ("in_proj_a", heads))
     return GatedDeltaNet(
         layer_index,

@@ -110,16 +110,26 @@ class DecoderLayer(nnx.Module):
         def norm(module: str) -> LayerNorm:
             return LayerNorm(width, name=f"{name}.{module}", epsilon=spec.norm_epsilon, dtype=dtype)
 
+        groups = spec.kv.num_kv_heads if spec.kv.num_kv_heads > 1 else None
+
+        def query_key_value(module: str) -> Linear:
+            """One group is as other products are: all queries, the key, the value."""
+            queries = spec.num_query_heads * head_width
+            if groups is not None:
+                return product(width, queries + 2 * groups * head_width, "embed", "kv_heads", module)
+            rows = ((queries, "heads"), (head_width, "kv_heads"), (head_width, "kv_heads"))
+            parts = (Part(*each, None) for each in rows)
+            return linear(width, *parts, fused=f"{name}.{module}", input_axis="embed", bias=spec.bias, dtype=dtype)
+
         before_attention, before_mlp = spec.norms
-        num_rows = (spec.num_query_heads + 2 * spec.kv.num_kv_heads) * head_width
         self.attention_norm = norm(before_attention)
         self.attention = Attention(
             layer_index,
-            product(width, num_rows, "embed", "kv_heads", "self_attention.query_key_value"),
+            query_key_value("self_attention.query_key_value"),
             product(width, width, "heads", "embed", "self_attention.dense"),
             head_width=head_width,
             rope=spec.rope,
-            num_groups=spec.kv.num_kv_heads,
+            num_groups=groups,
         )
         self.mlp_norm = None if before_mlp is None else norm(before_mlp)
         self.mlp = MLP(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,18 +13,22 @@ from flax import nnx
 
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.attention import Attention
+from jaxpage.layers.delta_net import GatedDeltaNet
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.experts import Experts
+from jaxpage.layers.latent_attention import LatentAttention
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.sharding import (
     ShardedAttention,
+    ShardedDeltaNet,
     ShardedEmbedding,
     ShardedExperts,
+    ShardedLatentAttention,
     ShardedMLP,
     Sharding,
     parts_of,
 )
-from jaxpage.models.base import Family, ModelSpec, abstract_model, model_weights
+from jaxpage.models.base import Family, KVSpec, ModelSpec, abstract_model, model_weights
 from jaxpage.models.replacing import Path, Rule, replace_modules
 from jaxpage.models.weights import Weight
 
@@ -55,6 +59,19 @@ def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Shar
     return Sharding(num_kv_heads, num_devices, num_shards, invariant=True)
 
 
+def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
+    """What a shard keeps: keys and values of its heads, its part of recurrent states."""
+    if not sharding.is_divided:
+        return kv
+    count = sharding.num_shards
+    states = tuple(
+        state
+        and replace(state, shape=(state.shape[0] // count, *state.shape[1:]), input_width=state.input_width // count)
+        for state in kv.states
+    )
+    return replace(kv, num_kv_heads=sharding.kv_heads_of_shard, states=states)
+
+
 def _goes_into(num_kv_heads: int, count: int) -> bool:
     return num_kv_heads % count == 0 or count % num_kv_heads == 0
 
@@ -81,6 +98,10 @@ def _divided_by(module: nnx.Module, sharding: Sharding) -> Callable[[Any, Shardi
     match module:
         case Attention():
             return ShardedAttention
+        case LatentAttention():
+            return ShardedLatentAttention
+        case GatedDeltaNet():
+            return ShardedDeltaNet
         case MLP() | GatedMLP():
             return ShardedMLP
         case Embedding(axis="vocab"):

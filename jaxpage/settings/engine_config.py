@@ -16,8 +16,6 @@ from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
-# Methods that draft for a model that is divided: without weights, or with weights that each device has all of.
-_DRAFTS_FOR_DIVIDED = ("ngram", "suffix", "lookahead", "token_recycling", "draft_model", "medusa")
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Name = Annotated[
     str,
@@ -187,19 +185,3 @@ def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
         hint = f" (did you mean {nearest!r}?)" if nearest else ""
         text = f"{shown(backend)} is not supported: this version has no such kernel set{hint}"
         yield "attention_backend", f"{text}; use {' or '.join(backends)}"
-    yield from _not_divided(config)
-
-
-def _not_divided(config: EngineConfig) -> Iterable[Problem]:
-    """What is not done for a model that is divided into shards, be it on one device."""
-    if config.tensor_parallel_size > 1:
-        name, text = "tensor_parallel_size", f"{config.tensor_parallel_size} is not supported with"
-    elif config.tensor_parallel_reduction == "invariant":
-        name, text = "tensor_parallel_reduction", "'invariant' is not supported with"
-    else:
-        return
-    if (asked := config.speculative_config) is not None and asked.method not in _DRAFTS_FOR_DIVIDED:
-        yield (
-            name,
-            f"{text} method {asked.method!r} of speculative_config: its head uses the model's tables, which are divided",
-        )
