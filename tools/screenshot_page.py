@@ -20,13 +20,14 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.replay.incidents import IncidentRing, Incidents
-from jaxpage.replay.log_header import header
+from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.incidents import open_incidents
 
 DESKTOP, PHONE = (1440, 1200), (390, 844)
 STEP = 14  # of a log that is shown
@@ -206,11 +207,11 @@ def record(path: Path) -> None:
 
 
 def record_failure(directory: Path) -> Path:
-    """The incident that an engine writes by itself when step STEP raises an error, planted here."""
-    ring = IncidentRing(STEP // 2, keeps_token_ids=True)
+    """The incident that a server's engine writes by itself when step STEP raises an error, planted here."""
+    server = ServerConfig(incident_steps=STEP // 2, incident_token_ids=True, incident_directory=str(directory))
     with LLM("demo", **SIZES) as llm:
-        llm._engine.events = ring
-        Incidents(ring, directory, lambda: header(llm.config, llm._engine, llm.spec))
+        built: Any = SimpleNamespace(engine=llm._engine, spec=llm.spec)
+        open_incidents(built, llm.config, server)
         plant_fault(llm._engine.runner)
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         while not (found := list(directory.glob("incident-*.jsonl"))):  # a thread writes it
