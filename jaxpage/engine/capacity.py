@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -95,7 +96,8 @@ def dtype_reason(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
         return f"the checkpoint is in {stored}"
     products = cpu_products()
     times = ", ".join(f"{ratio:.1f}" for ratio in products.time_of_bfloat16)
-    return f"bfloat16 matrix products take {times} times as long as float32 ones here, for {' and '.join(map(str, NUM_ROWS))} rows"
+    hint = "" if products.prefer_bfloat16 or sys.version_info >= (3, 12) else "; with Python 3.12 a newer JAX is faster"
+    return f"bfloat16 matrix products take {times} times as long as float32 ones here, for {' and '.join(map(str, NUM_ROWS))} rows{hint}"
 
 
 def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
