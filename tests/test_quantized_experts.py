@@ -266,3 +266,43 @@ def test_what_cannot_be_rounded_or_differs_within_a_stack_is_refused_by_name(tmp
     (tmp_path / "config.json").write_text(json.dumps({**MOE, "quantization_config": quantization}))
     with pytest.raises(CheckpointError, match=r"0\.gate_proj, .*experts\.3\.up_proj are one product, and must be"):
         open_model(directory)
+
+
+def test_stacked_experts_of_other_formats_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    """What it says to do about experts that are not quantised is tried. GPT-OSS has none but stacked ones."""
+    quantization, make = FORMATS["W4A16"]
+    tensors, kept = stacked(random_tensors(MOE)), {**quantization, "ignore": ["lm_head", "re:.*[.]experts"]}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        made, _ = make(*tensors.pop(name).shape)
+        tensors |= {f"{name.removesuffix('weight')}{suffix}": array for suffix, array in made.items()}
+
+    def write(directory: Path, config: dict[str, Any], quantization: Any, tensors: dict[str, np.ndarray]) -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        write_tensors(directory, tensors)
+
+    qwen, gpt_oss = tmp_path / "qwen", tmp_path / "gpt-oss"
+    write(qwen, MOE, quantization, tensors)
+    with pytest.raises(CheckpointError, match=r"\(1 problem\).*\n.*'compressed-tensors' are not loaded from") as caught:
+        open_model(qwen)
+    assert f"add '{kept['ignore'][1]}' to quantization_config.ignore" in str(caught.value)
+    write(qwen, MOE, kept, tensors)
+    experts = load_weights(open_model(qwen).plan, "float32", np.asarray)["layers"][0]["mlp"]["experts"]
+    np.testing.assert_array_equal(experts["down"]["kernel"], tensors["model.layers.0.mlp.experts.down_proj"])
+
+    write(qwen, MOE, quantization, tensors | {"model.layers.1.mlp.experts.down_proj_scale": np.ones(8, np.float32)})
+    with pytest.raises(
+        CheckpointError, match=r"\(1 problem\).*\n.*each expert, such as '.*\.0\.mlp\.experts\.0\..*_packed'"
+    ):
+        open_model(qwen)
+
+    save_model("gpt-oss-windows", gpt_oss)
+    tensors = load_file(gpt_oss / "model.safetensors")
+    config = json.loads((gpt_oss / "config.json").read_text())
+    scale = np.ones((6, 64), np.float32)
+    write(gpt_oss, config, BLOCKS[0], tensors | {"model.layers.1.mlp.experts.down_proj_scale_inv": scale})
+    wanted = (
+        r"\(1 problem\).*\n.*'fp8' .* '.*\.1\.mlp\.experts\.down_proj_scale_inv' and 0 other tensors; .*in MXFP4, or"
+    )
+    with pytest.raises(CheckpointError, match=wanted):
+        open_model(gpt_oss)
