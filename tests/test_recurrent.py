@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,18 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, model: Path) -> None
     settings, text = REFUSED[case]
     with pytest.raises(UnsupportedError, match=text):
         make_llm(model, **settings)
+
+
+def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = {"targets": ["re:none"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+    asked = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    asked["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    random_checkpoint(tmp_path, QWEN3_5)
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_5, "quantization_config": asked}))
+    make_llm(tmp_path).shutdown()
+    assert "a KV cache in fp8, which a model with recurrent layers cannot have: it is kept in float32" in caplog.text
 
 
 def test_a_draft_model_with_states_is_refused(model: Path) -> None:
