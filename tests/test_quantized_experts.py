@@ -18,12 +18,14 @@ from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.device.attention import make_grouped_product
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError
+from jaxpage.layers.expert_linear import ExpertLinearSpec
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.product import grouped_products
 from jaxpage.layers.routing import Routing
-from jaxpage.models.base import abstract
+from jaxpage.models.base import abstract, abstract_model, model_weights
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
 from jaxpage.models.quantization.registry import quantization_of
+from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import replace_modules
 from pallas_kernels.inspection import compile_for, unavailable
 from tests.support.dense import logits_of
@@ -213,6 +215,21 @@ def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_
     used = compiled.memory_analysis()
     codes = sum(shapes["experts"][part]["kernel"].size for part in ("gate_up", "down"))
     assert used.argument_size_in_bytes > codes > 2 * used.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tensors_of_experts_are_listed_where_a_checkpoint_is_opened(
+    quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V3 has 90,000 of them, and its module is made several times."""
+    listed, sources, scheme = [], ExpertLinearSpec.sources, quantization_of({}, quantization)
+    monkeypatch.setattr(ExpertLinearSpec, "sources", lambda self, one: listed.append(self) or sources(self, one))
+    family = load_family(MOE)
+    arguments = family, family.Spec.from_config(MOE)
+    abstract_model(*arguments, "float32", scheme and scheme.rule)
+    assert not listed
+    model_weights(*arguments, scheme and scheme.rule)
+    assert len(listed) == MOE["num_hidden_layers"] * 2 * (2 if quantization else 1)
 
 
 def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
