@@ -1283,6 +1283,10 @@ def test_texts_stand_beside_token_ids_where_the_tokenizer_of_the_log_is_here(
         found, *others = records_of(copied)
         assert others == records and stat.S_IMODE(copied.stat().st_mode) == 0o600 and len(lines) > 3
         assert found["texts"] == {str(token): text_of([token]) for token in drawn | candidates} and "texts" not in head
+    named.write_text("".join(f"{json.dumps(scrubbed(one))}\n" for one in records_of(named)))
+    assert run("replay", str(named), "--texts", str(tmp_path / "none"), "--until", "3") == 0
+    found, *others = records_of(tmp_path / "none")
+    assert found["texts"] == {} and 0 < max(one["step"] for one in others if one["event"] == "plan") <= 3
 
 
 def test_a_server_writes_its_last_steps(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ def replay(arguments: argparse.Namespace) -> int:
             raise UsageError("the tokenizer of the log is not on this machine; --model PATH names its directory")
         else:
             check_new(arguments.texts)
-            write_log(arguments.texts, with_texts(log, text_of))
+            write_log(arguments.texts, with_texts(log, text_of, until))
         return 0
     if arguments.diff is not None:
         if not Path(arguments.diff).is_file():

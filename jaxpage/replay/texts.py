@@ -20,21 +20,24 @@ def tokenizer_of_log(path: str | os.PathLike[str], model: str | None = None) -> 
     Raises EventLogError, or CheckpointError for a tokenizer that cannot be loaded.
     """
     config = _header(path)["config"]
-    directory = local_model(model or config.get("tokenizer") or str(config.get("model")))
+    directory = local_model(str(model or config.get("tokenizer") or config.get("model")))
     return None if directory is None else load_tokenizer(directory)
 
 
-def with_texts(path: str | os.PathLike[str], text_of: Callable[[int], str]) -> Iterator[Record]:
-    """All records of a log, whose header has the texts of the tokens that were drawn, and of their candidates: `texts`, by token id.
+def with_texts(
+    path: str | os.PathLike[str], text_of: Callable[[int], str], until: int | None = None
+) -> Iterator[Record]:
+    """The records of a log up to a step. The header has the texts of the tokens that were drawn, and of their candidates: `texts`, by id.
 
     Raises EventLogError.
     """
-    token_ids = set[int]()
-    for record in records_of(path):
+    token_ids = set[int | None]()
+    for record in records_of(path, until):
         if record["event"] == "result":
             token_ids.update(record["tokens"], *(ids for _, _, ids, _ in record.get("logprobs", ())))
-    yield {**_header(path), "texts": {token_id: text_of(token_id) for token_id in token_ids if (token_id or 0) >= 0}}
-    yield from records_of(path)
+    texts = {token_id: text_of(token_id) for token_id in token_ids if token_id is not None and token_id >= 0}
+    yield {**_header(path), "texts": texts}
+    yield from records_of(path, until)
 
 
 def _header(path: str | os.PathLike[str]) -> Record:
