@@ -79,7 +79,7 @@ class Subject:
         try:
             spec = self.engine_spec(layout)
             if spec.sharding not in self.divisible:
-                check_division(self.model.family, self.spec, self.model.rule, spec.sharding)
+                check_division(self.model.family, self.spec, self.model.rule, self.weights, spec.sharding)
                 self.divisible.add(spec.sharding)
         except (CapacityError, ConfigError, UnsupportedError) as error:
             return Option(layout, refused, None, 0, error)
