@@ -27,9 +27,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 import jaxpage.replay.replay as replay_module
 from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
+from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
 from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls
@@ -1255,6 +1257,36 @@ def test_the_command_looks_into_logs(
     found = out(str(crowd), "--until", "9")
     assert found.startswith(f"{steps} steps, ") and "identical\nAfter step 9: 7 requests\n" in found
     assert out(str(crowd), "--state", "--until", "9") == found.partition("identical\n")[2]
+
+
+def test_texts_stand_beside_token_ids_where_the_tokenizer_of_the_log_is_here(
+    crowd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the library that reads the tokenizer's file. No log has a text unless it is asked for."""
+    text_of = Tokenizer.from_file(str(DEMO / "tokenizer.json")).decode
+    head, *records = records_of(crowd)
+    assert run("replay", str(crowd), "--texts", str(tmp_path / "none")) == 2 and not (tmp_path / "none").exists()
+    assert "the tokenizer of the log is not on this machine" in capsys.readouterr().err
+    named = tmp_path / "named.jsonl"
+    named.write_text("".join(f"{json.dumps(one)}\n" for one in [head | {"config": {"model": "demo"}}, *records]))
+    results = [record for record in records if record["event"] == "result"]
+    drawn = {token for record in results for token in record["tokens"] if token >= 0}
+    candidates = {token for record in results for _, _, ids, _ in record.get("logprobs", ()) for token in ids}
+    for index, words in enumerate(([str(crowd), "--model", "demo"], [str(named)])):
+        assert run("replay", *words, "--request", "request-1") == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if "drew [" in line]
+        for line in lines:
+            ids, _, texts = line.rpartition("drew [")[2].partition("] ")
+            assert texts.startswith(" ".join(repr(text_of([int(one)])) for one in ids.split(", ")))
+        copied = tmp_path / f"{index}.jsonl"
+        assert run("replay", *words, "--texts", str(copied)) == 0
+        found, *others = records_of(copied)
+        assert others == records and stat.S_IMODE(copied.stat().st_mode) == 0o600 and len(lines) > 3
+        assert found["texts"] == {str(token): text_of([token]) for token in drawn | candidates} and "texts" not in head
+    named.write_text("".join(f"{json.dumps(scrubbed(one))}\n" for one in records_of(named)))
+    assert run("replay", str(named), "--texts", str(tmp_path / "none"), "--until", "3") == 0
+    found, *others = records_of(tmp_path / "none")
+    assert found["texts"] == {} and 0 < max(one["step"] for one in others if one["event"] == "plan") <= 3
 
 
 def test_a_server_writes_its_last_steps(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

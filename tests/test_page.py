@@ -546,6 +546,19 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(page: Any, files: str, c
         assert set(ids[1:]) <= found.keys() and list(found.values()) == sorted(found.values(), reverse=True)
 
 
+def test_texts_of_tokens_stand_beside_their_ids(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
+    """Where `jaxpage replay --texts` has put them into the header."""
+    header, *records = crowd[0].splitlines()
+    results = [one for one in map(json.loads, records) if one["event"] in ("result", "failure")]
+    moment = next(moment for moment, one in enumerate(results, start=1) if one.get("logprobs"))
+    ids = results[moment - 1]["logprobs"][0][2]
+    texts = {str(token): f" <b>{token}" for token in ids[1:]}
+    open_log(page, files, "\n".join([json.dumps(json.loads(header) | {"texts": texts}), *records, ""]))
+    page.locator("#scrubber").fill(str(moment))
+    shown = page.locator(".draws > li").first.locator(".tip-row code").all_inner_texts()
+    assert {f"{token}:␣<b>{token}" for token in ids[1:]} <= set(shown) <= {f"{token}:␣<b>{token}" for token in ids}
+
+
 def test_an_incident_shows_the_last_steps(
     page: Any, files: str, crowd_and_incident: tuple[str, list[Any], str]
 ) -> None:

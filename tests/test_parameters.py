@@ -18,7 +18,7 @@ from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.orbax_files import save_orbax
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.linear import Linear
-from jaxpage.layers.parameter import Source, concatenate, parameter, stack, tensor
+from jaxpage.layers.parameter import Source, concatenate, parameter, sources_of, stack, tensor
 from jaxpage.layers.quantized import QuantizedLinear, StoredArray, WeightFormat
 from jaxpage.models.base import abstract, abstract_model, model_weights
 from jaxpage.models.quantization.decoding import columns
@@ -279,6 +279,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "parts": ({"axes": ((("heads", 3), ("kv_heads", 2)), "embed")}, "do not add up to (4, 6)"),
     "shape": ({"sources": [tensor("a", 6, 4)]}, "['a'] make (6, 4), the parameter is (4, 6)"),
     "second source": ({"sources": [tensor("a", 4, 6), concatenate([tensor("b", 2, 6)])]}, "['b'] make (2, 6)"),
+    "a function's": ({"sources": lambda: [tensor("a", 6, 4)]}, "['a'] make (6, 4)"),
 }
 
 
@@ -288,7 +289,7 @@ def test_a_declaration_that_contradicts_itself_is_refused(name: str) -> None:
     parameter((4, 6), **right)
     fields, message = WRONG[name]
     with pytest.raises(ValueError) as caught:
-        parameter((4, 6), **{**right, **fields})
+        sources_of(parameter((4, 6), **{**right, **fields}))
     assert message in str(caught.value)
 
 

@@ -26,7 +26,7 @@ from jaxpage.layers.product import Scaled, grouped_products, product, weight_num
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import abstract_model, make_model
 from jaxpage.models.sharding import Place, ShardedWeight, sharded_weights, with_sharding
-from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
+from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, make_llm
 from tests.support.gguf_files import write_gguf
 from tests.support.mixed_requests import CONFIG, texts
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
@@ -220,7 +220,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
 }
 
 
-def quantized_checkpoint(directory: Path, name: str, config: dict[str, Any] = CONFIG) -> dict[str, np.ndarray]:
+def quantized_checkpoint(
+    directory: Path, name: str, config: dict[str, Any] = CONFIG, beside: Tensors | None = None
+) -> dict[str, np.ndarray]:
     """Writes one; returns the weights that its products stand for."""
     quantization, make = FORMATS[name]
     directory.mkdir(exist_ok=True)
@@ -230,7 +232,7 @@ def quantized_checkpoint(directory: Path, name: str, config: dict[str, Any] = CO
         exact[key] = weight
         tensors |= {f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()}
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    write_tensors(directory, tensors)
+    write_tensors(directory, tensors | (beside or {}))
     return exact
 
 
@@ -451,9 +453,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         _compressed("int-quantized", INT8_WEIGHTS, {**INT8_INPUTS, "dynamic": False}),
         "dynamic per token, not",
     ),
-    "a quantised cache": (
-        {**FORMATS["W4A16"][0], "kv_cache_scheme": {"num_bits": 8}},
-        "kv_cache_scheme is not supported",
+    "a cache in int8": (
+        {**FORMATS["W4A16"][0], "kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+        "kv_cache_scheme = {'num_bits': 8, 'type': 'int'} is not supported, only FP8",
+    ),
+    "a cache in four bits": (
+        {**FORMATS["nvfp4 of modelopt"][0], "kv_cache_quant_algo": "NVFP4"},
+        "kv_cache_quant_algo = 'NVFP4' is not supported, only FP8",
     ),
     "groups without a size": (_compressed("pack-quantized", {**INT4_WEIGHTS, "group_size": None}), "group_size = None"),
     "parts that differ": (
@@ -471,6 +477,27 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, tmp_path: Path) -> N
     with pytest.raises(JaxpageError) as caught:
         open_model(tmp_path)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "scales"),
+    [
+        ("fp8 of modelopt", {"kv_cache_quant_algo": "FP8"}, ("k_proj.k_scale", "v_proj.v_scale")),
+        ("W8A16", {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}, ("k_scale", "v_scale")),
+    ],
+)
+def test_a_checkpoint_that_asks_for_a_kv_cache_in_fp8_has_it(
+    name: str, stated: dict[str, Any], scales: tuple[str, str], tmp_path: Path
+) -> None:
+    """With a scale for each token and head, whatever those of the checkpoint are; and not where the setting says something else."""
+    beside = {f"model.layers.{layer}.self_attn.{scale}": np.float32([0.25]) for layer in (0, 1) for scale in scales}
+    quantized_checkpoint(tmp_path, name, beside=beside)
+    asked = texts(tmp_path, kv_cache_dtype="fp8")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {**FORMATS[name][0], **stated}}))
+    assert texts(tmp_path) == asked
+    for setting, dtype in (("auto", "uint8"), ("int8", "int8")):
+        with make_llm(tmp_path, kv_cache_dtype=setting) as llm:
+            assert {str(layer.k_pages.dtype) for layer in llm._engine.runner._pages} == {dtype}
 
 
 def test_modelopt_s_own_file_is_read(tmp_path: Path) -> None:

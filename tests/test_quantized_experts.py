@@ -18,12 +18,14 @@ from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.device.attention import make_grouped_product
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError
+from jaxpage.layers.expert_linear import ExpertLinearSpec
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.product import grouped_products
 from jaxpage.layers.routing import Routing
-from jaxpage.models.base import abstract
+from jaxpage.models.base import abstract, abstract_model, model_weights
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
 from jaxpage.models.quantization.registry import quantization_of
+from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import replace_modules
 from pallas_kernels.inspection import compile_for, unavailable
 from tests.support.dense import logits_of
@@ -215,6 +217,21 @@ def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_
     assert used.argument_size_in_bytes > codes > 2 * used.temp_size_in_bytes
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tensors_of_experts_are_listed_where_a_checkpoint_is_opened(
+    quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V3 has 90,000 of them, and its module is made several times."""
+    listed, sources, scheme = [], ExpertLinearSpec.sources, quantization_of({}, quantization)
+    monkeypatch.setattr(ExpertLinearSpec, "sources", lambda self, one: listed.append(self) or sources(self, one))
+    family = load_family(MOE)
+    arguments = family, family.Spec.from_config(MOE)
+    abstract_model(*arguments, "float32", scheme and scheme.rule)
+    assert not listed
+    model_weights(*arguments, scheme and scheme.rule)
+    assert len(listed) == MOE["num_hidden_layers"] * 2 * (2 if quantization else 1)
+
+
 def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """As transformers keeps experts in memory."""
     found = {name: array for name, array in tensors.items() if ".experts." not in name}
@@ -266,3 +283,43 @@ def test_what_cannot_be_rounded_or_differs_within_a_stack_is_refused_by_name(tmp
     (tmp_path / "config.json").write_text(json.dumps({**MOE, "quantization_config": quantization}))
     with pytest.raises(CheckpointError, match=r"0\.gate_proj, .*experts\.3\.up_proj are one product, and must be"):
         open_model(directory)
+
+
+def test_stacked_experts_of_other_formats_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    """What it says to do about experts that are not quantised is tried. GPT-OSS has none but stacked ones."""
+    quantization, make = FORMATS["W4A16"]
+    tensors, kept = stacked(random_tensors(MOE)), {**quantization, "ignore": ["lm_head", "re:.*[.]experts"]}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        made, _ = make(*tensors.pop(name).shape)
+        tensors |= {f"{name.removesuffix('weight')}{suffix}": array for suffix, array in made.items()}
+
+    def write(directory: Path, config: dict[str, Any], quantization: Any, tensors: dict[str, np.ndarray]) -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        write_tensors(directory, tensors)
+
+    qwen, gpt_oss = tmp_path / "qwen", tmp_path / "gpt-oss"
+    write(qwen, MOE, quantization, tensors)
+    with pytest.raises(CheckpointError, match=r"\(1 problem\).*\n.*'compressed-tensors' are not loaded from") as caught:
+        open_model(qwen)
+    assert f"add '{kept['ignore'][1]}' to quantization_config.ignore" in str(caught.value)
+    write(qwen, MOE, kept, tensors)
+    experts = load_weights(open_model(qwen).plan, "float32", np.asarray)["layers"][0]["mlp"]["experts"]
+    np.testing.assert_array_equal(experts["down"]["kernel"], tensors["model.layers.0.mlp.experts.down_proj"])
+
+    write(qwen, MOE, quantization, tensors | {"model.layers.1.mlp.experts.down_proj_scale": np.ones(8, np.float32)})
+    with pytest.raises(
+        CheckpointError, match=r"\(1 problem\).*\n.*each expert, such as '.*\.0\.mlp\.experts\.0\..*_packed'"
+    ):
+        open_model(qwen)
+
+    save_model("gpt-oss-windows", gpt_oss)
+    tensors = load_file(gpt_oss / "model.safetensors")
+    config = json.loads((gpt_oss / "config.json").read_text())
+    scale = np.ones((6, 64), np.float32)
+    write(gpt_oss, config, BLOCKS[0], tensors | {"model.layers.1.mlp.experts.down_proj_scale_inv": scale})
+    wanted = (
+        r"\(1 problem\).*\n.*'fp8' .* '.*\.1\.mlp\.experts\.down_proj_scale_inv' and 0 other tensors; .*in MXFP4, or"
+    )
+    with pytest.raises(CheckpointError, match=wanted):
+        open_model(gpt_oss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from jaxpage.device.step_inputs import StepInputs
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.context import Recurrence, StateSpec
 from jaxpage.outputs import CompletionOutput
-from tests.support.engines import BLOCKS_OF_4, QWEN3_5, invariants, make_llm, run_giving_way
-from tests.support.random_checkpoints import random_checkpoint
+from tests.support.engines import BLOCKS_OF_4, LLAMA, QWEN3_5, invariants, make_llm, run_giving_way
+from tests.support.random_checkpoints import random_checkpoint, write_tensors
 from tests.support.sweeps import few
 from tests.test_plan import planned
 
@@ -47,6 +48,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "recomputing": TIGHT,
     "swapping": {**TIGHT, "preemption_mode": "swap"},
     "drafting": {**TIGHT, **DRAFTS},
+    "drafting with EAGLE-3": {**TIGHT, "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}},
     "several steps": {**TIGHT, "num_scheduler_steps": 4},
 }
 
@@ -57,11 +59,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(model: Path) -> Iterator[Callable[[str], LLM]]:
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 head with random weights that knows four tokens, so that it is right now and then, and takes what enters all layers."""
+    directory, rng = tmp_path_factory.mktemp("head"), np.random.default_rng(1)
+    norms = ("norm", *(f"layers.0.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")))
+    products = {"fc": (64, 192), "lm_head": (4, 64)}
+    for name, shape in (("q", (64, 128)), ("k", (32, 128)), ("v", (32, 128)), ("o", (64, 64))):
+        products[f"layers.0.self_attn.{name}_proj"] = shape
+    for name, shape in (("gate", (160, 64)), ("up", (160, 64)), ("down", (64, 160))):
+        products[f"layers.0.mlp.{name}_proj"] = shape
+    tensors = {f"{name}.weight": np.ones(64, np.float32) for name in norms}
+    for name, shape in products.items():
+        tensors[f"{name}.weight"] = np.float32(rng.standard_normal(shape) / np.sqrt(shape[1]))
+    write_tensors(directory, {**tensors, "d2t": np.array(FEW) - np.arange(4)})
+    config = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 4}
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 0]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, head: Path) -> Iterator[Callable[[str], LLM]]:
     made: dict[str, LLM] = {}
 
     def engine(name: str) -> LLM:
-        made[name] = made.get(name) or make_llm(model, **ENGINES[name])
+        settings = dict(ENGINES[name])
+        if "EAGLE" in name:
+            settings["speculative_config"] = {**settings["speculative_config"], "model": str(head)}
+        made[name] = made.get(name) or make_llm(model, **settings)
         made[name].reset_prefix_cache()
         return made[name]
 
@@ -108,7 +133,7 @@ def test_no_bit_depends_on_the_engine(name: str, engines: Callable[[str], LLM], 
     assert stats["copy_on_write_blocks_total"] > before["copy_on_write_blocks_total"]
     mode = "swap" if name == "swapping" else "recompute"
     assert stats["num_preemptions_total"][mode] > before["num_preemptions_total"][mode]
-    if name == "drafting":
+    if "drafting" in name:
         drafted, accepted = (stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
         assert 20 < accepted < drafted - 20
 
@@ -264,6 +289,18 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, model: Path) -> None
 def test_key_heads_that_shards_cannot_share_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="2 key heads of linear attention cannot be divided into 4 equal parts"):
         make_llm(model, tensor_parallel_reduction="invariant")
+
+
+def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = {"targets": ["re:none"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+    asked = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    asked["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    random_checkpoint(tmp_path, QWEN3_5)
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_5, "quantization_config": asked}))
+    make_llm(tmp_path).shutdown()
+    assert "a KV cache in fp8, which a model with recurrent layers cannot have: it is kept in float32" in caplog.text
 
 
 def test_a_draft_model_with_states_is_refused(model: Path) -> None:

@@ -16,7 +16,7 @@ from jaxpage.checkpoints.opening import (
     weights_bytes,
     with_weights_of,
 )
-from jaxpage.checkpoints.resolve import resolve_model, resolve_model_config
+from jaxpage.checkpoints.resolve import local_model, resolve_model, resolve_model_config
 
 __all__ = [
     "LoadPlan",
@@ -29,6 +29,7 @@ __all__ = [
     "load_sharded",
     "load_shards",
     "load_weights",
+    "local_model",
     "named_parameters",
     "open_model",
     "open_parameters",

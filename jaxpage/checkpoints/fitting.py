@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, has_safetensors, map_array, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.quantization.stacked import refused_experts
 from jaxpage.models.weights import FLOATS, Piece, Source, Weight
 
 COMPARED_BYTES = 1 << 26  # of two copies of a tensor, at a time
@@ -87,15 +89,24 @@ def check_weights(directory: Path, weights: Sequence[Weight], ignored: Sequence[
 
 
 def fit(
-    directory: Path, weights: Sequence[Weight], ignored: Sequence[str], problems: Problems, *, compare: bool = True
+    directory: Path,
+    weights: Sequence[Weight],
+    ignored: Sequence[str],
+    problems: Problems,
+    *,
+    compare: bool = True,
+    scheme: Scheme | None = None,
 ) -> LoadPlan:
-    """As `check_weights`, but adds to `problems`. compare: read what is stored under two names to see that it agrees."""
+    """As `check_weights`, but adds to `problems`.
+
+    compare: read what is stored under two names to see that it agrees. scheme: of a quantised checkpoint.
+    """
     layout, stored = read_layout(directory, problems)
     plan = LoadPlan(directory, layout)
     if layout == "gguf":
         plan = replace(plan, names=gguf_names(directory, weights))
         stored = under_model_names(stored, plan.names, weights)
-    return fit_stored(plan, stored, weights, ignored, problems, compare=compare)
+    return fit_stored(plan, stored, weights, ignored, problems, compare=compare, scheme=scheme)
 
 
 def fit_stored(
@@ -106,8 +117,17 @@ def fit_stored(
     problems: Problems,
     *,
     compare: bool = True,
+    scheme: Scheme | None = None,
 ) -> LoadPlan:
     """As `fit`, of tensors whose headers have been read; what was wrong with those is in `problems`. Returns the plan, filled."""
+    if scheme:
+        ignored = (*ignored, *scheme.ignored)
+        known = {
+            name for weight in weights for source in weight.sources for piece in source.pieces for name in piece.names
+        }
+        if refusal := refused_experts(scheme, weights, _unexpected(stored, known, ignored)):
+            problems.add(refusal)
+            return plan
     files_sound, used, parameters = not problems, set[str](), []
     for weight in weights:
         pieces = []
@@ -134,9 +154,8 @@ def fit_stored(
                 elif compare and files_sound:
                     _check_copy(fitting[0], copy, problems)
         parameters.append(Filled(weight, tuple(pieces)))
-    for name in sorted(stored.keys() - used):
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
-            problems.add(f"tensor {quoted(name)} of shape {stored[name].shape} is unexpected")
+    for name in _unexpected(stored, used, ignored):
+        problems.add(f"tensor {quoted(name)} of shape {stored[name].shape} is unexpected")
     return replace(plan, parameters=tuple(parameters))
 
 
@@ -178,6 +197,14 @@ def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Sour
         return all(any(name in stored for name in piece.names) for piece in source.pieces)
 
     return next(filter(is_there, sources), sources[0])
+
+
+def _unexpected(stored: Mapping[str, TensorInfo], known: Set[str], ignored: Sequence[str]) -> list[str]:
+    return [
+        name
+        for name in sorted(stored.keys() - known)
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+    ]
 
 
 def _fits(weight: Weight, piece: Piece, info: TensorInfo, problems: Problems) -> bool:

@@ -52,8 +52,8 @@ def with_parameters(files: ModelFiles, parameters: Mapping[str, Any], *, check_f
             continue
         stored[name] = TensorInfo(name, _CODES[dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
     weights = model_weights(files.family, files.spec, files.rule)
-    ignored = (*files.family.ignored, *(files.quantization.ignored if files.quantization else ()))
-    plan = fit_stored(LoadPlan(PLACE, "memory", arrays=arrays), stored, weights, ignored, problems, compare=False)
+    empty, ignored = LoadPlan(PLACE, "memory", arrays=arrays), files.family.ignored
+    plan = fit_stored(empty, stored, weights, ignored, problems, compare=False, scheme=files.quantization)
     for filled in plan.parameters:
         for piece, info in filled.pieces:
             copies = [arrays[name] for name in piece.names if name in stored and name != info.name]

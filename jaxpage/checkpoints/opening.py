@@ -113,8 +113,7 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
     config, family, spec, scheme = described.config, described.family, described.spec, described.quantization
     with problems.collect():
         weights = model_weights(family, spec, described.rule)
-        ignored = (*family.ignored, *(scheme.ignored if scheme else ()))
-        plan = fit(directory, weights, ignored, problems, compare=compare)
+        plan = fit(directory, weights, family.ignored, problems, compare=compare, scheme=scheme)
     problems.raise_if_any()
     return ModelFiles(directory, config, family, spec, plan, scheme)
 

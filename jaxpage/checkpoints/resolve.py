@@ -64,6 +64,12 @@ def resolve_model(
     return _from_hub(name, revision, hub_files)
 
 
+def local_model(name: str) -> Path | None:
+    """As `resolve_model`, of what is on this machine under its own name: the hub and its cache are not asked."""
+    path = _own(name) or Path(name).expanduser()
+    return path if name and (os.path.isdir(path) or looks_like_gguf(path)) else None
+
+
 def _own(name: str) -> Path | None:
     """Where a model of a name that is jaxpage's own is."""
     if name in PACKAGED:

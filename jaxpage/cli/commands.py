@@ -151,15 +151,29 @@ def bench_speculation(arguments: argparse.Namespace) -> None:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """`jaxpage replay LOG`: status 1 at a difference. With --request, --diff or --state no engine is built."""
+    """`jaxpage replay LOG`: status 1 at a difference. With --request, --texts, --diff or --state no engine is built."""
     if not Path(arguments.log).is_file():
         raise UsageError(f"there is no event log {arguments.log}")
     from jaxpage.replay.looking import first_difference, header_differences, request_lines, state_lines
 
     log, until = arguments.log, arguments.until
-    if arguments.request is not None or arguments.state:
-        lines = state_lines(log, until) if arguments.state else request_lines(log, arguments.request, until)
-        print("\n".join(lines))
+    if arguments.state:
+        print("\n".join(state_lines(log, until)))
+        return 0
+    if arguments.request is not None or arguments.texts is not None:
+        from jaxpage.replay.event_log import check_new, write_log
+        from jaxpage.replay.texts import tokenizer_of_log, with_texts
+        from jaxpage.serving.wire.logprobs import TokenTexts
+
+        tokenizer = tokenizer_of_log(log, arguments.model)
+        text_of = TokenTexts(tokenizer)
+        if arguments.request is not None:
+            print("\n".join(request_lines(log, arguments.request, until, text_of if tokenizer else None)))
+        elif tokenizer is None:
+            raise UsageError("the tokenizer of the log is not on this machine; --model PATH names its directory")
+        else:
+            check_new(arguments.texts)
+            write_log(arguments.texts, with_texts(log, text_of, until))
         return 0
     if arguments.diff is not None:
         if not Path(arguments.diff).is_file():

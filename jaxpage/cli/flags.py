@@ -101,7 +101,11 @@ ENGINE_FLAGS = (
         "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the name of the checkpoint's own method; "
         "default: as the checkpoint; of a GGUF file, dequantised",
     ),
-    Flag("kv_cache_dtype", str, "type of the KV cache: auto, int8 or fp8; default: auto (as --dtype)"),
+    Flag(
+        "kv_cache_dtype",
+        str,
+        "type of the KV cache: auto (as --dtype, or as a quantised checkpoint says), int8 or fp8; default: auto",
+    ),
     Flag("max_model_len", int, "longest sequence in tokens, prompt and output together; default: the model's"),
     Flag("block_size", int, "tokens of a KV block, a power of two from 1 to 128; default: 16"),
     Flag(

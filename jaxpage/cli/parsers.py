@@ -145,13 +145,20 @@ def _add_config(commands: Commands[Parser]) -> None:
 def _add_replay(commands: Commands[Parser]) -> None:
     parser = add_command(commands, "replay", "run an event log again and report the first difference")
     parser.add_argument("log", metavar="LOG", help="event log, written by --event-log")
-    parser.add_argument("--model", metavar="NAME", help="path of the model; default: as in the log")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="path of the model, whose tokenizer --request and --texts use; default: as in the log",
+    )
     parser.add_argument(
         "--force", action="store_true", help="continue with other weights, settings or shapes than logged"
     )
     parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step, and print what was there")
     looking = parser.add_mutually_exclusive_group()
     looking.add_argument("--request", metavar="ID", help="run nothing; print the steps of this request")
+    looking.add_argument(
+        "--texts", metavar="FILE", help="run nothing; copy the log, with the texts of its tokens, for the page"
+    )
     looking.add_argument("--diff", metavar="LOG", help="run nothing; print the first step in which two logs differ")
     looking.add_argument(
         "--state", action="store_true", help="run nothing; print what is there at the end, or at --until"

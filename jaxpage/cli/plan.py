@@ -21,6 +21,7 @@ from jaxpage.engine.capacity import (
     DeviceSpec,
     ModelLayout,
     choose_dtype,
+    choose_kv_cache_dtype,
     device_spec_of,
     notices,
     refused_settings,
@@ -78,7 +79,7 @@ class Subject:
         try:
             spec = self.engine_spec(layout)
             if spec.sharding not in self.divisible:
-                check_division(self.model.family, self.spec, self.model.rule, spec.sharding)
+                check_division(self.model.family, self.spec, self.model.rule, self.weights, spec.sharding)
                 self.divisible.add(spec.sharding)
         except (CapacityError, ConfigError, UnsupportedError) as error:
             return Option(layout, refused, None, 0, error)
@@ -149,7 +150,8 @@ def _described(
     num_parameters = sum(weight.size for weight in unquantised)
     drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
     subject = Subject(config, model, weights, num_parameters, device, drafting, lora)
-    layout = ModelLayout(choose_dtype(config, device, stated_dtype(model.config)), config.kv_cache_dtype)
+    dtype = choose_dtype(config, device, stated_dtype(model.config))
+    layout = ModelLayout(dtype, choose_kv_cache_dtype(config, model.spec, model.quantization))
     return subject, replace(layout, **given)
 
 

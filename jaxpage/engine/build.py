@@ -28,7 +28,14 @@ from jaxpage.device.steps import StepOptions
 from jaxpage.device.stored_executables import StoredExecutables
 from jaxpage.engine.adapters import Adapters, lora_spec
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.capacity import ModelLayout, choose_dtype, device_spec_of, dtype_reason, notices
+from jaxpage.engine.capacity import (
+    ModelLayout,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    device_spec_of,
+    dtype_reason,
+    notices,
+)
 from jaxpage.engine.drafters import Target
 from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.embedding import Embedder
@@ -106,11 +113,12 @@ def build_engine(
     sampling_defaults = read_sampling_defaults(files.directory)
     phase(PHASES[1])
     mesh = make_mesh(config.tensor_parallel_size)
-    kernels = choose_backend(config.attention_backend, mesh.first, config.kv_cache_dtype)
+    cache_dtype = choose_kv_cache_dtype(config, files.spec, files.quantization)
+    kernels = choose_backend(config.attention_backend, mesh.first, cache_dtype)
     phase(PHASES[2])
     drafting = open_drafting(config.speculative_config, files)
     lora = lora_spec(config, files.family, files.spec)
-    spec = _describe(config, files, mesh, drafting, lora, kernels)
+    spec = _describe(config, files, mesh, drafting, lora, kernels, cache_dtype)
     if verbose := progress if verbose is None else verbose:
         _print(aligned([*spec.rows()], num_words=2))
     phase(PHASES[3])
@@ -157,13 +165,14 @@ def _describe(
     drafting: Drafting,
     lora: LoRASpec | None,
     kernels: Backend,
+    cache_dtype: str,
 ) -> EngineSpec:
     """Logs the warnings of `notices`."""
     if kernels.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
     device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.stored_dtype()
-    layout = ModelLayout(choose_dtype(config, device, stored), config.kv_cache_dtype, config.tensor_parallel_size)
+    layout = ModelLayout(choose_dtype(config, device, stored), cache_dtype, config.tensor_parallel_size)
     weights_bytes = files.plan.num_bytes(layout.dtype)
     spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, lora, kernels=kernels)
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
@@ -172,6 +181,11 @@ def _describe(
     spec = replace(spec, attention=attention, quantization=described, dtype_reason=dtype_reason(config, device, stored))
     if not_loaded := getattr(files.spec, "not_loaded", ""):
         logger.warning("%s are not supported, and not loaded: this is the text model alone", not_loaded)
+    if files.quantization and cache_dtype == "auto" != files.quantization.kv_cache_dtype:
+        text = (
+            "config.json asks for a KV cache in %s, which a model with recurrent layers cannot have: it is kept in %s"
+        )
+        logger.warning(text, files.quantization.kv_cache_dtype, layout.dtype)
     for notice in notices(config, device, files.spec, spec.memory):
         logger.warning(notice)
     return spec

@@ -32,6 +32,7 @@ from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory.block_tables import window_blocks
 from jaxpage.models.base import ModelSpec
+from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.sharding import LOGICAL_SHARDS, make_sharding
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
@@ -86,6 +87,13 @@ def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
     if device.is_cpu and not (stored == "bfloat16" and cpu_products().prefer_bfloat16):
         return "float32"
     return stored
+
+
+def choose_kv_cache_dtype(config: EngineConfig, spec: ModelSpec, quantization: Scheme | None) -> str:
+    """ "auto" follows a quantised checkpoint, unless the model has recurrent layers, whose pages are never quantised."""
+    if config.kv_cache_dtype != "auto" or quantization is None or any(spec.kv.states):
+        return config.kv_cache_dtype
+    return quantization.kv_cache_dtype
 
 
 def dtype_reason(config: EngineConfig, device: DeviceSpec, stored: str) -> str:

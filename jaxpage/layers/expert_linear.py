@@ -68,12 +68,16 @@ class ExpertLinear(nnx.Module):
 
     def __init__(self, spec: ExpertLinearSpec):
         self.spec = spec
-        apart = spec.sources(lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in))
+
+        def sources() -> list[Source]:
+            apart = spec.sources(lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in))
+            return [*apart, tensor(spec.name, *spec.stacked_shape, transpose=spec.transposed)]
+
         self.kernel = parameter(
             (spec.num_experts, spec.num_out, spec.num_in),
             axes=("expert", spec.output_axis, spec.input_axis),
             dtype=spec.dtype,
-            sources=[*apart, tensor(spec.name, *spec.stacked_shape, transpose=spec.transposed)],
+            sources=sources,
         )
         self.bias = spec.declare_bias()
 

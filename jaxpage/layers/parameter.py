@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,7 @@ class Stored:
     beside: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor of the checkpoint, and the part of a parameter that it fills.
 
     stored_shape: in the checkpoint. transpose: its last two axes are exchanged in the part (GPT-2's Conv1D).
@@ -97,8 +96,10 @@ def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:
     shape, pieces = list(sources[0].shape), []
     shape[axis] = 0
     for source in sources:
-        moved = tuple(shape[axis] if index == axis else 0 for index in range(len(shape)))
-        pieces += [replace(piece, offset=_sum(piece.offset, moved)) for piece in source.pieces]
+        for piece in source.pieces:
+            offset = list(piece.offset)
+            offset[axis] += shape[axis]
+            pieces.append(piece._replace(offset=tuple(offset)))
         shape[axis] += source.shape[axis]
     return Source(tuple(shape), tuple(pieces))
 
@@ -106,7 +107,7 @@ def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:
 def stack(sources: Sequence[Source]) -> Source:
     """One above the other along a new first axis: the experts of a mixture."""
     pieces = [
-        replace(piece, shape=(1, *piece.shape), offset=(index, *piece.offset))
+        piece._replace(shape=(1, *piece.shape), offset=(index, *piece.offset))
         for index, source in enumerate(sources)
         for piece in source.pieces
     ]
@@ -118,13 +119,14 @@ def parameter(
     *,
     axes: tuple[Axis, ...],
     dtype: DTypeLike,
-    sources: Sequence[Source] = (),
+    sources: Sequence[Source] | Callable[[], Sequence[Source]] = (),
     keeps_dtype: bool = False,
 ) -> nnx.Param[jax.Array]:
     """Declare a parameter. Its metadata are `axes`, `sources` and `keeps_dtype`.
 
     axes: a name of `AXES`, the parts of a fused axis, or None, for each axis; a name stands once.
-    sources: the ways to fill it; the first of which the checkpoint has all tensors is taken. None: it is no checkpoint's.
+    sources: the ways to fill it; the first of which the checkpoint has all tensors is taken. None: it is no checkpoint's. A function:
+        of what is long, and only made for a checkpoint (`sources_of`).
     keeps_dtype: whether it has this type in a model of any; integers always do.
     Raises ValueError for a declaration that contradicts itself.
     """
@@ -136,12 +138,20 @@ def parameter(
         raise ValueError(f"axes {axes}: a name stands for one axis")
     if tuple(sum(size for _, size in axis) for axis in parts) != shape:
         raise ValueError(f"axes {axes} do not add up to {shape}")
+    if not callable(sources):
+        sources = _checked(sources, shape)
+    struct = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return nnx.Param(cast(jax.Array, struct), axes=axes, sources=sources, keeps_dtype=keeps_dtype)
+
+
+def sources_of(variable: nnx.Variable[Any]) -> tuple[Source, ...]:
+    """Of a parameter that `parameter` has declared. Raises ValueError for those that do not fill it."""
+    sources = variable.get_metadata()["sources"]
+    return _checked(sources(), variable.get_value().shape) if callable(sources) else sources
+
+
+def _checked(sources: Sequence[Source], shape: tuple[int, ...]) -> tuple[Source, ...]:
     for source in sources:
         if source.shape != shape or sum(math.prod(piece.shape) for piece in source.pieces) != math.prod(shape):
             raise ValueError(f"{[piece.name for piece in source.pieces]} make {source.shape}, the parameter is {shape}")
-    struct = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    return nnx.Param(cast(jax.Array, struct), axes=axes, sources=tuple(sources), keeps_dtype=keeps_dtype)
-
-
-def _sum(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(first, second, strict=True))
+    return tuple(sources)

@@ -39,34 +39,30 @@ class StoredArray:
     beside: StoredArray | None = None
 
     def source(
-        self,
-        module: str,
-        num_out: int,
-        num_in: int,
-        shape: tuple[int, ...],
-        *,
-        repeats: int = 1,
-        transposed: bool = False,
-    ) -> Source:
-        """Of a module of the checkpoint. shape: of what it becomes. repeats: how often each row stands there.
+        self, num_out: int, num_in: int, shape: tuple[int, ...], *, repeats: int = 1, transposed: bool = False
+    ) -> Callable[[str], Source]:
+        """Of the modules of the checkpoint that are alike, by name. shape: of what one becomes. repeats: how often each row stands there.
 
         transposed: the checkpoint has weights as `[in, out]`.
         """
         stored_shape, transpose = self.shape(num_out, num_in), transposed and self.rounded
         stored_shape = stored_shape[::-1] if transpose else stored_shape
-        beside: list[Piece] = []
-        if other := self.beside:
-            of_other = Stored(other.dtypes, check=other.check)
-            name, other_shape = f"{module}.{other.name}", other.shape(num_out, num_in)
-            beside.append(Piece(name, other_shape, (0, 0), (0, 0), stored=of_other))
 
         def decode(numbers: np.ndarray, *others: np.ndarray) -> np.ndarray:
             found = self.decode(numbers, num_out, num_in, *others)
             return found if repeats == 1 else np.repeat(found, repeats, axis=0)[:num_out]
 
-        stored = Stored(self.dtypes, decode, self.check, tuple(piece.name for piece in beside))
-        own = Piece(f"{module}.{self.name}", stored_shape, shape, (0, 0), transpose, stored=stored)
-        return Source(shape, (own, *beside))
+        stored = Stored(self.dtypes, decode, self.check)  # one for all of them, as models may have 100,000
+
+        def of_module(module: str) -> Source:
+            own = Piece(f"{module}.{self.name}", stored_shape, shape, (0, 0), transpose, stored=stored)
+            if (other := self.beside) is None:
+                return Source(shape, (own,))
+            of_other = Stored(other.dtypes, check=other.check)
+            beside = Piece(f"{module}.{other.name}", other.shape(num_out, num_in), (0, 0), (0, 0), stored=of_other)
+            return Source(shape, (own._replace(stored=replace(stored, beside=(beside.name,))), beside))
+
+        return of_module
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ class Quantized(nnx.Module):
 
         def one(module: str, num_rows: int) -> Source:
             shape = num_rows, num_columns
-            return array.source(module, num_rows, spec.num_in, shape, repeats=repeats, transposed=spec.transposed)
+            return array.source(num_rows, spec.num_in, shape, repeats=repeats, transposed=spec.transposed)(module)
 
         return parameter(
             (spec.num_out, num_columns),

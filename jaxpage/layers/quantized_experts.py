@@ -43,10 +43,10 @@ class QuantizedExpertLinear(ExpertLinear):
         rows = -(-spec.rows_of_part // block_rows)
         shape = (spec.num_experts, rows * spec.num_parts, num_columns)
 
-        def one(module: str) -> Source:
-            return array.source(module, spec.rows_of_part, spec.num_in, (rows, num_columns))
+        def sources() -> list[Source]:
+            one = array.source(spec.rows_of_part, spec.num_in, (rows, num_columns))
+            return [*spec.sources(one), *([self._of_stacked(array, shape)] if array.rounded else [])]
 
-        sources = [*spec.sources(one), *([self._of_stacked(array, shape)] if array.rounded else [])]
         return parameter(
             shape,
             axes=("expert", spec.output_axis if block_rows == 1 else None, spec.input_axis),

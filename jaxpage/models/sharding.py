@@ -28,7 +28,7 @@ from jaxpage.layers.sharding import (
     Sharding,
     parts_of,
 )
-from jaxpage.models.base import Family, KVSpec, ModelSpec, abstract_model, model_weights
+from jaxpage.models.base import Family, KVSpec, ModelSpec, abstract_model
 from jaxpage.models.replacing import Path, Rule, replace_modules
 from jaxpage.models.weights import Weight
 
@@ -164,11 +164,13 @@ class ShardedWeight:
                 start += size
 
 
-def check_division(family: Family, spec: ModelSpec, rule: Rule | None, sharding: Sharding) -> None:
-    """Raises ConfigError or UnsupportedError for a model that cannot be divided so. rule: its own."""
+def check_division(
+    family: Family, spec: ModelSpec, rule: Rule | None, weights: Iterable[Weight], sharding: Sharding
+) -> None:
+    """Raises ConfigError or UnsupportedError for a model that cannot be divided so. rule, weights: its own."""
     if sharding.is_divided:
         _, shapes = abstract_model(family, spec, "float32", with_sharding(sharding, rule))
-        sharded_weights(model_weights(family, spec, rule), shapes, sharding)
+        sharded_weights(weights, shapes, sharding)
 
 
 def sharded_weights(weights: Iterable[Weight], shapes: Mapping[Any, Any], sharding: Sharding) -> list[ShardedWeight]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.layers.parameter import Axis, Piece, Source
+from jaxpage.layers.parameter import Axis, Piece, Source, sources_of
 
 __all__ = ["Piece", "Source", "Weight", "num_bytes", "weights_of"]
 
@@ -45,9 +45,9 @@ def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         metadata, struct = variable.get_metadata(), variable.get_value()
-        if metadata["sources"]:
+        if found_sources := sources_of(variable):
             own = struct.dtype.name if metadata["keeps_dtype"] or struct.dtype.name not in FLOATS else None
-            sources = tuple(_also_without(prefix, source) for source in metadata["sources"])
+            sources = tuple(_also_without(prefix, source) for source in found_sources)
             found.append(Weight(cast("tuple[str | int, ...]", path), struct.shape, metadata["axes"], sources, own))
     return found
 
@@ -68,7 +68,7 @@ def add_missing(parameters: dict[Any, Any], others: dict[Any, Any], take: Callab
 
 def _also_without(prefix: str, source: Source) -> Source:
     pieces = (
-        replace(piece, aliases=(piece.name.removeprefix(prefix), *piece.aliases))
+        piece._replace(aliases=(piece.name.removeprefix(prefix), *piece.aliases))
         if prefix and piece.name.startswith(prefix)
         else piece
         for piece in source.pieces

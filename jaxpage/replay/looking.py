@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -46,8 +46,13 @@ def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
             yield f"  sequence {sequence_id}: {len(sequence.token_ids)} tokens drawn, {state}"
 
 
-def request_lines(path: Path, request_id: str, until: int | None = None) -> Iterator[str]:
-    """What happened to one request, a line for each of its sequences in each step. Raises EventLogError if the log does not have it."""
+def request_lines(
+    path: Path, request_id: str, until: int | None = None, text_of: Callable[[int], str] | None = None
+) -> Iterator[str]:
+    """What happened to one request, a line for each of its sequences in each step. Raises EventLogError if the log does not have it.
+
+    text_of: what a token is called, beside its id.
+    """
     walk, seen = Walk(), False
     plan: Record = {"rows": []}
     for record in records_of(path, until):
@@ -62,7 +67,7 @@ def request_lines(path: Path, request_id: str, until: int | None = None) -> Iter
             seen = True
             yield f"{place}{_arrived(walk.arrivals[request_id], is_late=record['event'] == 'snapshot')}"
         elif record["event"] == "result":
-            yield from (f"{place}{line}" for line in _row_lines(plan, record, walk, request_id))
+            yield from (f"{place}{line}" for line in _row_lines(plan, record, walk, request_id, text_of))
         elif record["event"] == "failure" and before:
             yield f"{place}the step failed: {record.get('error')}"
         for sequence_id in sorted(before & walk.ended.keys()):
@@ -110,7 +115,9 @@ def _follow(walk: Walk, record: Record) -> None:
         raise EventLogError(f"this {record['event']} of step {record.get('step')} makes no sense: {error!r}") from error
 
 
-def _row_lines(plan: Record, result: Record, walk: Walk, request_id: str) -> Iterator[str]:
+def _row_lines(
+    plan: Record, result: Record, walk: Walk, request_id: str, text_of: Callable[[int], str] | None
+) -> Iterator[str]:
     logprobs = _logprobs(plan, result)
     for sequence_id, start, num_tokens in plan["rows"]:
         sequence = walk.sequences.get(sequence_id) or walk.ended.get(sequence_id)
@@ -119,14 +126,14 @@ def _row_lines(plan: Record, result: Record, walk: Walk, request_id: str) -> Ite
         computed = f"token {start}" if num_tokens == 1 else f"tokens {start} to {start + num_tokens - 1}"
         line = f"sequence {sequence_id}: computed {computed}, blocks {_tables(sequence)}"
         if (drawn := walk.drawn.get(sequence_id)) is not None:
-            line += f", drew {_listed(drawn)}" if None not in drawn else f", drew {len(drawn)} tokens"
+            line += f", drew {_drawn(drawn, text_of)}"
         if sequence_id in logprobs:
             line += f" (log probability {logprobs[sequence_id]:.4f})"
         yield line
     for kind, *edit in result.get("edits", ()):
         child = walk.sequences.get(edit[1]) or walk.ended.get(edit[1]) if kind == "fork" else None
         if child is not None and child.request_id == request_id:
-            yield f"sequence {edit[1]}: forked from sequence {edit[0]}, drew {_listed(walk.drawn.get(edit[1], []))}"
+            yield f"sequence {edit[1]}: forked from sequence {edit[0]}, drew {_drawn(walk.drawn.get(edit[1], []), text_of)}"
 
 
 def _logprobs(plan: Record, result: Record) -> dict[int, float]:
@@ -154,6 +161,13 @@ def _num_prompt_tokens(arrival: Record) -> int:
 
 def _tables(sequence: SequenceWalk) -> str:
     return " and ".join(map(_listed, sequence.tables))
+
+
+def _drawn(token_ids: list[Any], text_of: Callable[[int], str] | None) -> str:
+    if None in token_ids:
+        return f"{len(token_ids)} tokens"
+    texts = " ".join(repr(text_of(token_id)) for token_id in token_ids[:_MOST_SHOWN]) if text_of else ""
+    return f"{_listed(token_ids)} {texts}".rstrip()
 
 
 def _listed(values: list[Any]) -> str:

@@ -65,7 +65,7 @@ class EngineConfig(Settings):
     quantization: (
         Literal["int8", "int4", "gguf", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "modelopt"] | None
     ) = None
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of the KV cache; "auto": as dtype
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of the KV cache; "auto": as dtype or checkpoint
     # Tokens of a sequence, prompt and output together, at least 2; None: the model's context length.
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None
     block_size: Annotated[_Count, AfterValidator(_power_of_two)] = 16  # tokens of a KV block: a power of two, 1 to 128

@@ -23,7 +23,7 @@ from jaxpage.models.quantization.decoding import (
     signed,
     unpacked,
 )
-from jaxpage.models.quantization.scheme import Scheme, matches
+from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_kv_cache
 
 NAME = "compressed-tensors"
 _QUANTIZED = (
@@ -37,7 +37,7 @@ def read(config: Mapping[str, Any]) -> Scheme:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError("config.json: quantization_config.config_groups must be an object of objects")
-    for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+    for name in ("sparsity_config", "transform_config"):
         if config.get(name):
             raise UnsupportedError(f"config.json: quantization_config.{name} is not supported")
     ignore = tuple(config.get("ignore") or ())
@@ -55,7 +55,8 @@ def read(config: Mapping[str, Any]) -> Scheme:
         NAME,
         f"{NAME}: {described}",
         form_of,
-        ("*.weight_shape", "*.input_scale", "*.input_global_scale", "*.weight_g_idx"),
+        ("*.weight_shape", "*.input_scale", "*.input_global_scale", "*.weight_g_idx", *KV_SCALES),
+        read_kv_cache(config),
     )
 
 

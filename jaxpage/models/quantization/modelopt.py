@@ -14,7 +14,7 @@ from typing import Any
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import WeightFormat
 from jaxpage.models.quantization.decoding import NVFP4_GROUP, nvfp4_scale, packed_bytes, plain, scale_of_weight
-from jaxpage.models.quantization.scheme import Scheme, matches
+from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_kv_cache
 
 NAME = "modelopt"
 
@@ -44,13 +44,10 @@ def read(config: Mapping[str, Any]) -> Scheme:
         raise UnsupportedError(
             f"config.json: quantization_config.quant_algo = {algorithm!r} is not supported, only {' and '.join(_FORMS)}"
         )
-    for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
-        if config.get(name):
-            raise UnsupportedError(f"config.json: quantization_config.{name} is not supported")
     form, described = _FORMS[algorithm]
     kept = tuple(config.get("ignore") or config.get("exclude_modules") or ())
 
     def form_of(name: str) -> WeightFormat | None:
         return None if matches(name, kept) or any(fnmatch.fnmatchcase(name, each) for each in kept) else form
 
-    return Scheme(NAME, described, form_of, ("*.input_scale",))
+    return Scheme(NAME, described, form_of, ("*.input_scale", *KV_SCALES), read_kv_cache(config))

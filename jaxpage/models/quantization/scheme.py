@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from flax import nnx
 
-from jaxpage.errors import CheckpointError
+from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.quantized import QuantizedLinear, WeightFormat
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.models.replacing import Path, Rule
+
+KV_SCALES = ("*.k_scale", "*.v_scale")
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,14 @@ class Scheme:
 
     form_of: the format of the linear module of that name in the checkpoint; None: it is not quantised.
     ignored: globs over names of tensors that say nothing that is not known already.
+    kv_cache_dtype: what the setting "auto" means for this checkpoint.
     """
 
     name: str
     described: str
     form_of: Callable[[str], WeightFormat | None]
     ignored: tuple[str, ...] = ()
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     @property
     def rule(self) -> Rule:
@@ -67,6 +72,24 @@ class Scheme:
 def everywhere_but(kept: Sequence[str], form: WeightFormat) -> Callable[[str], WeightFormat | None]:
     """`Scheme.form_of` for one format of all modules but the head and those that a config's list names."""
     return functools.cache(lambda name: None if matches(name, ("lm_head", *kept)) else form)
+
+
+def read_kv_cache(config: Mapping[str, Any]) -> Literal["auto", "fp8"]:
+    """What `quantization_config` says of the KV cache: ModelOpt's `kv_cache_quant_algo`, or `kv_cache_scheme`. Raises UnsupportedError.
+
+    Scales of the checkpoint, one for a layer (`KV_SCALES`), are not read: pages have a scale for each token and head.
+    """
+    algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
+    if not algorithm and not scheme:
+        return "auto"
+    is_fp8 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    if (algorithm or "FP8") != "FP8" or (scheme and not is_fp8):
+        name = "kv_cache_quant_algo" if algorithm else "kv_cache_scheme"
+        raise UnsupportedError(
+            f"config.json: quantization_config.{name} = {config[name]!r} is not supported, only FP8; without it the setting "
+            "kv_cache_dtype decides alone"
+        )
+    return "fp8"
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

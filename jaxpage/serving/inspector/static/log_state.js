@@ -25,6 +25,7 @@ export class LogState extends LogBlocks {
     let first_block = num_blocks;
     this.furtherGroups = cache_groups.slice(1).map(([window, count]) => ({ window, num_blocks: count, first_block: (first_block += count) - count }));
     this.buckets = buckets;
+    this.texts = header.texts ?? {}; // of tokens, where `jaxpage replay --texts` has put them there
     this.data = {
       step: 0,
       numSteps: 0,
@@ -233,7 +234,7 @@ export class LogState extends LogBlocks {
 
   on_result({ tokens, logprobs = [], edits = [], paths = null }) {
     const { plan, sequences } = this.data;
-    plan.results = resultsOf(tokens, logprobs);
+    plan.results = resultsOf(tokens, logprobs, (token) => (token in this.texts ? `${token}:${this.texts[token]}` : token));
     if (paths) plan.accepted = plan.rows.map((_, row) => paths[row]?.length ?? 0);
     for (const [, id, start, n, drafts] of plan.rows) {
       const sequence = sequences.get(id);
@@ -379,11 +380,12 @@ function changed(table = [], [length, ...runs]) {
 }
 
 /** What was drawn: [{index, token, rank, logprob, top: [[token, logprob], ...]}], with nothing in `top` where the log has no probabilities. */
-function resultsOf(tokens, logprobs) {
+function resultsOf(drawn, logprobs, called) {
+  const tokens = drawn.map(called);
   const results = tokens.map((token, index) => ({ index, token, rank: 0, logprob: null, top: [] }));
   for (const [index, rank, ids, bits] of logprobs) {
     const [own, ...likeliest] = new Float32Array(new Int32Array(bits).buffer);
-    results[index] = { index, token: tokens[index] ?? null, rank, logprob: own, top: likeliest.map((logprob, place) => [ids[place + 1], logprob]) };
+    results[index] = { index, token: tokens[index] ?? null, rank, logprob: own, top: likeliest.map((logprob, place) => [called(ids[place + 1]), logprob]) };
   }
   return results.filter(Boolean);
 }

@@ -1,0 +1,37 @@
+"""Experts of a quantised checkpoint that are one tensor of a layer, which only MXFP4 and the formats of rounding are read from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from jaxpage.models.quantization import compressed_tensors, modelopt, mxfp4
+from jaxpage.models.quantization.registry import METHODS
+from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.weights import Weight
+
+_APART, _UNQUANTIZED = re.compile(r"\.experts\.\d"), re.compile(r"\.experts\.[a-z_]+_proj$")
+
+
+def refused_experts(scheme: Scheme, weights: Sequence[Weight], unexpected: Sequence[str]) -> str | None:
+    """One sentence in place of a list of all experts' tensors; None: there is nothing to say about them.
+
+    unexpected: names of the checkpoint's tensors that are no parameter's.
+    """
+    if scheme.name not in METHODS or scheme.name == mxfp4.NAME:
+        return None
+    names = (piece.name for weight in weights for piece in weight.sources[0].pieces)
+    apart = next(filter(_APART.search, names), None)
+    others = [name for name in unexpected if ".experts." in name and not (apart and _APART.search(name))]
+    if not others:
+        return None
+    advice = "use the checkpoint in MXFP4"
+    if apart and all(map(_UNQUANTIZED.search, others)):
+        kept = "ignore" if scheme.name in (compressed_tensors.NAME, modelopt.NAME) else "modules_to_not_convert"
+        advice = f"if they are not quantised, add 're:.*[.]experts' to quantization_config.{kept} of config.json"
+    elif apart:
+        advice = f"use a checkpoint that has tensors for each expert, such as {apart!r}"
+    return (
+        f"experts quantised by {scheme.name!r} are not loaded from {others[0]!a} and {len(others) - 1} other tensors; {advice}, "
+        "or use the unquantised checkpoint with quantization='int8' or 'int4'"
+    )
