@@ -97,7 +97,7 @@ def _cpu_kernels() -> Iterator[str]:
 
 
 def _compile_cache() -> Iterator[str]:
-    from jaxpage.engine.build import compile_cache_directory
+    from jaxpage.device.stored_executables import compile_cache_directory
 
     directory = compile_cache_directory()
     if not directory.is_dir():

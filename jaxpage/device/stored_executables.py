@@ -24,6 +24,8 @@ from jax.experimental import serialize_executable
 
 import pallas_kernels
 from jaxpage.device.backends import cpu_kernels
+from jaxpage.device.mesh import DeviceMesh
+from jaxpage.user_cache import user_cache
 from pallas_kernels.compat import without_compile_cache
 
 logger = logging.getLogger(__name__)
@@ -181,3 +183,19 @@ def _write(path: Path, compiled: Any, trees: tuple[Any, ...]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     temporary.write_bytes(hashlib.sha256(contents).digest() + contents)
     temporary.replace(path)
+
+
+def compile_cache_directory() -> Path:
+    """$JAX_COMPILATION_CACHE_DIR, else a directory of the user's own, per version and platform, below $JAXPAGE_CACHE_DIR."""
+    if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return Path(chosen)
+    return user_cache() / "xla" / f"{jax.__version__}-{jax.default_backend()}"
+
+
+def stored_executables(mesh: DeviceMesh) -> StoredExecutables | None:
+    """Where executables are files: in our own cache, on CPUs of one process; not tried on other devices."""
+    directory = compile_cache_directory()
+    is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
+    is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    is_tried = mesh.first.platform == "cpu" and mesh.is_one_process
+    return StoredExecutables(directory / "executables", mesh.devices) if is_ours and is_tried else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
-from jaxpage.device.stored_executables import StoredExecutables
+from jaxpage.device.stored_executables import compile_cache_directory, stored_executables
 from jaxpage.engine.adapters import Adapters, lora_spec
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.capacity import (
@@ -54,7 +53,6 @@ from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.strategy import Strategy
 from jaxpage.tables import aligned
-from jaxpage.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +128,7 @@ def build_engine(
     options = _step_options(spec, config, files, drafting, lora, by_row=mesh.first.platform == "cpu")
     shapes = (spec.menu, parameters, pages, options)
     executables = _compiled(
-        config, *shapes, target_only=drafting.may_be_off, mesh=mesh, stored=_stored(mesh), progress=progress
+        config, *shapes, target_only=drafting.may_be_off, mesh=mesh, stored=stored_executables(mesh), progress=progress
     )
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
@@ -306,22 +304,6 @@ def _host_pages(spec: EngineSpec, mesh: DeviceMesh, config: EngineConfig) -> lis
         ]
     except OSError as error:
         raise ConfigError(f"prefix_cache_directory {directory!r} cannot take swapped blocks: {error}") from None
-
-
-def compile_cache_directory() -> Path:
-    """$JAX_COMPILATION_CACHE_DIR, else a directory of the user's own, per version and platform, below $JAXPAGE_CACHE_DIR."""
-    if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return Path(chosen)
-    return user_cache() / "xla" / f"{jax.__version__}-{jax.default_backend()}"
-
-
-def _stored(mesh: DeviceMesh) -> StoredExecutables | None:
-    """Where executables are files: in our own cache, on CPUs of one process; not tried on other devices."""
-    directory = compile_cache_directory()
-    is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
-    is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ
-    is_tried = mesh.first.platform == "cpu" and mesh.is_one_process
-    return StoredExecutables(directory / "executables", mesh.devices) if is_ours and is_tried else None
 
 
 def _use_compile_cache() -> None:
