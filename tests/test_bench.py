@@ -273,16 +273,16 @@ def test_a_gate_fails_where_all_runs_are_slower(
         assert f"{compared['ratio']:.3f} times the output tokens/s of {path}" in "\n".join(shown)
     assert cli.main([*words, "--compare", str(path), "--seed", "3"]) == 2
     assert "that was other work: seed 0, now 3" in capsys.readouterr().err
-    for text in (
-        "",
-        "[]",
-        "{}",
-        '{"total_output_tokens": 3, "duration": 0}',
-        '{"total_output_tokens": 3, "duration": 1}',
+    no_result = "so it is no result of `jaxpage bench throughput --output-json`"
+    for text, said in (
+        ("", f"the file is not JSON, {no_result}"),
+        ("[]", f"the file has no 'duration', {no_result}"),
+        ('{"total_output_tokens": 3, "duration": 1}', f"the file has no 'dataset', {no_result}"),
+        (json.dumps({**first, "durations": [0]}), "its times are no result of `jaxpage bench throughput`: division by"),
     ):
         path.write_text(text)
         assert cli.main([*words, "--compare", str(path)]) == 2
-        assert f"--compare {path}: not a result of `jaxpage bench throughput" in capsys.readouterr().err
+        assert f"--compare {path}: {said}" in capsys.readouterr().err
 
 
 def test_a_start_is_timed_by_phase(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,7 +307,8 @@ def test_a_start_is_timed_by_phase(model: Path, tmp_path: Path, capsys: pytest.C
 
 def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "startup", str(tmp_path / "nowhere"), "--starts", "1"]) == 1
-    assert "nowhere" in capsys.readouterr().err
+    *_, before, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("jaxpage: error: ") and "nowhere" in line and before.startswith("Starting:")
     assert cli.main(["bench", "startup", "--starts", "0"]) == 2
     assert "--starts must be at least 1, got 0" in capsys.readouterr().err
 
@@ -337,7 +338,7 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
         (["--seed", "-1"], "--seed must not be negative, got -1"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["--fail-below", "0.9"], "--fail-below goes with --compare: it is a ratio to an earlier run"),
-        (["--compare", "no.json"], "--compare no.json: not a result of"),
+        (["--compare", "no.json"], "--compare no.json: No such file or directory"),
         (["--record", "LICENSE"], "--record LICENSE: the file needs a line <!-- rows by"),
         (
             ["--dataset", "prefix_repetition", "--dataset-path", "x"],

@@ -97,10 +97,13 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     model, path = random_checkpoint(tmp_path / "llama", LLAMA), tmp_path / "result.json"
     words = ["bench", "roofline", str(model), "--max-num-batched-tokens", "16", "--preemption-mode", "recompute"]
     words += ["--dtype", "float32", "--max-model-len", "64"]
-    assert cli.main([*words, "--batches", "1", "2", "--context", "20", "--output-json", str(path)]) == 2
-    assert "--context must be at most -32: max_model_len is 64" in capsys.readouterr().err
+    words += ["--batches", "1", "2", "--output-json", str(path)]
+    assert cli.main([*words, "--context", "20"]) == 2
+    assert "max_model_len must be at least 97 for bench roofline, and is 64" in capsys.readouterr().err
     monkeypatch.setattr("jaxpage.bench.roofline.STEPS", 4)
-    assert cli.main([*words, "--batches", "1", "2", "--context", "20", "--output-json", str(path)]) == 0
+    assert cli.main([*words, "--context", "49"]) == 2
+    assert "--context must be at most 48: max_model_len is 64" in capsys.readouterr().err
+    assert cli.main([*words, "--context", "20"]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     assert json.loads(path.read_text()) == result

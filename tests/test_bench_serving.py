@@ -344,7 +344,8 @@ def test_failures_are_counted_and_the_status_is_1(server: FakeServer, capsys: py
         (("--dataset", "custom"), "--dataset custom needs --dataset-path FILE"),
         (("--num-rounds", "2"), "--num-rounds goes with --dataset chat, not sharegpt"),
         (("--request-rate", "1", "2", "--compare", "x"), "--baseline and --compare go with one --request-rate"),
-        (("--compare", "no.json"), "--compare no.json: not a result of `jaxpage bench serve"),
+        (("--compare", "no.json"), "--compare no.json: No such file or directory"),
+        (("--compare", "tests/durations.json"), "the file has no 'runs', so it is no result of `jaxpage bench serve"),
     ],
 )
 def test_wrong_use_of_bench_serve(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,6 +404,10 @@ def test_latency_of_a_batch_and_of_other_settings_beside_it(
         (("--num-iters-warmup", "-1"), "--num-iters-warmup must be at least 0, got -1"),
         (("--baseline", "orca"), "--baseline must be one of transformers, got 'orca'"),
         (("--versus", "model=other"), "--versus cannot change model"),
+        (
+            ("--compare", "tests/durations.json"),
+            "the file has no 'latencies', so it is no result of `jaxpage bench latency",
+        ),
     ],
 )
 def test_wrong_use_of_bench_latency(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,8 +45,14 @@ def test_an_engine_without_its_packages_is_left_out(tmp_path: Path, capsys: pyte
     if importlib.util.find_spec("ctranslate2") is not None:
         pytest.skip("it is installed")
     task = Task(str(tmp_path), "float32", TRACE, [1], 20, 4, 1)
-    assert compare_engines._run("ctranslate2", task, sys.executable) is None
-    assert "ctranslate2 is left out: ModuleNotFoundError: No module named 'ctranslate2'" in capsys.readouterr().err
+    assert compare_engines._run("CTranslate2 int8", task, sys.executable) is None
+    assert "CTranslate2 int8 is left out: ModuleNotFoundError: No module named 'ctranslate2'" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare_engines.py", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit, match="nowhere is no model: it has no config.json"):
+        compare_engines.main()
 
 
 @pytest.mark.sweep

@@ -47,6 +47,8 @@ BEGIN, END = "<!-- written by tools/compare_engines.py -->", "<!-- end of what t
 def main() -> None:
     arguments = _arguments()
     model = Path(arguments.model)
+    if not (model / "config.json").is_file():
+        raise SystemExit(f"{model} is no model: it has no config.json (tools/make_random_model.py writes one)")
     config = json.loads((model / "config.json").read_text())
     work = make_workload(
         "sharegpt", arguments.num_prompts, seed=0, vocab_size=config["vocab_size"], max_input=512, max_output=512
@@ -60,7 +62,7 @@ def main() -> None:
             sizes = (arguments.batches, arguments.context, arguments.steps, os.cpu_count() or 1)
             task = Task(str(model.absolute()), dtype, trace, *sizes, settings)
             print(f"{name} ...", file=sys.stderr, flush=True)
-            if (found := _run(peer, task, pythons.get(peer, sys.executable))) is not None:
+            if (found := _run(name, task, pythons.get(peer, sys.executable))) is not None:
                 answers[name] = found
     if not answers:
         raise SystemExit("no engine ran")
@@ -96,8 +98,9 @@ def _python(text: str) -> tuple[str, str]:
     return peer, path
 
 
-def _run(peer: str, task: Task, python: str) -> Answer | None:
-    """None, with a line that says why, where the engine does not run."""
+def _run(name: str, task: Task, python: str) -> Answer | None:
+    """Of one of CASES. None, with a line that says why, where the engine does not run."""
+    peer, _ = CASES[name]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(task.threads)}
     command = [python, "-m", f"tools.peers.{peer}_peer"]
     done = subprocess.run(
@@ -105,7 +108,7 @@ def _run(peer: str, task: Task, python: str) -> Answer | None:
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        print(f"{peer} is left out: {reason[0]}", file=sys.stderr)
+        print(f"{name} is left out: {reason[0]}", file=sys.stderr)
         return None
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return Answer(**{**found, "step_seconds": {int(rows): each for rows, each in found["step_seconds"].items()}})

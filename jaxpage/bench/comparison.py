@@ -15,6 +15,7 @@ WORK = {  # what a result must have, and what is the same where the work is
     "throughput": ("dataset", "seed", "completed", "max_input", "max_output", "total_input_tokens"),
     "latency": ("batch_size", "input_len", "output_len", "seed"),
 }
+_TIMES = {"throughput": ("duration", "total_output_tokens"), "latency": ("latencies",)}
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,26 @@ class Comparison:
 
 def read_baseline(path: str, kind: str = "throughput") -> dict[str, Any]:
     """What `--output-json` wrote. Raises UsageError if it is something else."""
+    result = read_result(path, kind, (*_TIMES[kind], *WORK[kind], "config", "environment"))
+    try:
+        _speeds(result)
+    except (TypeError, ZeroDivisionError) as error:
+        raise UsageError(f"--compare {path}: its times are no result of `jaxpage bench {kind}`: {error}") from None
+    return result
+
+
+def read_result(path: str, kind: str, names: Sequence[str]) -> dict[str, Any]:
+    """The JSON object in a file. Raises UsageError if there is no such file, or it lacks one of the names."""
+    no_result = f"so it is no result of `jaxpage bench {kind} --output-json`"
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(result, dict):
-            raise TypeError("it holds no JSON object")
-        _speeds(result)
-        missing = [name for name in (*WORK[kind], "config", "environment") if name not in result]
-        if missing:
-            raise ValueError(f"it has no {', '.join(missing)}")
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
-        raise UsageError(
-            f"--compare {path}: not a result of `jaxpage bench {kind} --output-json`: {type(error).__name__}: {error}"
-        ) from None
+    except OSError as error:
+        raise UsageError(f"--compare {path}: {error.strerror}") from None
+    except ValueError:
+        raise UsageError(f"--compare {path}: the file is not JSON, {no_result}") from None
+    for name in names:
+        if not isinstance(result, dict) or name not in result:
+            raise UsageError(f"--compare {path}: the file has no {name!r}, {no_result}")
     return dict(result)
 
 

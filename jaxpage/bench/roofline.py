@@ -102,8 +102,11 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     spec = model.spec
     refuse_recurrent("bench roofline", spec.kv)
     longest = min(spec.max_position_embeddings, config.max_model_len or spec.max_position_embeddings)
-    if arguments.context + 4 * STEPS > longest:
-        raise UsageError(f"--context must be at most {longest - 4 * STEPS}: max_model_len is {longest}")
+    most = longest - 4 * STEPS
+    if most < 1:
+        raise UsageError(f"max_model_len must be at least {4 * STEPS + 1} for bench roofline, and is {longest}")
+    if arguments.context > most:
+        raise UsageError(f"--context must be at most {most}: max_model_len is {longest}")
     config = config.replace(enable_prefix_caching=False, event_log=None)
     built = open_engine(config, progress=True)
     engine = built.engine

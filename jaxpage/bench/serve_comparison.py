@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from jaxpage.bench.comparison import read_result
 from jaxpage.cli.flags import UsageError
 from jaxpage.tables import aligned
 
@@ -22,14 +21,7 @@ _WORK = (
 
 def read_baseline(path: str) -> dict[str, Any]:
     """What `--output-json` wrote. Raises UsageError if it is something else."""
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-        missing = [name for name in ("runs", "request_rate", "num_prompts") if name not in result]
-        if missing:
-            raise ValueError(f"it has no {', '.join(missing)}")
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"--compare {path}: not a result of `jaxpage bench serve --output-json`: {error}") from None
-    return dict(result)
+    return read_result(path, "serve", ("runs", "request_rate", "num_prompts"))
 
 
 def check_same_work(path: str, baseline: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -75,5 +75,8 @@ def _start(config: EngineConfig, cache: Path) -> Phases:
     done = subprocess.run(command, input=settings, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise JaxpageError(f"A start failed with status {done.returncode}:\n{done.stderr.strip()[-2000:]}")
-    marks = {"starting Python": began, **json.loads(done.stdout.splitlines()[-1])}
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise JaxpageError(answer["error"])
+    marks = {"starting Python": began, **answer}
     return {name: end - start for (name, start), (_, end) in itertools.pairwise(marks.items())}

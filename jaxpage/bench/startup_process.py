@@ -1,6 +1,7 @@
 """One start, timed from inside: `python -m jaxpage.bench.startup_process`, with settings as JSON on standard input.
 
-Prints one JSON object: when each phase began, in seconds since the epoch, and when the first token was there.
+Prints one JSON object: when each phase began, in seconds since the epoch, and when the first token was there; or `error`, why it
+cannot start.
 """
 
 # ruff: noqa: E402, the imports are what is timed
@@ -19,6 +20,7 @@ import jax  # noqa: F401, timed apart from what is ours
 _IMPORTED_JAX = time.time()
 
 from jaxpage import LLM, SamplingParams, llm
+from jaxpage.errors import JaxpageError
 from jaxpage.replay.opening import open_engine
 
 PROMPT = [1, 2, 3]  # token ids: a model may have no tokenizer
@@ -31,11 +33,15 @@ def main() -> None:
         marks[phase] = time.time()
 
     setattr(llm, "open_engine", functools.partial(open_engine, phase=begin))  # noqa: B010, `LLM` has no argument for it
-    with LLM(**json.load(sys.stdin), use_tqdm=False, verbose=False) as engine:
-        begin("the first token")
-        engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), use_tqdm=False)
-        begin("end")
-    print(json.dumps(marks))
+    try:
+        with LLM(**json.load(sys.stdin), use_tqdm=False, verbose=False) as engine:
+            begin("the first token")
+            engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+            begin("end")
+    except JaxpageError as error:
+        print(json.dumps({"error": str(error)}))
+    else:
+        print(json.dumps(marks))
 
 
 if __name__ == "__main__":
