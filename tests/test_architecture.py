@@ -37,6 +37,15 @@ def test_proportions() -> None:
     assert module_lines <= 150 and function_lines <= 15
 
 
+def test_scripts_find_the_modules_beside_them() -> None:
+    """`python tools/NAME.py` from any directory, where jaxpage is installed and `tools` is not."""
+    found = "\nsys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
+    programs = [path for path in (ROOT / "tools").glob("*.py") if "__main__" in path.read_text()]
+    importing = {path.name: path.read_text() for path in programs if "\nfrom tools." in path.read_text()}
+    assert "soak.py" in importing
+    assert not [name for name, text in importing.items() if found not in text.partition("\nfrom tools.")[0]]
+
+
 def test_reasons_are_given_for_files_that_exist() -> None:
     paths = {path for path, _ in house.LAZY_IMPORTS} | set(house.DYNAMIC_IMPORTS)
     assert not [path for path in sorted(paths) if not (ROOT / path).is_file()]

@@ -1,1 +1,1 @@
-"""Programs around the engine. Run them from the root of the repository: `PYTHONPATH=. python tools/gpu_check.py`."""
+"""Programs around the engine: `python tools/NAME.py`, from any directory, where jaxpage is installed."""

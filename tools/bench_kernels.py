@@ -1,8 +1,8 @@
 """Times the kernels over named shapes beside measured ceilings, the XLA gather and contiguous attention; or finds the best tiles.
 
-    PYTHONPATH=. python tools/bench_kernels.py --specs decode --backends triton,mosaic,scan
-    PYTHONPATH=. python tools/bench_kernels.py --tune --specs all --backends triton --minutes 9
-    PYTHONPATH=. python tools/bench_kernels.py --interpret --small --specs 16x2048 --backends reference
+    python tools/bench_kernels.py --specs decode --backends triton,mosaic,scan
+    python tools/bench_kernels.py --tune --specs all --backends triton --minutes 9
+    python tools/bench_kernels.py --interpret --small --specs 16x2048 --backends reference
 
 A time is that of a call on the device among many in one program, which read other keys and values each time (see
 pallas_kernels/bench/timing.py for what is included). --tune writes a file per kind of GPU, from which `paged_attention` then takes its
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
 
 from pallas_kernels.bench import ceilings, environment, goals, pages
 from pallas_kernels.bench.bounds import Ceilings

@@ -22,6 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
+
 from jaxpage.bench.report import environment
 from jaxpage.bench.workloads import make_workload
 from tools.peers.task import Answer, Task

@@ -1,6 +1,6 @@
 """Checks and measures the kernels on the GPU of this machine, in one command within ten minutes.
 
-    PYTHONPATH=. python tools/gpu_check.py --record docs/gpu-results.md
+    python tools/gpu_check.py --record docs/gpu-results.md
 
 Every backend against float64, writing and copying of pages against XLA, the bits of a token among other neighbours, compute-sanitizer,
 the engine's tokens with each backend, then times beside measured ceilings and contiguous attention. Each part runs in a process of its
@@ -19,6 +19,8 @@ import json
 import shlex
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
 
 from pallas_kernels.bench.check import Check, exit_status, has_gpu
 from pallas_kernels.bench.findings import FAILED, Finding

@@ -1,6 +1,6 @@
 """Takes the pictures of the page for the documents: docs/images/page-*.png, each light and dark.
 
-    python -m tools.screenshot_page [--out docs/images] [--chromium /usr/bin/chromium]
+    python tools/screenshot_page.py [--out docs/images] [--chromium /usr/bin/chromium]
 
 Needs `pip install '.[test]'` and Chromium. Servers with the demo model do what is seen; only the answer in Markdown is a sample text,
 because the demo model writes none.

@@ -1,6 +1,6 @@
 """A soak of a served demo model: thousands of mixed requests, many of them abandoned, and what is left behind them.
 
-    python -m tools.soak --requests 10000
+    python tools/soak.py --requests 10000
 
 The server is a child process with a pool so small that requests preempt each other. A share of the requests are anchors: the same
 greedy request must be answered alike from the first to the last. Exit status 1 if a promise is broken: they are printed, one by one.
@@ -28,6 +28,8 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
 
 from tools.soak_requests import Ask, asks
 

@@ -20,12 +20,12 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # so that the script also runs where the repository is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
 
-from tools.demo_model import card, corpus, drafters, evaluation, exporting, tokenizer, training  # noqa: E402
-from tools.demo_model.model import ModelSpec, init_params, next_token_loss  # noqa: E402
+from tools.demo_model import card, corpus, drafters, evaluation, exporting, tokenizer, training
+from tools.demo_model.model import ModelSpec, init_params, next_token_loss
 
+ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_MINUTES = 45.0
 
 
