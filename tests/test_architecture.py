@@ -81,7 +81,7 @@ def test_the_host_side_runs_without_jax() -> None:
     names = [
         module.name
         for module in house.read_modules(ROOT)
-        if house.place(module.name)[1] in ("west", "ground") and module.name.startswith("jaxpage.")
+        if house.place(module.name)[1] in ("host", "ground") and module.name.startswith("jaxpage.")
     ]
     assert len(names) > 10
     program = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
@@ -108,23 +108,23 @@ PLANTED = [
     ("jaxpage/memory/a.py", "import jax", "the host side never imports jax"),
     ("jaxpage/memory/a.py", "from flax import nnx", "the host side never imports flax"),
     ("jaxpage/step/request.py", "import jax.numpy as jnp", "the host side never imports jax"),
-    ("jaxpage/memory/a.py", "from jaxpage.device import b", "the west wing imports jaxpage.device.b of the east wing"),
+    ("jaxpage/memory/a.py", "from jaxpage.device import b", "the host side imports jaxpage.device.b of the device side"),
     (
         "jaxpage/models/a.py",
         "from jaxpage.memory.c import D",
-        "the east wing imports jaxpage.memory.c of the west wing",
+        "the device side imports jaxpage.memory.c of the host side",
     ),
-    ("jaxpage/models/a.py", "from ..memory import c", "the east wing imports jaxpage.memory.c of the west wing"),
-    ("jaxpage/scheduling/a.py", "import jaxpage.engine.engine", "floor 1 imports jaxpage.engine.engine of floor 2"),
+    ("jaxpage/models/a.py", "from ..memory import c", "the device side imports jaxpage.memory.c of the host side"),
+    ("jaxpage/scheduling/a.py", "import jaxpage.engine.engine", "layer 1 imports jaxpage.engine.engine of layer 2"),
     ("jaxpage/scheduling/a.py", "from jaxpage.decoding import b", "scheduling/ does not import decoding/"),
     ("jaxpage/decoding/a.py", "import jaxpage.scheduling.b", "decoding/ does not import scheduling/"),
-    ("jaxpage/step/a.py", "from jaxpage.speculation import b", "floor 0 imports jaxpage.speculation of floor 1"),
+    ("jaxpage/step/a.py", "from jaxpage.speculation import b", "layer 0 imports jaxpage.speculation of layer 1"),
     ("jaxpage/engine/a.py", "from jaxpage.replay import b", "engine/ does not import replay/"),
     ("jaxpage/layers/a.py", "from jaxpage.models import b", "layers/ does not import models/"),
     ("jaxpage/serving/a.py", "from jaxpage.cli import b", "serving/ does not import cli/"),
-    ("jaxpage/engine/a.py", "from jaxpage import LLM", "floor 2 imports jaxpage of floor 3"),
-    ("jaxpage/errors.py", "from jaxpage.memory.c import D", "floor 0 imports jaxpage.memory.c of floor 1"),
-    ("jaxpage/llm.py", "import tools.serve", "floor 3 imports tools.serve of floor 4"),
+    ("jaxpage/engine/a.py", "from jaxpage import LLM", "layer 2 imports jaxpage of layer 3"),
+    ("jaxpage/errors.py", "from jaxpage.memory.c import D", "layer 0 imports jaxpage.memory.c of layer 1"),
+    ("jaxpage/llm.py", "import tools.serve", "layer 3 imports tools.serve of layer 4"),
     ("jaxpage/llm.py", "import pallas_kernels", "only jaxpage/device/ binds pallas_kernels"),
     ("jaxpage/layers/a.py", "from pallas_kernels import write_kv", "only jaxpage/device/ binds pallas_kernels"),
     ("pallas_kernels/a.py", "from jaxpage import shapes", "pallas_kernels stands alone, but imports jaxpage"),
@@ -145,7 +145,7 @@ PLANTED = [
     ("jaxpage/engine/a.py", "f(allow_pickle=True)", "allow_pickle=True"),
     ("jaxpage/models/a.py", "y = jnp.einsum('TI,OI->TO', x, w)", "multiplies: layers.product.product does that"),
     ("jaxpage/layers/a.py", "y = x @ w", "multiplies: layers.product.product does that"),
-    ("jaxpage/attic/a.py", "x = 1", "the house has no room jaxpage/attic/"),
+    ("jaxpage/attic/a.py", "x = 1", "no package of ROOMS: jaxpage/attic/"),
     ("jaxpage/engine/a.py", "\n" * 400, "has 40"),
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),
 ]

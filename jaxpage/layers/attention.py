@@ -1,4 +1,4 @@
-"""Multi-head attention around the seam `attend`, behind which the device room keeps keys and values in paged memory."""
+"""Multi-head attention around the seam `attend`, behind which `jaxpage/device/` keeps keys and values in paged memory."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _grouped_product: ContextVar[GroupedProduct] = ContextVar("grouped_product")
 
 @contextmanager
 def grouped_products(grouped: GroupedProduct) -> Iterator[None]:
-    """What is traced inside multiplies by a `Grouped` weight with these functions: the device room binds a kernel so."""
+    """What is traced inside multiplies by a `Grouped` weight with these functions: `jaxpage/device/` binds a kernel so."""
     token = _grouped_product.set(grouped)
     try:
         yield

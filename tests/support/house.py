@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# The rooms of jaxpage: the floor and the wing of each, and which other rooms it may import. What stands in no room is of the ground floor
-# (errors, outputs, shapes) or a front door (llm).
-GROUND, WEST, EAST, HALL, FRONT = "ground", "west", "east", "hall", "front"
+# The packages ("rooms") of jaxpage: the layer ("floor") and the side ("wing", of host or device) of each, and which others of its layer and
+# below it may import. Modules in no package are of layer 0 (errors, outputs, shapes) or of the public interface (llm).
+GROUND, WEST, EAST, HALL, FRONT = "ground", "host", "device", "hall", "front"
 ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "settings": (0, GROUND, set()),
     "step": (0, GROUND, {"settings"}),
@@ -186,7 +186,7 @@ def violations(root: Path) -> list[str]:
 def _house(module: Module) -> list[str]:
     found = []
     if place(module.name)[0] < 0:
-        found.append(f"{module.path}:1: the house has no room jaxpage/{place(module.name)[1]}/")
+        found.append(f"{module.path}:1: no package of ROOMS: jaxpage/{place(module.name)[1]}/")
     if not ast.get_docstring(module.tree):
         found.append(f"{module.path}:1: a module says in its docstring what lives here")
     return found
@@ -212,9 +212,9 @@ def _import_laws(module: Module, item: Import) -> Iterator[str]:
 def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[str]:
     target_floor, target_wing = place(target)
     if target_floor > floor:
-        yield f"floor {floor} imports {target} of floor {target_floor}: imports go down only"
+        yield f"layer {floor} imports {target} of layer {target_floor}: imports go down only"
     elif {wing, target_wing} == {WEST, EAST}:
-        yield f"the {wing} wing imports {target} of the {target_wing} wing"
+        yield f"the {wing} side imports {target} of the {target_wing} side"
     elif wing == "tools" and target_wing != FRONT and not target.startswith("tools"):
         yield f"tools import the front door only, not {target}"
     else:
