@@ -108,7 +108,11 @@ PLANTED = [
     ("jaxpage/memory/a.py", "import jax", "the host side never imports jax"),
     ("jaxpage/memory/a.py", "from flax import nnx", "the host side never imports flax"),
     ("jaxpage/step/request.py", "import jax.numpy as jnp", "the host side never imports jax"),
-    ("jaxpage/memory/a.py", "from jaxpage.device import b", "the host side imports jaxpage.device.b of the device side"),
+    (
+        "jaxpage/memory/a.py",
+        "from jaxpage.device import b",
+        "the host side imports jaxpage.device.b of the device side",
+    ),
     (
         "jaxpage/models/a.py",
         "from jaxpage.memory.c import D",

@@ -1,4 +1,4 @@
-"""What one step is to do (`StepPlan`) and what came of it (`StepResult`): the only two things that cross between host and device modules."""
+"""What one step is to do (`StepPlan`) and what came of it (`StepResult`): the only two things that cross between host and device."""
 
 from __future__ import annotations
 
