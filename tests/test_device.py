@@ -1,4 +1,4 @@
-"""The small rooms of the device wing: packed inputs, buckets, memory planning, the compile cache."""
+"""The small modules of the device side: packed inputs, buckets, memory planning, the compile cache."""
 
 from __future__ import annotations
 

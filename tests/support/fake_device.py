@@ -1,4 +1,4 @@
-"""A device without a model, for tests of the host wing: slots hold token ids, and a draw is a hash of what its row reads.
+"""A device without a model, for tests of the host modules: slots hold token ids, and a draw is a hash of what its row reads.
 
 Whatever breaks paging shows: a row that reads another sequence's token, a lost copy or a stale block draws other tokens.
 As keys and values do, each slot also depends on all that was read before it: a hash of the tokens up to its own.
