@@ -93,6 +93,7 @@ def build_engine(
     progress: bool,
     verbose: bool | None = None,
     phase: Callable[[str], None] = lambda name: None,
+    before_steps: Callable[[EngineSpec], None] = lambda spec: None,
     parts: EngineParts | None = None,
     files: ModelFiles | None = None,
     tokenizer: Any | None = None,
@@ -100,7 +101,7 @@ def build_engine(
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
 
     progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: called
-    with each of PHASES when it begins. parts: of the engine, in place of its own. files, tokenizer: in place of those that the settings
+    with each of PHASES when it begins. before_steps: called before any step runs, some of which are measured. parts: of the engine, in place of its own. files, tokenizer: in place of those that the settings
     name; with files the tokenizer may be None.
     """
     open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
@@ -147,6 +148,7 @@ def build_engine(
         strategies=strategies,
         **chosen,
     )
+    before_steps(spec)
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
         measure_costs(engine.builder, engine.runner, controller)
     scratch_bytes = mesh.num_bytes_of_device(pages) - spec.memory.pool_bytes

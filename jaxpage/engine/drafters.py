@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from flax import nnx
@@ -16,6 +17,7 @@ from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.eagle_files import EAGLE_FILES, Method, load_eagle, open_eagle
 from jaxpage.checkpoints.medusa_files import MEDUSA_FILES, MedusaFiles, load_medusa, open_medusa
 from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.checkpoints.resolve import HUB_FILES
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
 from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
@@ -26,7 +28,8 @@ from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
 from jaxpage.models.base import KVSpec, abstract
 from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.medusa import MedusaHeads
-from jaxpage.models.replacing import Path, replace_modules
+from jaxpage.models.replacing import Path as LayerPath
+from jaxpage.models.replacing import replace_modules
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
 from jaxpage.speculation.methods import METHODS, DrafterKind
@@ -127,7 +130,7 @@ class ModelDrafterFiles:
         """For `models.drafter.join`. sharding: of the target, whose tables it may take."""
         module = self.module(dtype)
 
-        def divided(path: Path, each: nnx.Module) -> nnx.Module | None:
+        def divided(path: LayerPath, each: nnx.Module) -> nnx.Module | None:
             if isinstance(each, Embedding) and each.name is None:  # it is the target's
                 return ShardedEmbedding(each, sharding)
             return None
@@ -157,7 +160,7 @@ def tree_shape(menu: BucketMenu) -> TreeShape:
 
 def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
     """Raises also ConfigError: more is asked of the heads than they predict."""
-    directory, spec = resolve_model(_model(config), hub_files=MEDUSA_FILES), target.spec
+    directory, spec = drafter_directory(config), target.spec
     files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
     num_heads, wanted = files.spec.num_heads, config.num_speculative_tokens
     accuracies = [row[: files.num_tokens] for row in files.accuracies or assumed_accuracies(num_heads)]
@@ -178,14 +181,14 @@ def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
 
 
 def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
-    directory = resolve_model(_model(config), hub_files=EAGLE_FILES)
+    directory = drafter_directory(config)
     files = open_eagle(directory, cast(Method, config.method), target)
     load = functools.partial(load_eagle, files)
     return ModelDrafterFiles(files.spec.decoder.kv, files.spec.aux_layers, files.spec.make, files.num_bytes, load)
 
 
 def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
-    files = open_model(resolve_model(_model(config)))
+    files = open_model(drafter_directory(config))
     positions, needed = files.spec.max_position_embeddings, target.spec.max_position_embeddings
     if positions < needed:
         logger.warning(
@@ -225,9 +228,13 @@ def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
         raise CheckpointError(f"{differ}, and only one of their tokenizers knows {token!r} as {token_id}")
 
 
-def _model(config: SpeculativeConfig) -> str:
+_HUB_FILES: Mapping[DrafterKind | None, Iterable[str]] = {"heads": MEDUSA_FILES, "eagle_head": EAGLE_FILES}
+
+
+def drafter_directory(config: SpeculativeConfig) -> Path:
+    """Of a method that has weights of its own. Raises ModelNotFoundError."""
     assert config.model is not None, "checked with the settings"
-    return config.model
+    return resolve_model(config.model, hub_files=_HUB_FILES.get(METHODS[config.method].drafter, HUB_FILES))
 
 
 _OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], DrafterFiles]] = {

@@ -77,7 +77,7 @@ class Recorder(Events):
         present: Record = {name: value for name, value in fields.items() if value}
         if draws != usual_draws(present):
             present["draws"] = draws
-        self._record("plan", **present)
+        self._record("plan", **present, **self._beside_plan(plan))
 
     def stepped(self, report: StepReport) -> None:
         plan, result, edits = report.plan, report.result, report.edits
@@ -104,6 +104,10 @@ class Recorder(Events):
 
     def closed(self) -> None:
         self._record("end")
+
+    def _beside_plan(self, plan: StepPlan) -> Record:
+        """Fields that a log does not have."""
+        return {}
 
     def _record(self, event: str, **fields: Any) -> None:
         self._sink({"event": event, "step": self._step, **fields})

@@ -30,6 +30,7 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.speculation import NoSpeculation
 from jaxpage.step.draft import PLACEHOLDER, Candidates, Draft, Drafts, chain
 from jaxpage.step.edits import Edit, Finish
+from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Draw, Strategy
 
@@ -160,9 +161,8 @@ class Replay:
 
     def _drafts_of(self, plan: Record) -> dict[int, Draft]:
         """What the logged step verified; the same is planned where the same blocks are free."""
-        vocab_size, multi_step = self._engine.builder.vocab_size, self._engine.scheduler.limits.num_steps > 1
         try:
-            return dict(_draft(*item, vocab_size=vocab_size, multi_step=multi_step) for item in plan.get("drafts", ()))
+            return drafts_of(self._engine, plan)
         except (OverflowError, TypeError, ValueError) as error:
             self._log.refuse(f"these drafts are none: {error}")
 
@@ -219,9 +219,13 @@ class LoggedDrafts(NoSpeculation):
 
     def __init__(self) -> None:
         self.next: dict[int, Draft] = {}  # of the next step, by sequence id
+        self.depth: int | None = None  # of the next step, see `StepPlan.draft_depth`
 
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
         return Drafts(self.next)
+
+    def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
+        return self.depth
 
 
 class LoggedFailure(Exception):
@@ -297,6 +301,12 @@ def _given_params(record: Record) -> SamplingParams | BeamSearchParams:
     fields = record["beam" if "beam" in record else "params"]
     given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return BeamSearchParams(**given) if "beam" in record else SamplingParams(**given, seed=record["seed"])
+
+
+def drafts_of(engine: Engine, plan: Record) -> dict[int, Draft]:
+    """What a recorded step verified, by sequence id. Raises OverflowError, TypeError or ValueError if they are none."""
+    vocab_size, multi_step = engine.builder.vocab_size, engine.scheduler.limits.num_steps > 1
+    return dict(_draft(*item, vocab_size=vocab_size, multi_step=multi_step) for item in plan.get("drafts", ()))
 
 
 def _ends_by_text(result: Record) -> dict[int, _End]:

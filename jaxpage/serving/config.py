@@ -174,10 +174,9 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
         errors.append(
             ConfigError(f"num_hosts: {num_hosts} hosts need a tensor_parallel_size that they can share, not {size}")
         )
-    given = {name: getattr(engine, name) for name in ("speculative_config", "event_log", "prefix_cache_directory")}
+    given = {name: getattr(engine, name) for name in ("event_log", "prefix_cache_directory")}
     given |= {name: getattr(server, name) for name in ("weights_directory", "incident_steps")}
     given["enable_lora"] = engine.enable_lora or None
-    given["num_scheduler_steps"] = engine.num_scheduler_steps if engine.num_scheduler_steps > 1 else None
     errors += [
         UnsupportedError(f"{name} is not supported with num_hosts = {num_hosts}")
         for name, value in given.items()

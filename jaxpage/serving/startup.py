@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -172,8 +173,10 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
             channels = join(engine, server) if server.num_hosts > 1 else {}
-            built = open_engine(engine, progress=not server.log_json, phase=start_up.phase)
-            agree(built, channels, leads=True)
+            together = functools.partial(agree, channels=channels, leads=True)
+            built = open_engine(
+                engine, progress=not server.log_json, phase=start_up.phase, before_steps=together
+            )
         hosts = Leader(channels, server.host_timeout_seconds) if channels else None
         if hosts is not None:
             built.engine.events = hosts
@@ -204,8 +207,8 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     channels = join(engine, server)
-    built = open_engine(engine, progress=not server.log_json, phase=start_up.phase)
-    agree(built, channels, leads=False)
+    together = functools.partial(agree, channels=channels, leads=False)
+    built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
     start_up.ready(f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or "")
     status = Follower(built.engine, channels[0], server.host_timeout_seconds).run()
     if status:

@@ -13,9 +13,10 @@ from jaxpage.engine.engine import Engine
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.differences import Differs, differ
 from jaxpage.replay.event_log import encoded
-from jaxpage.replay.recorder import Record, Recorder
-from jaxpage.replay.replay import add_arrival
+from jaxpage.replay.recorder import Record
+from jaxpage.replay.replay import LoggedDrafts, add_arrival, drafts_of
 from jaxpage.serving.hosts.channel import Channel
+from jaxpage.serving.hosts.records import HostRecorder
 from jaxpage.settings.argument_checks import shown
 from jaxpage.step.plan import StepPlan
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 NAMES = ("rank 0", "this rank")
 
 
-class _Told(Recorder):
+class _Told(HostRecorder):
     def failed(self, plan: StepPlan, error: Exception) -> None:
         """Rank 0 waits in this step for what will not come."""
         raise Differs(f"step {plan.step_id} failed on this rank alone: {type(error).__name__}: {error}")
@@ -37,6 +38,7 @@ class Follower:
     def __init__(self, engine: Engine, channel: Channel, timeout_seconds: float) -> None:
         """timeout_seconds: rank 0 is gone if it is silent for longer."""
         engine.events = _Told(self._came)
+        engine.speculator = self._drafts = LoggedDrafts()  # its own might draft otherwise: how many are worth it is measured
         self._engine, self._channel = engine, channel
         self._received: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._theirs: Record | None = None  # what the engine must say next
@@ -77,6 +79,7 @@ class Follower:
             case "abort":
                 engine.abort(record["request_id"])
             case "plan":
+                self._drafts.next, self._drafts.depth = drafts_of(engine, record), record.get("draft_depth")
                 engine.step()
             case "reset":
                 engine.reset_prefix_cache()

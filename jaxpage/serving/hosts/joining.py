@@ -15,7 +15,8 @@ from pathlib import Path
 
 from jaxpage.checkpoints import resolve_model
 from jaxpage.device.mesh import join_processes
-from jaxpage.engine.build import Built
+from jaxpage.engine.drafters import drafter_directory
+from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.event_log import encoded
 from jaxpage.replay.log_header import versions
@@ -57,9 +58,9 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
     return channels
 
 
-def agree(built: Built, channels: Mapping[int, Channel], *, leads: bool) -> None:
+def agree(spec: EngineSpec, channels: Mapping[int, Channel], *, leads: bool) -> None:
     """That all engines have the same pool and shapes. Raises HostsError."""
-    ours = json.loads(encoded({"event": "engine", "engine": built.spec.record()}))
+    ours = json.loads(encoded({"event": "engine", "engine": spec.record()}))
     for rank, channel in channels.items():
         channel.set_timeout(None)  # models are read from disks of different speed
         try:
@@ -152,11 +153,15 @@ def _family(host: str, port: int) -> socket.AddressFamily:
 def _about(engine: EngineConfig, server: ServerConfig) -> Record:
     """What must be the same on all hosts and is known before a model is loaded: the header of an event log, with hashes of files."""
     config = {name: value for name, value in engine.model_dump().items() if name not in _NOT_COMPARED}
+    drafts = engine.speculative_config
+    if drafter := None if drafts is None or drafts.model is None else model_hash(drafter_directory(drafts)):
+        config["speculative_config"] = {**config["speculative_config"], "model": None}
     record = {
         "event": "header",
         "versions": {**versions(), "machine": platform.machine()},
         "config": {**config, "num_hosts": server.num_hosts},
         "model": model_hash(resolve_model(engine.model, engine.revision)),
+        "drafter": drafter,
         "tokenizer": None if engine.tokenizer is None else model_hash(resolve_model(engine.tokenizer)),
     }
     described: Record = json.loads(encoded(record))

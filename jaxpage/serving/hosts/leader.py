@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 from jaxpage.replay.differences import Leave
-from jaxpage.replay.recorder import Record, Recorder
+from jaxpage.replay.recorder import Record
 from jaxpage.serving.hosts.channel import Channel
+from jaxpage.serving.hosts.records import HostRecorder
 from jaxpage.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ class HostLost(Leave):
     """The engine cannot go on: a host is gone, or does something else."""
 
 
-class Leader(Recorder):
+class Leader(HostRecorder):
     """Listens to the engine of rank 0. A plan is sent before its step begins, which ends on all hosts or on none."""
 
     def __init__(self, channels: Mapping[int, Channel], timeout_seconds: float) -> None:
