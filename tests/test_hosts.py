@@ -26,12 +26,14 @@ from jaxpage.engine.events import Events
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.replay.differences import Differs
 from jaxpage.replay.recorder import Recorder
+from jaxpage.replay.replay import drafts_of
 from jaxpage.serving.config import ServerConfig, resolve_both
-from jaxpage.serving.hosts import joining
+from jaxpage.serving.hosts import follower, joining
 from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
 from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.job import hosts_of_job
 from jaxpage.serving.hosts.leader import HostLost, Leader
+from jaxpage.serving.hosts.records import HostRecorder
 from jaxpage.serving.hosts.secret import read_secret
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import LLAMA, invariants, make_llm
@@ -124,13 +126,15 @@ def test_a_secret_is_needed(tmp_path):
         *(
             ({"tensor_parallel_size": 2, **engine}, {"num_hosts": 2, "coordinator": "a:1", **server}, message)
             for engine, server, message in (
-                ({"event_log": "log"}, {}, "event_log is not supported with num_hosts = 2"),
+                (
+                    {"event_log": "log"},
+                    {"host_rank": 1},
+                    "event_log is not supported with host_rank = 1: rank 0 writes it",
+                ),
                 ({"prefix_cache_directory": "d"}, {}, "prefix_cache_directory is not supported with num_hosts = 2"),
                 ({"enable_lora": True}, {}, "enable_lora is not supported with num_hosts = 2"),
-                ({"num_scheduler_steps": 4}, {}, "num_scheduler_steps is not supported with num_hosts = 2"),
-                ({"speculative_config": {"method": "ngram"}}, {}, "speculative_config is not supported with num_hosts"),
                 ({}, {"weights_directory": "d"}, "weights_directory is not supported with num_hosts = 2"),
-                ({}, {"incident_steps": 4}, "incident_steps is not supported with num_hosts = 2"),
+                ({}, {"incident_steps": 4, "host_rank": 1}, "incident_steps is not supported with host_rank = 1"),
             )
         ),
     ],
@@ -209,12 +213,12 @@ def told(directory):
     return records
 
 
-def followed(directory: Path, records: list[Any]) -> None:
-    with make_llm(directory) as llm:
-        follower = Follower(llm._engine, _Silent(), 1.0)  # type: ignore[arg-type]
+def followed(directory: Path, records: list[Any], **settings: Any) -> None:
+    with make_llm(directory, **settings) as llm:
+        other = Follower(llm._engine, _Silent(), 1.0)  # type: ignore[arg-type]
         for record in records:
-            follower.follow(json.loads(json.dumps(record)))
-        assert not follower._ours and not llm._engine.has_unfinished
+            other.follow(json.loads(json.dumps(record)))
+        assert not other._ours and not llm._engine.has_unfinished
         invariants(llm)
 
 
@@ -233,6 +237,48 @@ def test_the_first_difference_is_told_by_its_step(told, directory, event, field,
     changed[field][0] = [0, 1, [0, 9]] if field == "tables" else 999
     with pytest.raises(Differs, match=f"First difference: step {step}, {named}\n  rank 0: +.*9.*\n  this rank: "):
         followed(directory, records)
+
+
+DRAFTING = {  # as in test_methods_in_engines
+    **{"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80, "enable_prefix_caching": False},
+    **{"block_size": 4, "num_blocks": 21, "preemption_mode": "swap"},
+    "speculative_config": {"method": "token_recycling", "num_speculative_tokens": 7, "tree": True},
+}
+
+
+@pytest.fixture(scope="module")
+def drafted(directory):
+    """What an engine tells that drafts, of two requests with the same text, of which the second begins in the middle of the first."""
+    records: list[Any] = []
+    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with make_llm(directory, **DRAFTING) as llm:
+        engine = llm._engine
+        engine.events = HostRecorder(lambda record: records.append(json.loads(json.dumps(record))))
+        engine.add("first", engine.prepare(None, (3, 4, 5), greedy))
+        for _ in range(12):
+            engine.step()
+        engine.add("second", engine.prepare(None, (3, 4, 5), greedy))
+        while engine.has_unfinished:
+            engine.step()
+        engine.events = Events()
+    return records
+
+
+def test_a_follower_takes_the_drafts_of_rank_0(drafted, directory):
+    assert sum(len(path) for record in drafted for path in record.get("paths", ())) > 10, "right ones"
+    assert all(record["draft_depth"] == 1 for record in drafted if record["event"] == "plan")
+    followed(directory, drafted, **DRAFTING)
+
+
+def test_other_drafts_are_seen_before_they_are_verified(drafted, directory, monkeypatch):
+    def others(engine: Any, plan: Any) -> Any:
+        return {
+            each: draft._replace(token_ids=draft.token_ids[::-1]) for each, draft in drafts_of(engine, plan).items()
+        }
+
+    monkeypatch.setattr(follower, "drafts_of", others)
+    with pytest.raises(Differs, match=r"drafts\[0\] of its plan\n  rank 0: +\[1, .*\n  this rank: +\[1, "):
+        followed(directory, drafted, **DRAFTING)
 
 
 def test_rank_0_sees_who_is_gone_silent_or_of_another_mind():
@@ -316,9 +362,9 @@ def started(*arguments: Any) -> Iterator[Host]:
         host.process.stderr.close()
 
 
-def wanted(directory: Path) -> list[tuple[list[int], list[float]]]:
+def wanted(directory: Path, **asked: Any) -> list[tuple[list[int], list[float]]]:
     """Of one process."""
-    params = SamplingParams(**ASKED)
+    params = SamplingParams(**{**ASKED, **asked})
     with LLM(str(directory), **SETTINGS, tensor_parallel_reduction="invariant", use_tqdm=False) as llm:
         outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in PROMPTS]
     return [
@@ -328,8 +374,8 @@ def wanted(directory: Path) -> list[tuple[list[int], list[float]]]:
     ]
 
 
-def answered(url: str) -> list[tuple[list[int], list[float]]]:
-    body = {"model": "m", "prompt": PROMPTS, **ASKED, "return_token_ids": True}
+def answered(url: str, **asked: Any) -> list[tuple[list[int], list[float]]]:
+    body = {"model": "m", "prompt": PROMPTS, **ASKED, "return_token_ids": True, **asked}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
     return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
 
@@ -368,3 +414,47 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
                 assert httpx.get(f"{url}/health").status_code == 503
             assert leader.ended() == 1 and time.monotonic() - killed < 20
             assert "rank 1 is gone" in leader.said
+
+
+@pytest.mark.sweep
+def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
+    """The log of rank 0 is that of one process with two devices, weights included."""
+    drafting = json.dumps({"method": "token_recycling", "num_speculative_tokens": 3, "tree": True})
+    both, port, log = ["--speculative-config", drafting], free_ports(), tmp_path / "log"
+    kept = ["--event-log", str(log), "--incident-steps", "99", "--incident-directory", str(tmp_path)]
+    kept += ["--incident-token-ids", "--served-model-name", "m"]
+    with (
+        started(directory, port, 0, SECRET, *both, *kept) as leader,
+        started(directory, port, 1, SECRET, *both) as other,
+    ):
+        want = wanted(directory, temperature=0.0)
+        url = leader.wait_for(r"http://[^\s/\"]+")
+        assert [answered(url, temperature=0.0) for _ in range(2)] == [want] * 2, "to the last bit"
+        incident = httpx.post(f"{url}/debug/incident").raise_for_status().json()
+        right = re.search(
+            r"^jaxpage.spec_decode_num_accepted_tokens_total (\d+)", httpx.get(f"{url}/metrics").text, re.M
+        )
+        assert right and int(right[1]) > 10
+        leader.process.terminate()
+        assert (leader.ended(), other.ended()) == (0, 0)
+    devices = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    for path in (log, tmp_path / incident["file"]):
+        again = [sys.executable, "-m", "jaxpage", "replay", str(path)]
+        said = subprocess.run(again, env=devices, capture_output=True, text=True)
+        assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.sweep
+def test_two_processes_take_several_steps_at_once(directory):
+    both, port = ["--num-scheduler-steps", "4"], free_ports()
+    with (
+        started(directory, port, 0, SECRET, *both, "--served-model-name", "m") as leader,
+        started(directory, port, 1, SECRET, *both) as other,
+    ):
+        want = wanted(directory)
+        url = leader.wait_for(r"http://[^\s/\"]+")
+        assert answered(url) == want, "to the last bit"
+        steps = re.search(r"^jaxpage.engine_steps_total (\d+)", httpx.get(f"{url}/metrics").text, re.M)
+        assert steps and int(steps[1]) < 16, "fewer than tokens"
+        leader.process.terminate()
+        assert (leader.ended(), other.ended()) == (0, 0)

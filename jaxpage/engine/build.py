@@ -101,8 +101,8 @@ def build_engine(
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
 
     progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: called
-    with each of PHASES when it begins. before_steps: called before any step runs, some of which are measured. parts: of the engine, in place of its own. files, tokenizer: in place of those that the settings
-    name; with files the tokenizer may be None.
+    with each of PHASES when it begins. before_steps: called before any step runs, some of which are measured. parts: of the engine, in
+    place of its own. files, tokenizer: in place of those that the settings name; with files the tokenizer may be None.
     """
     open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
     phase(PHASES[0])

@@ -7,12 +7,16 @@ import importlib.metadata
 import json
 import logging
 import platform
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpage.checkpoints import load_shards
+from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.engine.build import shards_of_weights
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import EventLogError, JaxpageError
@@ -29,10 +33,27 @@ _PACKAGES = ("jaxpage", "jax", "jaxlib", "llguidance")
 _FIELDS = {"versions": dict, "device": str, "config": dict, "config_hash": str, "weights_hash": str, "engine": dict}
 
 
-def header(config: EngineConfig, engine: Engine, spec: EngineSpec) -> Record:
-    """Which engine it is: all that decides its schedule and its tokens, besides the events. Reads all weights once."""
+class _InFiles:
+    """A parameter of which other hosts have parts: it is read again from the checkpoint."""
+
+    is_fully_replicated = False
+
+    def __init__(self, part: Callable[[int], np.ndarray], num_parts: int) -> None:
+        self._part, self._num_parts = part, num_parts
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.concatenate([self._part(device) for device in range(self._num_parts)])
+
+
+def header(config: EngineConfig, engine: Engine, spec: EngineSpec, files: ModelFiles | None = None) -> Record:
+    """Which engine it is: all that decides its schedule and its tokens, besides the events. Reads all weights once.
+
+    files: of the model; needed on several hosts, each of which has its own parts of the weights.
+    """
     parameters = engine.runner.parameters
     target = parameters["target"]
+    if files and not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(target)):
+        target = _of_all_hosts(files, spec)
     return {
         "event": "header",
         "format": FORMAT,
@@ -40,7 +61,7 @@ def header(config: EngineConfig, engine: Engine, spec: EngineSpec) -> Record:
         "device": f"{spec.memory.device} of {platform.machine()}",
         "config": config.model_dump(),
         "config_hash": config_hash(config.model_dump()),
-        "weights_hash": weights_hash(target if parameters["drafter"] is None else parameters),
+        "weights_hash": weights_hash(target if parameters["drafter"] is None else {**parameters, "target": target}),
         "engine": spec.record(),
     }
 
@@ -130,6 +151,17 @@ def weights_hash(parameters: Any) -> str:
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
         digests = pool.map(lambda leaf: _leaf_digest(*leaf), leaves)
         return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+
+
+def _of_all_hosts(files: ModelFiles, spec: EngineSpec) -> Any:
+    count = spec.layout.tensor_parallel_size
+    return load_shards(
+        files.plan,
+        spec.layout.dtype,
+        shards_of_weights(files, spec),
+        lambda array: _InFiles(lambda device: array, 1),
+        lambda shape, dtype, part: _InFiles(part, count),
+    )
 
 
 def _leaf_digest(path: Any, leaf: Any) -> bytes:

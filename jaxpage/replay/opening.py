@@ -26,7 +26,7 @@ def open_engine(config: EngineConfig, **options: Any) -> Built:
     if config.prefix_cache_directory is not None:
         built.engine.events = _prefix_tier(Path(config.prefix_cache_directory), config, built)
     if config.event_log is not None:
-        built.engine.events = EventLog(config.event_log, header(config, built.engine, built.spec))
+        built.engine.events = EventLog(config.event_log, header(config, built.engine, built.spec, built.model))
     return built
 
 

@@ -174,13 +174,23 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
         errors.append(
             ConfigError(f"num_hosts: {num_hosts} hosts need a tensor_parallel_size that they can share, not {size}")
         )
-    given = {name: getattr(engine, name) for name in ("event_log", "prefix_cache_directory")}
-    given |= {name: getattr(server, name) for name in ("weights_directory", "incident_steps")}
-    given["enable_lora"] = engine.enable_lora or None
+    given: dict[str, Any] = {
+        "prefix_cache_directory": engine.prefix_cache_directory,
+        "weights_directory": server.weights_directory,
+        "enable_lora": engine.enable_lora or None,
+    }
     errors += [
         UnsupportedError(f"{name} is not supported with num_hosts = {num_hosts}")
         for name, value in given.items()
         if value is not None
+    ]
+    of_leader = {"event_log": engine.event_log, "incident_steps": server.incident_steps}
+    errors += [
+        UnsupportedError(
+            f"{name} is not supported with host_rank = {server.host_rank}: rank 0 writes it, give it there"
+        )
+        for name, value in of_leader.items()
+        if value is not None and server.host_rank
     ]
     return errors
 

@@ -35,7 +35,7 @@ def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> 
         unsaid = "which blocks came from prefix_cache_directory"
     ring = IncidentRing(server.incident_steps, keeps_token_ids=server.incident_token_ids, unsaid=unsaid)
     built.engine.events = Both(built.engine.events, ring)
-    return Incidents(ring, directory, lambda: header(engine, built.engine, built.spec))
+    return Incidents(ring, directory, lambda: header(engine, built.engine, built.spec, built.model))
 
 
 def incident_routes(loop: EngineLoop, incidents: Incidents | None) -> list[Route]:

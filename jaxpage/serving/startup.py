@@ -174,14 +174,12 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
             channels = join(engine, server) if server.num_hosts > 1 else {}
             together = functools.partial(agree, channels=channels, leads=True)
-            built = open_engine(
-                engine, progress=not server.log_json, phase=start_up.phase, before_steps=together
-            )
+            built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
         hosts = Leader(channels, server.host_timeout_seconds) if channels else None
-        if hosts is not None:
-            built.engine.events = hosts
         publish_kv_events(built, server)
         incidents = open_incidents(built, engine, server)
+        if hosts is not None:  # the last: it leaves a step in which a host is lost
+            built.engine.events = Both(built.engine.events, hosts)
         context, address = model_context(built, engine, server), address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
         status = run_server(

@@ -38,7 +38,9 @@ class Follower:
     def __init__(self, engine: Engine, channel: Channel, timeout_seconds: float) -> None:
         """timeout_seconds: rank 0 is gone if it is silent for longer."""
         engine.events = _Told(self._came)
-        engine.speculator = self._drafts = LoggedDrafts()  # its own might draft otherwise: how many are worth it is measured
+        engine.speculator = self._drafts = (
+            LoggedDrafts()
+        )  # its own might draft otherwise: how many are worth it is measured
         self._engine, self._channel = engine, channel
         self._received: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._theirs: Record | None = None  # what the engine must say next

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 JOIN_SECONDS = 300.0  # for all hosts to be there
 LEAVE_SECONDS = 10.0  # at the end, for the others
 _RETRY_SECONDS = 0.2
-_NOT_COMPARED = ("model", "tokenizer")  # where they are may differ; what they are is hashed
+# Where models are may differ, and what they are is hashed; a log is rank 0's alone.
+_NOT_COMPARED = ("model", "tokenizer", "event_log")
 
 
 class HostsError(JaxpageError):
