@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.engine.events import Events
@@ -36,6 +38,7 @@ from jaxpage.serving.hosts.leader import HostLost, Leader
 from jaxpage.serving.hosts.records import HostRecorder
 from jaxpage.serving.hosts.secret import read_secret
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.lora_request import LoRARequest
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -132,7 +135,7 @@ def test_a_secret_is_needed(tmp_path):
                     "event_log is not supported with host_rank = 1: rank 0 writes it",
                 ),
                 ({"prefix_cache_directory": "d"}, {}, "prefix_cache_directory is not supported with num_hosts = 2"),
-                ({"enable_lora": True}, {}, "enable_lora is not supported with num_hosts = 2"),
+                ({"enable_lora": True}, {"lora_directory": "d"}, "lora_directory is not supported with num_hosts = 2"),
                 ({}, {"weights_directory": "d"}, "weights_directory is not supported with num_hosts = 2"),
                 ({}, {"incident_steps": 4, "host_rank": 1}, "incident_steps is not supported with host_rank = 1"),
             )
@@ -180,6 +183,22 @@ def test_the_hash_of_a_model_is_that_of_its_files(tmp_path):
     weights = tmp_path / "b" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     assert joining.model_hash(tmp_path / "a") != joining.model_hash(tmp_path / "b")
+
+
+def test_drafters_and_adapters_are_compared_by_their_files(directory, tmp_path):
+    def about(number: int) -> Any:
+        drafting = {"method": "draft_model", "model": str(drafters[number])}
+        settings = {"model": str(directory), "speculative_config": drafting}
+        return joining._about(EngineConfig(**settings), ServerConfig(lora_modules=(f"one={adapters[number]}",)))
+
+    drafters = [random_checkpoint(tmp_path / f"drafter {number}", LLAMA) for number in range(3)]
+    adapters = [random_adapter(tmp_path / f"adapter {number}") for number in range(3)]
+    assert joining._difference(about(1), about(0)) is None
+    weights = adapters[1] / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    assert re.match("lora_modules: one is '.*', on rank 0 '", str(joining._difference(about(1), about(0))))
+    (drafters[2] / "config.json").write_text(json.dumps({**LLAMA, "rope_theta": 5.0}))
+    assert re.match("drafter is '.*', on rank 0 '", str(joining._difference(about(2), about(0))))
 
 
 # ---- two engines of one process, without a network
@@ -362,11 +381,12 @@ def started(*arguments: Any) -> Iterator[Host]:
         host.process.stderr.close()
 
 
-def wanted(directory: Path, **asked: Any) -> list[tuple[list[int], list[float]]]:
+def wanted(directory: Path, lora: LoRARequest | None = None, **asked: Any) -> list[tuple[list[int], list[float]]]:
     """Of one process."""
     params = SamplingParams(**{**ASKED, **asked})
-    with LLM(str(directory), **SETTINGS, tensor_parallel_reduction="invariant", use_tqdm=False) as llm:
-        outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in PROMPTS]
+    settings = {**SETTINGS, "tensor_parallel_reduction": "invariant", "enable_lora": lora is not None}
+    with LLM(str(directory), **settings, use_tqdm=False) as llm:
+        outputs = [llm.generate(prompt, params, use_tqdm=False, lora_request=lora)[0] for prompt in PROMPTS]
     return [
         (one.token_ids, [entries[token].logprob for token, entries in zip(one.token_ids, one.logprobs, strict=True)])
         for output in outputs
@@ -432,7 +452,7 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
         assert [answered(url, temperature=0.0) for _ in range(2)] == [want] * 2, "to the last bit"
         incident = httpx.post(f"{url}/debug/incident").raise_for_status().json()
         right = re.search(
-            r"^jaxpage.spec_decode_num_accepted_tokens_total (\d+)", httpx.get(f"{url}/metrics").text, re.M
+            r"^jaxpage.spec_decode_num_accepted_tokens_total\S* (\d+)", httpx.get(f"{url}/metrics").text, re.M
         )
         assert right and int(right[1]) > 10
         leader.process.terminate()
@@ -444,17 +464,36 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
         assert said.returncode == 0, said.stderr
 
 
+def random_adapter(directory: Path) -> Path:
+    """Of layers that are divided along either side."""
+    rng, tensors = np.random.default_rng(0), {}
+    for layer in range(2):
+        for module, num_in in (("self_attn.q_proj", 64), ("mlp.down_proj", 160)):
+            for name, shape in (("A", (4, num_in)), ("B", (64, 4))):
+                tensors[f"base_model.model.model.layers.{layer}.{module}.lora_{name}.weight"] = rng.normal(size=shape)
+    directory.mkdir()
+    save_file(
+        {name: array.astype(np.float32) for name, array in tensors.items()}, directory / "adapter_model.safetensors"
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 1, "target_modules": ["q_proj", "down_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
 @pytest.mark.sweep
-def test_two_processes_take_several_steps_at_once(directory):
-    both, port = ["--num-scheduler-steps", "4"], free_ports()
+def test_two_processes_take_several_steps_at_once_with_an_adapter(directory, tmp_path):
+    adapter, port = random_adapter(tmp_path / "adapter"), free_ports()
+    both = ["--num-scheduler-steps", "4", "--enable-lora", "--lora-modules", f"one={adapter}"]
     with (
         started(directory, port, 0, SECRET, *both, "--served-model-name", "m") as leader,
         started(directory, port, 1, SECRET, *both) as other,
     ):
-        want = wanted(directory)
+        plain = wanted(directory)
+        want = wanted(directory, LoRARequest("one", 1, str(adapter)))
         url = leader.wait_for(r"http://[^\s/\"]+")
-        assert answered(url) == want, "to the last bit"
-        steps = re.search(r"^jaxpage.engine_steps_total (\d+)", httpx.get(f"{url}/metrics").text, re.M)
-        assert steps and int(steps[1]) < 16, "fewer than tokens"
+        assert answered(url, model="one") == want != plain, "to the last bit"
+        assert answered(url) == plain
+        steps = re.search(r"^jaxpage.engine_steps_total\S* (\d+)", httpx.get(f"{url}/metrics").text, re.M)
+        assert steps and int(steps[1]) < 40, "fewer than tokens"
         leader.process.terminate()
         assert (leader.ended(), other.ended()) == (0, 0)

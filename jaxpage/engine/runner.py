@@ -112,10 +112,12 @@ class Runner:
             sharded = self._adapters[*path, "lora", name]
             for place in sharded.places:
                 module = at(self._parameters["target"], place.path[:-1])
-                numbers = np.array(module[name])
-                for device, own in enumerate(numbers.reshape(-1, *place.shape)):  # one for all, where it is not divided
-                    own[slot - 1] = 0 if layer is None else sharded.part(layer[index][None], place, device)[0]
-                before, module[name] = module[name], jax.device_put(numbers, module[name].sharding)
+                before, parts = module[name], []
+                for shard in before.addressable_shards:
+                    numbers, device = np.array(shard.data), (shard.index[0].start or 0) // place.shape[0]
+                    numbers[slot - 1] = 0 if layer is None else sharded.part(layer[index][None], place, device)[0]
+                    parts.append(jax.device_put(numbers, shard.device))
+                module[name] = jax.make_array_from_single_device_arrays(before.shape, before.sharding, parts)
                 before.delete()
 
     @property

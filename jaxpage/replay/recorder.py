@@ -49,6 +49,7 @@ class Recorder(Events):
             eos_token_ids=sorted(request.eos_token_ids),
             max_total_tokens=request.max_total_tokens,
             **({"bad_word_token_ids": request.bad_word_token_ids} if request.bad_word_token_ids else {}),
+            **self._beside_arrival(group),
         )
 
     def aborted(self, group: SequenceGroup) -> None:
@@ -104,6 +105,10 @@ class Recorder(Events):
 
     def closed(self) -> None:
         self._record("end")
+
+    def _beside_arrival(self, group: SequenceGroup) -> Record:
+        """Fields that a log does not have."""
+        return {}
 
     def _beside_plan(self, plan: StepPlan) -> Record:
         """Fields that a log does not have."""

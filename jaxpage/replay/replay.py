@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from tqdm import tqdm
 
 from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy
+from jaxpage.engine.admission import NamedAdapter
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.text import NoText
@@ -288,12 +289,13 @@ class _LoggedBeams(BeamStrategy):
         return list(ends) if ends and all(draw.token_id >= 0 for draw in draws) else super().advance(draws)
 
 
-def add_arrival(engine: Engine, record: Record) -> None:
+def add_arrival(engine: Engine, record: Record, lora: NamedAdapter | None = None) -> None:
     """Raises what `Engine.add` raises, and AttributeError, LookupError, TypeError or ValueError for a record that makes no sense."""
     words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
     checked = engine.admission.check_params(_given_params(record))
     checked = checked._replace(bad_word_token_ids=engine.admission.checked_words(words))
-    engine.add(record["request_id"], engine.prepare(None, record["prompt_token_ids"], checked))
+    prepared = engine.prepare(None, record["prompt_token_ids"], checked)
+    engine.add(record["request_id"], prepared._replace(lora=lora))
 
 
 def _given_params(record: Record) -> SamplingParams | BeamSearchParams:

@@ -177,7 +177,7 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
     given: dict[str, Any] = {
         "prefix_cache_directory": engine.prefix_cache_directory,
         "weights_directory": server.weights_directory,
-        "enable_lora": engine.enable_lora or None,
+        "lora_directory": server.lora_directory,
     }
     errors += [
         UnsupportedError(f"{name} is not supported with num_hosts = {num_hosts}")

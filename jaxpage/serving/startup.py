@@ -208,7 +208,8 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     together = functools.partial(agree, channels=channels, leads=False)
     built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
     start_up.ready(f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or "")
-    status = Follower(built.engine, channels[0], server.host_timeout_seconds).run()
+    adapters = open_lora_modules(built.engine, server, model_names(engine, server))
+    status = Follower(built.engine, channels[0], server.host_timeout_seconds, adapters).run()
     if status:
         os._exit(status)  # without the others, for which JAX would wait
     return status

@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 from collections import deque
+from collections.abc import Mapping
 
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import JaxpageError
@@ -18,6 +19,7 @@ from jaxpage.replay.replay import LoggedDrafts, add_arrival, drafts_of
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.records import HostRecorder
 from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -35,13 +37,19 @@ class Follower:
     """Block tables, queues and tokens of each step are in the records, so that the first difference is seen where it comes up: that of a
     plan before the step runs."""
 
-    def __init__(self, engine: Engine, channel: Channel, timeout_seconds: float) -> None:
-        """timeout_seconds: rank 0 is gone if it is silent for longer."""
+    def __init__(
+        self,
+        engine: Engine,
+        channel: Channel,
+        timeout_seconds: float,
+        adapters: Mapping[str, LoRARequest] | None = None,
+    ) -> None:
+        """timeout_seconds: rank 0 is gone if it is silent for longer. adapters: those that requests may have, by name."""
         engine.events = _Told(self._came)
         engine.speculator = self._drafts = (
             LoggedDrafts()
         )  # its own might draft otherwise: how many are worth it is measured
-        self._engine, self._channel = engine, channel
+        self._engine, self._channel, self._adapters = engine, channel, adapters or {}
         self._received: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._theirs: Record | None = None  # what the engine must say next
         self._ours: deque[Record] = deque()  # what it has said, and rank 0 not yet
@@ -90,7 +98,9 @@ class Follower:
 
     def _add(self, record: Record) -> None:
         try:
-            add_arrival(self._engine, record)
+            name, _ = record.get("lora", (None, None))
+            lora = None if name is None else self._engine.opened_adapter(self._adapters[name])
+            add_arrival(self._engine, record, lora)
         except (LookupError, TypeError, ValueError, TimeoutError, JaxpageError) as error:
             why = f"{type(error).__name__}: {error}"
             raise Differs(f"this rank refuses request {shown(record.get('request_id'))}: {why}") from error

@@ -157,12 +157,14 @@ def _about(engine: EngineConfig, server: ServerConfig) -> Record:
     drafts = engine.speculative_config
     if drafter := None if drafts is None or drafts.model is None else model_hash(drafter_directory(drafts)):
         config["speculative_config"] = {**config["speculative_config"], "model": None}
+    adapters = (module.partition("=") for module in server.lora_modules or ())
     record = {
         "event": "header",
         "versions": {**versions(), "machine": platform.machine()},
         "config": {**config, "num_hosts": server.num_hosts},
         "model": model_hash(resolve_model(engine.model, engine.revision)),
         "drafter": drafter,
+        "lora_modules": {name: model_hash(Path(path)) for name, _, path in adapters},
         "tokenizer": None if engine.tokenizer is None else model_hash(resolve_model(engine.tokenizer)),
     }
     described: Record = json.loads(encoded(record))
