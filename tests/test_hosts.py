@@ -457,11 +457,11 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
         assert right and int(right[1]) > 10
         leader.process.terminate()
         assert (leader.ended(), other.ended()) == (0, 0)
-    devices = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
     for path in (log, tmp_path / incident["file"]):
         again = [sys.executable, "-m", "jaxpage", "replay", str(path)]
-        said = subprocess.run(again, env=devices, capture_output=True, text=True)
-        assert said.returncode == 0, said.stderr
+        said = subprocess.run(again, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True)
+        assert said.returncode == 0, said.stdout + said.stderr
 
 
 def random_adapter(directory: Path) -> Path:
