@@ -207,8 +207,8 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     channels = join(engine, server)
     together = functools.partial(agree, channels=channels, leads=False)
     built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
-    start_up.ready(f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or "")
     adapters = open_lora_modules(built.engine, server, model_names(engine, server))
+    start_up.ready(f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or "")
     status = Follower(built.engine, channels[0], server.host_timeout_seconds, adapters).run()
     if status:
         os._exit(status)  # without the others, for which JAX would wait

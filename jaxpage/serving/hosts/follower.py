@@ -46,9 +46,8 @@ class Follower:
     ) -> None:
         """timeout_seconds: rank 0 is gone if it is silent for longer. adapters: those that requests may have, by name."""
         engine.events = _Told(self._came)
-        engine.speculator = self._drafts = (
-            LoggedDrafts()
-        )  # its own might draft otherwise: how many are worth it is measured
+        # The engine's own might draft otherwise: how many drafts are worth it is measured.
+        engine.speculator = self._drafts = LoggedDrafts()
         self._engine, self._channel, self._adapters = engine, channel, adapters or {}
         self._received: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._theirs: Record | None = None  # what the engine must say next
