@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,17 @@ def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
     assert "bfloat16  auto           2   7.48 GiB     64.00 KiB     36\n" in out and "Users at" not in out
     assert run(model, "--memory", "12GiB", "--json") == 1
     assert capsys.readouterr().out == ""
+    assert run(model, "--memory", "12GiB", "--devices", "2") == 0, "two devices hold it"
+    out = capsys.readouterr().out
+    assert (
+        "8,030,261,248 parameters" in out and "does not fit" in out and out.splitlines()[-1].split()[:2] == ["2", "1"]
+    )
+    assert not re.search(r" 4 +7\.48 GiB", out), "more devices than there are"
+    found = planned(capsys, model, "--memory", "12GiB", "--devices", "2")
+    assert "are missing" in found["error"] and [each["users_of_all"] > 0 for each in found["divisions"]] == [
+        False,
+        True,
+    ]
     assert run(model, "--memory", "17.5GiB", "--gpu-memory-utilization", "0.95", "--max-model-len", "8192") == 1
     assert "One sequence of max_model_len = 8192 tokens does not fit in the KV pool" in capsys.readouterr().err
 
@@ -331,7 +343,7 @@ def test_advice_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert planned(capsys, model, "--memory", "17GiB", "--gpu-memory-utilization", "0.95")["num_blocks"] > 2
     large = write(tmp_path / "large", {**LLAMA_3_8B, "num_hidden_layers": 140})
     error = error_of(capsys, large, "--memory", "24GiB")  # 61 GiB of weights
-    assert error.endswith("GiB are missing: free memory of the device, or use a larger one."), error
+    assert error.endswith("free memory of the device, or use a larger one, or several (tensor_parallel_size)."), error
 
 
 def test_what_a_cpu_ignores_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -236,7 +236,7 @@ PLAN_SETTINGS = (
         "kv_cache_memory_bytes",
     ),
     *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "speculative_config", "tensor_parallel_size"),
-    *("enable_lora", "max_loras", "max_lora_rank"),
+    *("tensor_parallel_reduction", "enable_lora", "max_loras", "max_lora_rank"),
 )
 PLANNED_SETTINGS = (
     "kv_cache_dtype",

@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
 
     Raises:
         ConfigError: a setting is wrong, or the devices cannot share the heads.
-        CapacityError: the model does not fit, with the numbers. What else it could be is printed all the same.
+        CapacityError: the model does not fit, not even divided, with the numbers. What else it could be is printed all the same.
     """
     subject, layout = _described(arguments, config, given)
     device, model_spec = subject.device, subject.spec
@@ -120,17 +120,18 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
         raise chosen.error
     for notice in notices(config, device, model_spec, chosen.plan) if chosen.plan else ():
         logger.warning(notice)
-    options = [subject.option(layout) for layout in _layouts(chosen.layout)]
-    length = min(REFERENCE_LENGTH, config.max_model_len or model_spec.max_position_embeddings)
     count = arguments.devices or 0
+    options = [subject.option(layout) for layout in _layouts(chosen.layout, count or max(DEVICES))]
+    length = min(REFERENCE_LENGTH, config.max_model_len or model_spec.max_position_embeddings)
     divided = plan_devices.divisions(subject.option, chosen.layout, count)
+    fits = any(option.plan for option in (chosen, *divided))
     if not arguments.json:
         lines = [*_chosen_lines(subject, chosen), *_option_lines(options, chosen, length)]
         print("\n".join([*lines, *(plan_devices.lines(divided, count, length) if count else [])]))
-    elif chosen.plan:
+    elif fits:
         more = {"divisions": plan_devices.as_dicts(divided, count, length)} if count else {}
         print(json.dumps({**_as_dict(subject, chosen, options, length), **more}, allow_nan=False))
-    if chosen.error:
+    if chosen.error and not fits:
         raise chosen.error
 
 
@@ -170,11 +171,15 @@ def _place(memory: int | None, utilization: float) -> DeviceSpec:
     return DeviceSpec(f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})", int(memory * utilization))
 
 
-def _layouts(chosen: ModelLayout) -> list[ModelLayout]:
+def _layouts(chosen: ModelLayout, most_devices: int) -> list[ModelLayout]:
     """What the chosen layout is compared with, itself included."""
     narrow = "bfloat16" if chosen.dtype == "float32" else chosen.dtype
     layouts = [
-        ModelLayout(dtype, cache, num) for dtype in ("float32", narrow) for cache in CACHE_DTYPES for num in DEVICES
+        ModelLayout(dtype, cache, num)
+        for dtype in ("float32", narrow)
+        for cache in CACHE_DTYPES
+        for num in DEVICES
+        if num <= most_devices
     ]
     return layouts if chosen in layouts else [chosen, *layouts]
 
@@ -208,16 +213,15 @@ def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
 
 def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
     plan, layout, kv, max_num_seqs = chosen.plan, chosen.layout, subject.spec.kv, subject.config.max_num_seqs
-    if plan is None:
-        return []
     rows = [
         ("model", f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters"),
         ("keys and values", _kept_text(kv)),
         ("dtype", f"{layout.dtype}; of keys and values: {layout.kv_cache_dtype}"),
         ("devices", str(layout.tensor_parallel_size)),
-        *plan.rows(),
-        ("KV bytes per token", _bytes_per_token_text(plan)),
     ]
+    if plan is None:
+        return [*aligned([*rows, ("", "does not fit")], num_words=2), ""]
+    rows += [*plan.rows(), ("KV bytes per token", _bytes_per_token_text(plan))]
     if chosen.refused:
         rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))
     users = _users(plan)
@@ -269,17 +273,14 @@ def _remark(error: Exception | None) -> str:
 
 
 def _as_dict(subject: Subject, chosen: Option, options: Sequence[Option], length: int) -> dict[str, Any]:
-    assert chosen.plan is not None
-    of = chosen.num_users(length)
+    of, users = chosen.num_users(length), _users(chosen.plan) if chosen.plan else []
     return {
         "model": subject.config.model,
         "architecture": subject.architecture,
         "num_parameters": subject.num_parameters,
-        "device": chosen.plan.device,
+        "device": subject.device.name,
         **_option_dict(chosen, length),
-        "users_by_length": [
-            {"length": tokens, "blocks": blocks, "users": users} for tokens, blocks, users in _users(chosen.plan)
-        ],
+        "users_by_length": [{"length": tokens, "blocks": blocks, "users": number} for tokens, blocks, number in users],
         "reference_length": length,
         "alternatives": [
             {**_option_dict(option, length), "factor": option.num_users(length) / of if of else None}

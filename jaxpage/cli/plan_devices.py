@@ -41,7 +41,10 @@ def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
             users = num_devices // size * option.num_users(length)
             numbers = (gib(plan.weights_bytes), f"{plan.num_slots:,}", f"{users:,}", "")
         rows.append((str(size), str(num_devices // size), *numbers))
-    title = f"{num_devices} devices as replicas, each on one or more of them, with users of {length:,} tokens:"
+    title = (
+        f"{num_devices} devices as replicas, each on one or more of them (tensor_parallel_size), with users of {length:,} tokens"
+        " for whom there is memory:"
+    )
     return ["", title, *aligned(rows)]
 
 

@@ -272,7 +272,11 @@ def _how_to_make_room(plan: MemoryPlan, missing: int, narrower_dtype: str | None
     if plan.available_bytes + missing <= whole:
         least = math.ceil(100 * (plan.available_bytes + missing) / whole) / 100
         ways.append(f"raise gpu_memory_utilization to {least:g} or more")
-    ways.append("free memory" if plan.device.startswith("cpu") else "free memory of the device, or use a larger one")
+    ways.append(
+        "free memory"
+        if plan.device.startswith("cpu")
+        else "free memory of the device, or use a larger one, or several (tensor_parallel_size)"
+    )
     return f"{gib(missing)} are missing: {'; or '.join(ways)}."
 
 
