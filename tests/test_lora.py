@@ -300,6 +300,11 @@ BAD = {
         {KEY.format("A"): np.full((3, 48), np.nan, np.float32), KEY.format("B"): np.full((24, 3), np.inf, np.float32)},
         ["lora_A.weight' has NaN or infinite numbers", "lora_B.weight' has NaN", "(2 problems)"],
     ),
+    "names and numbers": (
+        {},
+        {"x": np.zeros(1, np.float32), KEY.format("A"): np.full((3, 48), np.nan, np.float32)},
+        ["tensor 'x' is not one of LoRA's", "lora_A.weight' has NaN or infinite numbers", "(2 problems)"],
+    ),
     "integers": ({}, {KEY.format("A"): np.zeros((3, 48), np.int32)}, ["is I32; it must be one of F32, BF16, F16"]),
 }
 

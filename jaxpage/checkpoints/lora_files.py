@@ -62,8 +62,10 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
         _check_config(config, problems)
     with problems.collect():
         tensors = read_header(file_in(directory, TENSORS), TENSORS, problems)
+    can_be_read = not problems
     pairs = _pairs(tensors, spec.targets, problems)
-    problems.raise_if_any()  # numbers are read only of what has none
+    if not can_be_read:
+        problems.raise_if_any()
     layers: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
     filled: set[tuple[Any, int]] = set()
     for module, (a_info, b_info) in sorted(pairs.items()):
