@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -193,12 +194,33 @@ def test_drafters_and_adapters_are_compared_by_their_files(directory, tmp_path):
 
     drafters = [random_checkpoint(tmp_path / f"drafter {number}", LLAMA) for number in range(3)]
     adapters = [random_adapter(tmp_path / f"adapter {number}") for number in range(3)]
-    assert joining._difference(about(1), about(0)) is None
+    assert joining._difference(about(1), about(0), 1) is None
     weights = adapters[1] / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    assert re.match("lora_modules: one is '.*', on rank 0 '", str(joining._difference(about(1), about(0))))
+    why = re.escape(f"(hash {joining.model_hash(adapters[1])} on rank 1, {joining.model_hash(adapters[0])} on rank 0)")
+    assert re.fullmatch(f"the files of the LoRA adapter 'one' differ {why}", joining._difference(about(1), about(0), 1))
     (drafters[2] / "config.json").write_text(json.dumps({**LLAMA, "rope_theta": 5.0}))
-    assert re.match("drafter is '.*', on rank 0 '", str(joining._difference(about(2), about(0))))
+    assert joining._difference(about(2), about(0), 1).startswith("the files of the drafter differ (hash ")
+    without = {**about(0), "files": {**about(0)["files"], "drafter": None}}
+    assert joining._difference(without, about(0), 3) == "the drafter is given on rank 0 alone"
+    assert joining._difference(about(0), without, 3) == "the drafter is given on rank 3 alone"
+
+
+def test_both_hosts_are_told_the_same_of_engines_that_differ():
+    def why(channel: Channel, other: int, own: int, num_blocks: int) -> str:
+        spec = SimpleNamespace(record=lambda: {"dtype": "float32", "swap_space_blocks": num_blocks})
+        with pytest.raises(joining.HostsError) as refusal:
+            joining.agree(spec, {other: channel}, host_rank=own)  # type: ignore[arg-type]
+        return str(refusal.value)
+
+    with greeted() as (leader, follower, _), ThreadPoolExecutor(1) as pool:
+        of_follower = pool.submit(why, follower, 0, 1, 16)
+        of_leader = why(leader, 1, 0, 32)
+    assert of_follower.result() == of_leader
+    assert of_leader.startswith(
+        "rank 1 has another engine than rank 0: swap_space_blocks is 16 on rank 1, 32 on rank 0; "
+    )
+    assert all(flag in of_leader for flag in ("--num-blocks", "--swap-space-blocks", "--dtype"))
 
 
 # ---- two engines of one process, without a network
@@ -400,6 +422,28 @@ def answered(url: str, **asked: Any) -> list[tuple[list[int], list[float]]]:
     return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
 
 
+JOINS = """
+import os, signal, sys
+from jaxpage.device.mesh import join_processes
+rank = int(sys.argv[2])
+join_processes(sys.argv[1], 2, rank, 120, 10)
+if rank:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit("rank 1 has ended")
+"""
+
+
+def test_rank_0_whose_start_fails_does_not_wait_for_the_host_that_is_gone():
+    address = f"127.0.0.1:{free_ports()}"
+    both = [
+        subprocess.Popen([sys.executable, "-c", JOINS, address, rank], stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    said = [process.communicate(timeout=180)[1] for process in both]
+    assert [process.returncode for process in both] == [1, -signal.SIGKILL], said
+    assert said[0].endswith("rank 1 has ended\n"), "and nothing of JAX behind it"
+
+
 @pytest.mark.sweep  # half a minute of processes that wait for each other, on a machine that may be busy
 def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tmp_path):
     other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
@@ -410,7 +454,7 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
         started(other, port, 1) as mistaken,
     ):
         assert stranger.ended() == 1 and "the secret is another one" in stranger.said
-        assert mistaken.ended() == 1 and re.search("refuses this rank: model is '.*', on rank 0 '", mistaken.said)
+        assert mistaken.ended() == 1 and re.search("refuses this rank: the files of the model differ", mistaken.said)
         with started(directory, port, 1) as follower:  # it joins late
             want = wanted(directory)  # compiled meanwhile
             url = leader.wait_for(r"http://[^\s/\"]+")

@@ -26,6 +26,7 @@ from jaxpage.settings.base import nearest_name
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import resolve_config
 
+NO_COORDINATOR = "coordinator: must be HOST:PORT with a port from 1 to 65534 (PORT + 1 is used too), or auto"
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -72,6 +73,9 @@ def test_it_is_closed_unless_somebody_opens_it() -> None:
         ("max_body_bytes", "512B", "max_body_bytes: must be greater than or equal to 1024, got '512B'"),
         ("ui_show_prompts", True, "ui_show_prompts: cannot be true while ui is false"),
         ("prot", 80, "prot: unknown setting; did you mean 'port'?"),
+        ("kv_events", "localhost:5557", "kv_events: must be tcp://HOST:PORT, got 'localhost:5557'"),
+        ("kv_events_replay", "tcp://a:65536", "kv_events_replay: must be tcp://HOST:PORT, got 'tcp://a:65536'"),
+        *(("coordinator", value, f"{NO_COORDINATOR}, got {value!r}") for value in ("foo", ":1", "a:0", "a:65535")),
     ],
 )
 def test_a_bad_value_is_refused_with_name_and_value(name: str, value: object, message: str) -> None:
@@ -99,6 +103,16 @@ def test_what_no_log_would_show_is_not_asked_for(level: Any) -> None:
 
 
 # ---- sources
+
+
+def test_a_wrong_setting_is_one_error_and_a_missing_one_has_no_origin() -> None:
+    with pytest.raises(ConfigError) as wrong:
+        resolve(num_hosts=2, coordinator="foo")
+    assert str(wrong.value) == f"argument: {NO_COORDINATOR}, got 'foo'"
+    with pytest.raises(ConfigError) as missing:
+        resolve(num_hosts=2)
+    assert str(missing.value) == "coordinator: is needed with num_hosts = 2: HOST:PORT of rank 0"
+    assert ServerConfig(num_hosts=2, coordinator="[::1]:65534").coordinator == "[::1]:65534"
 
 
 def test_precedence_and_origins(tmp_path: Path) -> None:

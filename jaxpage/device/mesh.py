@@ -6,8 +6,10 @@ layers and kernels see arrays of the size that a device holds. What is not divid
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -194,8 +196,10 @@ def join_processes(
     """Has JAX see the devices of several processes, before it has opened any.
 
     coordinator: HOST:PORT, of an interface of process 0, which listens there alone. leave_seconds: at the end, for the others.
-    Raises RuntimeError if they do not come together in time.
+    Until `leave_processes` is called, the process ends with status 1 at its exit, without the others: JAX would wait for those that are
+    gone, and abort. Raises RuntimeError if they do not come together in time.
     """
+    atexit.register(_end_alone)  # it runs before JAX's own, which is registered on import
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it keeps SIGTERM from ending a process
     jax.distributed.initialize(
@@ -207,6 +211,15 @@ def join_processes(
         initialization_timeout=int(join_seconds),
         shutdown_timeout_seconds=int(leave_seconds),
     )
+
+
+def leave_processes() -> None:
+    """At its exit the process waits for the others, which are asked to end too. Without others nothing changes."""
+    atexit.unregister(_end_alone)
+
+
+def _end_alone() -> None:
+    os._exit(1)
 
 
 def _in_turn(devices: list[jax.Device]) -> list[jax.Device]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
 from jaxpage.settings.base import ByteSize, Problem, Settings
@@ -16,6 +17,7 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import Resolved, read_file, resolve_settings
 
 API_KEY_VARIABLE = "JAXPAGE_API_KEY"
+AUTO = "auto"
 MAX_KEY_FILE_BYTES = 1 << 16
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -23,8 +25,25 @@ _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 MODEL_NAME = r"[^\x00-\x20\x7f]+"
 _ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^{MODEL_NAME}$")]
 _LoRAModule = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x20\x7f=]{1,256}=[^\x00]+$")]
-_Endpoint = Annotated[str, Field(max_length=256, pattern=r"^tcp://[^\x00-\x20/]+:[0-9]{1,5}$")]
+_ADDRESS = re.compile(r"[^\x00-\x20/]+:([0-9]{1,5})")
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+def _endpoint(value: str) -> str:
+    address = _ADDRESS.fullmatch(value.removeprefix("tcp://"))
+    if not value.startswith("tcp://") or address is None or int(address[1]) >= 2**16:
+        raise ValueError("must be tcp://HOST:PORT")
+    return value
+
+
+def _coordinator(value: str) -> str:
+    address = _ADDRESS.fullmatch(value)
+    if value != AUTO and (address is None or not 0 < int(address[1]) < 2**16 - 1):
+        raise ValueError(f"must be HOST:PORT with a port from 1 to 65534 (PORT + 1 is used too), or {AUTO}")
+    return value
+
+
+_Endpoint = Annotated[str, Field(max_length=256), AfterValidator(_endpoint)]
 
 
 def _as_tuple(value: Any) -> Any:
@@ -32,9 +51,6 @@ def _as_tuple(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
-
-
-AUTO = "auto"
 
 
 class ServerConfig(Settings):
@@ -83,7 +99,7 @@ class ServerConfig(Settings):
     )
     host_rank: Annotated[int, Field(ge=0, lt=1024)] = 0  # of this one; 0 is the server
     # HOST:PORT of rank 0, an address of the network between the hosts; the port behind it is used too. auto: see `hosts_of_job`.
-    coordinator: Annotated[str, Field(max_length=256, pattern=r"^(auto|[^\x00-\x20/]+:[0-9]{1,5})$")] | None = None
+    coordinator: Annotated[str, Field(max_length=256), AfterValidator(_coordinator)] | None = None
     hosts_secret_file: _Text | None = None  # see `read_secret`
     host_timeout_seconds: Annotated[float, Field(ge=1, le=86_400)] = (
         60.0  # that a host may be silent; a step must be shorter

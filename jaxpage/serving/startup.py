@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxpage import __version__
+from jaxpage.device.mesh import leave_processes
 from jaxpage.engine.build import PHASES, Built
 from jaxpage.engine.events import Both
 from jaxpage.errors import ConfigError
@@ -173,7 +174,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
             channels = join(engine, server) if server.num_hosts > 1 else {}
-            together = functools.partial(agree, channels=channels, leads=True)
+            together = functools.partial(agree, channels=channels, host_rank=0)
             built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
         hosts = Leader(channels, server.host_timeout_seconds) if channels else None
         publish_kv_events(built, server)
@@ -196,6 +197,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         )
         if hosts is not None and hosts.has_lost:
             os._exit(status)  # at its exit JAX would wait for the host that is gone
+        leave_processes()
         return status
 
 
@@ -205,11 +207,12 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     channels = join(engine, server)
-    together = functools.partial(agree, channels=channels, leads=False)
+    together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
     built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
     adapters = open_lora_modules(built.engine, server, model_names(engine, server))
     start_up.ready(f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or "")
     status = Follower(built.engine, channels[0], server.host_timeout_seconds, adapters).run()
     if status:
         os._exit(status)  # without the others, for which JAX would wait
+    leave_processes()
     return status

@@ -108,7 +108,11 @@ class Settings(BaseModel):
         except (InvalidSettings, UnsupportedSettings) as error:
             # Of a wrong one the default stands there: errors that follow from it are not reported.
             mentioned = re.compile(rf"\b({'|'.join(map(re.escape, wrong))})\b")
-            return problems + [problem for problem in error.problems if not mentioned.search(problem[1])]
+            return problems + [
+                (name, text)
+                for name, text in error.problems
+                if name.partition(".")[0] not in wrong and not mentioned.search(text)
+            ]
         return problems
 
     @classmethod

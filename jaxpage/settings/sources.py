@@ -124,8 +124,9 @@ def _from_environment(
 
 
 def _located(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
-    """Settings of settings come from where the whole does."""
-    return [f"{origins.get(name.partition('.')[0], BUILT_IN)}: {name}: {text}" for name, text in problems]
+    """Settings of settings come from where the whole does; those that are not given come from nowhere."""
+    found = ((origins.get(name.partition(".")[0]), name, text) for name, text in problems)
+    return [f"{origin}: {name}: {text}" if origin else f"{name}: {text}" for origin, name, text in found]
 
 
 def _as_yaml(value: Any) -> str:

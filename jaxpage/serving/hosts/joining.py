@@ -34,6 +34,10 @@ LEAVE_SECONDS = 10.0  # at the end, for the others
 _RETRY_SECONDS = 0.2
 # Where models are may differ, and what they are is hashed; a log is rank 0's alone.
 _NOT_COMPARED = ("model", "tokenizer", "event_log")
+_SAME_SIZES = (
+    "what is not given follows the free memory and the processor of each host: give --num-blocks and --swap-space-blocks,"
+    " and --dtype where dtype differs, on all hosts"
+)
 
 
 class HostsError(JaxpageError):
@@ -59,22 +63,22 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
     return channels
 
 
-def agree(spec: EngineSpec, channels: Mapping[int, Channel], *, leads: bool) -> None:
-    """That all engines have the same pool and shapes. Raises HostsError."""
+def agree(spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int) -> None:
+    """That all engines have the same pool and shapes; host_rank: of this one. Raises HostsError."""
     ours = json.loads(encoded({"event": "engine", "engine": spec.record()}))
     for rank, channel in channels.items():
         channel.set_timeout(None)  # models are read from disks of different speed
         try:
-            if not leads:
+            if host_rank:
                 channel.send(ours)
             theirs = channel.receive()
-            if leads:
+            if not host_rank:
                 channel.send(ours)
         except OSError as error:
             raise HostsError(f"rank {rank} has ended while it started: {error}") from None
-        of_leader, of_other = (ours, theirs) if leads else (theirs, ours)
-        if difference := _difference(of_other["engine"], of_leader["engine"]):
-            raise HostsError(f"rank {rank} has another engine: {difference}")
+        other, of_leader, of_other = (host_rank, theirs, ours) if host_rank else (rank, ours, theirs)
+        if difference := _difference(of_other["engine"], of_leader["engine"], other):
+            raise HostsError(f"rank {other} has another engine than rank 0: {difference}; {_SAME_SIZES}")
 
 
 def coordinator_of(server: ServerConfig) -> tuple[str, int]:
@@ -111,7 +115,7 @@ def _admitted(
 ) -> tuple[int, Channel]:
     rank, channel = greet_follower(connection, secret)
     theirs = channel.receive()
-    why = _difference(theirs, about)
+    why = _difference(theirs, about, rank)
     if rank in known or not 0 < rank < num_hosts:
         why = f"rank {rank} is taken or none of 1 to {num_hosts - 1}"
     channel.send({"event": "refused", "why": why} if why else {"event": "welcome"})
@@ -158,14 +162,17 @@ def _about(engine: EngineConfig, server: ServerConfig) -> Record:
     if drafter := None if drafts is None or drafts.model is None else model_hash(drafter_directory(drafts)):
         config["speculative_config"] = {**config["speculative_config"], "model": None}
     adapters = (module.partition("=") for module in server.lora_modules or ())
+    files = {
+        "model": model_hash(resolve_model(engine.model, engine.revision)),
+        "drafter": drafter,
+        "tokenizer": None if engine.tokenizer is None else model_hash(resolve_model(engine.tokenizer)),
+        **{f"LoRA adapter {name!r}": model_hash(Path(path)) for name, _, path in adapters},
+    }
     record = {
         "event": "header",
         "versions": {**versions(), "machine": platform.machine()},
         "config": {**config, "num_hosts": server.num_hosts},
-        "model": model_hash(resolve_model(engine.model, engine.revision)),
-        "drafter": drafter,
-        "lora_modules": {name: model_hash(Path(path)) for name, _, path in adapters},
-        "tokenizer": None if engine.tokenizer is None else model_hash(resolve_model(engine.tokenizer)),
+        "files": files,
     }
     described: Record = json.loads(encoded(record))
     return described
@@ -186,13 +193,24 @@ def _file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
-def _difference(theirs: Record, ours: Record) -> str | None:
-    """The first, in words; ours: of rank 0."""
+def _difference(theirs: Record, ours: Record, rank: int) -> str | None:
+    """The first, in words that hold on both hosts; theirs: of that rank, ours: of rank 0."""
     for name, value in ours.items():
         other = theirs.get(name)
         if isinstance(value, dict) and isinstance(other, dict):
-            if (why := _difference(other, value)) is not None:
-                return why if name == "config" else f"{name}: {why}"
+            compare = _difference_of_files if name == "files" else _difference
+            if (why := compare(other, value, rank)) is not None:
+                return why if name in ("config", "files") else f"{name}: {why}"
         elif other != value:
-            return f"{name} is {shown(other)}, on rank 0 {shown(value)}"
+            return f"{name} is {shown(other)} on rank {rank}, {shown(value)} on rank 0"
+    return None
+
+
+def _difference_of_files(theirs: Record, ours: Record, rank: int) -> str | None:
+    for name, value in ours.items():
+        other = theirs.get(name)
+        if other != value and (other is None or value is None):
+            return f"the {name} is given on rank {0 if other is None else rank} alone"
+        if other != value:
+            return f"the files of the {name} differ (hash {other} on rank {rank}, {value} on rank 0)"
     return None
