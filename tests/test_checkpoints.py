@@ -217,6 +217,13 @@ def test_weights_bytes_reads_headers_only(tmp_path: Path) -> None:
 # ---- What does not fit is one error with all of it ----
 
 
+def test_a_method_of_quantisation_and_a_family_are_looked_at_apart(tmp_path: Path) -> None:
+    config = {**LLAMA, "hidden_act": "spiral", "quantization_config": {"quant_method": "hqq"}}
+    (random_checkpoint(tmp_path, LLAMA) / "config.json").write_text(json.dumps(config))
+    text = refusal(tmp_path)
+    assert "(2 problems)" in text and "hidden_act = 'spiral'" in text and "quant_method = 'hqq'" in text
+
+
 def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path: Path) -> None:
     tensors = random_tensors(LLAMA)
     del tensors["model.layers.0.mlp.up_proj.weight"], tensors["lm_head.weight"]

@@ -105,7 +105,7 @@ def test_nothing_is_told_without_the_key(served: Served) -> None:
 
 
 def test_an_interrupt_while_it_starts_ends_it_at_once() -> None:
-    with serving(ready=r"\[4/4\]") as server:
+    with serving(ready=rf"\[{len(PHASES)}/{len(PHASES)}\]") as server:
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(10) == -signal.SIGINT
 

@@ -119,17 +119,20 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
 
 
 def _describe(directory: Path, quantization: str | None, problems: Problems) -> ModelDescription | None:
-    """None if config.json tells too little; `problems` has why. It may have something else that is wrong with the config."""
+    """None if something is wrong with config.json; `problems` has what."""
     config = check_config(directory, problems)
     if not config:
         return None
+    sizes_are_sound, family, spec, scheme = not problems, None, None, None
     with problems.collect():
         family = load_family(config)
+    with problems.collect():
         kept = quantization == GGUF and is_gguf(directory)
         scheme = gguf_scheme(directory) if kept else quantization_of(config, quantization)
-        if not problems:  # sizes out of bounds must not reach a family
-            return ModelDescription(config, family, read_spec(family, without_quantization(config)), scheme)
-    return None
+    if family and sizes_are_sound:  # sizes out of bounds must not reach a family
+        with problems.collect():
+            spec = read_spec(family, without_quantization(config))
+    return None if problems or not family or spec is None else ModelDescription(config, family, spec, scheme)
 
 
 def read_spec(family: Family, config: dict[str, Any]) -> ModelSpec:
