@@ -207,7 +207,7 @@ def test_a_second_start_finds_every_executable(tmp_path):
         (
             {"weights_bytes": 30_000},
             {"narrower_dtype": "bfloat16", "utilization": 0.9, "pool_bytes": 1_000},
-            r"20\.70 KiB are missing: free memory of the device, or use a larger one\.$",
+            r"20\.70 KiB are missing: free memory of the device, or use a larger one, or several \(tensor_parallel_size\)\.$",
         ),
         (
             {"weights_bytes": 17_600},
