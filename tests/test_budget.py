@@ -6,7 +6,7 @@ import pytest
 
 from jaxpage.device import executables, steps
 from tests.support import durations
-from tests.support.engines import BLOCKS_OF_16, LLAMA, SMALL_POOL, make_llm
+from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.executables import Counts, SharedExecutables, when_used
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -77,7 +77,7 @@ def test_planted_mistakes_are_not_shared(compiled, monkeypatch):
 def test_a_small_pool_compiles_nothing_of_its_own(tmp_path):
     directory, shared = random_checkpoint(tmp_path, LLAMA), SharedExecutables()
     with shared.in_use(optimized=False):
-        make_llm(directory, **BLOCKS_OF_16, at_start=True).shutdown()
+        make_llm(directory, **{**SMALL_POOL, "num_blocks": 129}, at_start=True).shutdown()
     with shared.in_use(optimized=False) as counts, make_llm(directory, **SMALL_POOL, at_start=True) as llm:
         assert llm.stats()["num_blocks_total"] == 16 and counts.compiled == 0
 
