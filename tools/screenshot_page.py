@@ -210,7 +210,7 @@ def record_failure(directory: Path) -> Path:
     """The incident that a server's engine writes by itself when step STEP raises an error, planted here."""
     server = ServerConfig(incident_steps=STEP // 2, incident_token_ids=True, incident_directory=str(directory))
     with LLM("demo", **SIZES) as llm:
-        built: Any = SimpleNamespace(engine=llm._engine, spec=llm.spec)
+        built: Any = SimpleNamespace(engine=llm._engine, spec=llm.spec, model=llm._model)
         open_incidents(built, llm.config, server)
         plant_fault(llm._engine.runner)
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)

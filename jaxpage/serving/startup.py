@@ -29,6 +29,7 @@ from jaxpage.serving import logs
 from jaxpage.serving.adapters import open_lora_modules
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
+from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.joining import agree, join
 from jaxpage.serving.hosts.leader import Leader
@@ -173,9 +174,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             )
         # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
-            channels = join(engine, server) if server.num_hosts > 1 else {}
-            together = functools.partial(agree, channels=channels, host_rank=0)
-            built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
+            built, channels = _opened(engine, server, start_up)
         hosts = Leader(channels, server.host_timeout_seconds) if channels else None
         publish_kv_events(built, server)
         incidents = open_incidents(built, engine, server)
@@ -206,9 +205,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     0 ends. Raises as `start`."""
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
-    channels = join(engine, server)
-    together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
-    built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
+    built, channels = _opened(engine, server, start_up)
     adapters = open_lora_modules(built.engine, server, model_names(engine, server))
     start_up.ready(f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or "")
     status = Follower(built.engine, channels[0], server.host_timeout_seconds, adapters).run()
@@ -216,3 +213,11 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
         os._exit(status)  # without the others, for which JAX would wait
     leave_processes()
     return status
+
+
+def _opened(engine: EngineConfig, server: ServerConfig, start_up: StartUp) -> tuple[Built, dict[int, Channel]]:
+    """The engine, and the channels to the other hosts, whose engines are the same."""
+    channels = join(engine, server) if server.num_hosts > 1 else {}
+    together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
+    built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
+    return built, channels
