@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 from jaxpage import LLM, cli
 from jaxpage.checkpoints import convert, load_shards, load_weights, open_model
 from jaxpage.checkpoints.config_file import read_config
-from jaxpage.device.attention import make_grouped_product
+from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
-from jaxpage.layers.product import Scaled, grouped_products, product, weight_numbers
+from jaxpage.layers.product import Scaled, product_kernels, product, weight_numbers
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import abstract_model, make_model
 from jaxpage.models.sharding import Place, ShardedWeight, sharded_weights, with_sharding
@@ -256,7 +256,7 @@ class Loaded:
             module, arrays = getattr(module, name), arrays[name]
         for name, value in arrays.items():
             getattr(module, name).set_value(value)
-        with grouped_products(make_grouped_product(Backend("auto"))):
+        with product_kernels(make_product_kernels(Backend("auto"))):
             return np.asarray(product(jnp.asarray(x), module.weight))
 
 
@@ -309,7 +309,7 @@ def numbers_of_shards(
             for name, value in branch.items():
                 own = value[device] if isinstance(value, list) else value
                 getattr(module, name).set_value(jnp.asarray(own))
-            with grouped_products(make_grouped_product(Backend("reference"))):
+            with product_kernels(make_product_kernels(Backend("reference"))):
                 found.append(np.asarray(weight_numbers(module.weight)))
         return found
 

@@ -8,11 +8,12 @@ import jax
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
+from jaxpage.device.few_rows import few_rows_product
 from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
-from jaxpage.layers.product import Grouped, GroupedProduct
+from jaxpage.layers.product import Grouped, ProductKernels
 from pallas_kernels import QuantizedWeight, numbers, quantized_product, write_and_attend
 
 
@@ -61,10 +62,14 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
     return attend
 
 
-def make_grouped_product(backend: Backend) -> GroupedProduct:
-    """What multiplies by weights of few bits, and what looks into a table of them."""
+def make_product_kernels(backend: Backend) -> ProductKernels:
+    """What multiplies by weights of few bits, what looks into a table of them, and what multiplies few rows by weights as they are."""
 
     def multiply(x_TI: jax.Array, weight: Grouped) -> jax.Array:
         return quantized_product(x_TI, QuantizedWeight(*weight), **backend.options)
 
-    return GroupedProduct(multiply, lambda weight: numbers(QuantizedWeight(*weight)))
+    return ProductKernels(
+        multiply,
+        lambda weight: numbers(QuantizedWeight(*weight)),
+        few_rows_product if backend.few_rows else lambda x_TI, w_OI, result: None,
+    )

@@ -19,6 +19,7 @@ class Backend(NamedTuple):
 
     name: str  # of a kernel set, or "auto"
     interpret: bool = False  # a kernel on CPU, operation by operation
+    few_rows: bool = False  # products of few rows by a kernel, where it has XLA's bits
 
     @property
     def options(self) -> dict[str, Any]:
@@ -34,9 +35,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
         UnsupportedError: the device does not run that kernel set; the text says what it needs.
     """
     if name == "auto":
-        if device.platform == "cpu":
-            load_cpu_library()
-        return Backend(name)
+        return Backend(name, few_rows=device.platform == "cpu" and not load_cpu_library().reason)
     chosen = SETS[name]
     interpret = not chosen.runs_on(device.platform)
     if interpret and not (chosen.interpretable and device.platform == "cpu"):
@@ -48,7 +47,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
         raise UnsupportedError(
             f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {' or '.join(XLA_BACKENDS)}"
         )
-    return Backend(name, interpret)
+    return Backend(name, interpret, few_rows=name == "cpu")
 
 
 def attention_set(backend: Backend, device: Any, pages: KVPages, num_heads: int, dtype: DTypeLike) -> str:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flax import nnx
 
 from jaxpage.device.acceptance import decide
-from jaxpage.device.attention import make_attend, make_grouped_product
+from jaxpage.device.attention import make_attend, make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
@@ -24,7 +24,7 @@ from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, Table
 from jaxpage.device.verify import last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.lora import adapters_of, token_adapters
-from jaxpage.layers.product import grouped_products
+from jaxpage.layers.product import product_kernels
 from jaxpage.layers.sharding import UNDIVIDED, Sharding
 from jaxpage.settings.draft_settings import AcceptanceRule
 
@@ -83,7 +83,7 @@ def model_step(
         parameters: {"target": the model's, "drafter": those of what drafts beside it, or None}.
         pages: of all layers, a drafter's behind the model's.
     """
-    with grouped_products(make_grouped_product(options.attention_backend)):
+    with product_kernels(make_product_kernels(options.attention_backend)):
         return _step(parameters, pages, unpack(packed, bucket, options.tables), processor_inputs, bucket, options)
 
 
@@ -199,7 +199,7 @@ def logits_step(
 ) -> tuple[jax.Array, KVPages]:
     """The part before the draw: the model's logits [B, V] in float32 of the tokens to draw from, and the pages."""
     pages, own_pages = split_layers(pages, options.drafter)
-    with grouped_products(make_grouped_product(options.attention_backend)):
+    with product_kernels(make_product_kernels(options.attention_backend)):
         model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
         return model.logits(hidden_TD[inputs.drawn_token_R]), pages + own_pages
 
@@ -211,7 +211,7 @@ def pooled_step(
 
     parameters: of the model.
     """
-    with grouped_products(make_grouped_product(options.attention_backend)):
+    with product_kernels(make_product_kernels(options.attention_backend)):
         _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
     count, hidden_TD = inputs.query_start[1], hidden_TD.astype(jnp.float32)
     is_token_T1 = (jnp.arange(bucket.num_tokens) < count)[:, None]

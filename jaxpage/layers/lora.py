@@ -44,7 +44,7 @@ _adapters: ContextVar[Adapters] = ContextVar("adapters")
 def token_adapters(adapters: Adapters) -> Iterator[None]:
     """Linear layers that are traced inside, and take adapters, add these.
 
-    A context variable, as for `product.grouped_products`: attention and feed-forward of every family call linear layers with nothing but
+    A context variable, as for `product.product_kernels`: attention and feed-forward of every family call linear layers with nothing but
     their input, and would all have to hand it on.
     """
     token = _adapters.set(adapters)

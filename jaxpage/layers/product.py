@@ -34,25 +34,29 @@ class Grouped(NamedTuple):
     minimum_OJ: Float[Array, "O J"] | None = None
 
 
-class GroupedProduct(NamedTuple):
-    """multiply: `x @ weight.T` in the type of x. numbers: the weight in float32 [O, I]."""
+class ProductKernels(NamedTuple):
+    """multiply: `x @ weight.T` in the type of x. numbers: the weight in float32 [O, I].
+
+    few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`; None, where it does not take them.
+    """
 
     multiply: Callable[[jax.Array, Grouped], jax.Array]
     numbers: Callable[[Grouped], jax.Array]
+    few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None]
 
 
 Weight = jax.Array | Scaled | Grouped
-_grouped_product: ContextVar[GroupedProduct] = ContextVar("grouped_product")
+_kernels: ContextVar[ProductKernels | None] = ContextVar("product_kernels", default=None)
 
 
 @contextmanager
-def grouped_products(grouped: GroupedProduct) -> Iterator[None]:
-    """What is traced inside multiplies by a `Grouped` weight with these functions: `jaxpage/device/` binds a kernel so."""
-    token = _grouped_product.set(grouped)
+def product_kernels(kernels: ProductKernels) -> Iterator[None]:
+    """What is traced inside multiplies with these: `jaxpage/device/` binds them so. Outside there are no products with a `Grouped` weight."""
+    token = _kernels.set(kernels)
     try:
         yield
     finally:
-        _grouped_product.reset(token)
+        _kernels.reset(token)
 
 
 @jax.named_scope("product")  # these names are for profiles: see `bench.step_profile`
@@ -70,9 +74,24 @@ def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | No
     if isinstance(weight, Scaled):
         return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
     if isinstance(weight, Grouped):
-        return _grouped_product.get().multiply(x_TI.astype(result or x_TI.dtype), weight)
+        return _for_grouped().multiply(x_TI.astype(result or x_TI.dtype), weight)
+    kernels = _kernels.get()
+    y_TO = None if kernels is None else kernels.few_rows(x_TI, weight, result or x_TI.dtype)
+    return xla_product(x_TI, weight, result) if y_TO is None else y_TO
+
+
+def xla_product(
+    x_TI: Float[Array, "T I"], weight: Float[Array, "O I"], result: DTypeLike | None
+) -> Float[Array, "T O"]:
+    """`product` without a kernel of ours."""
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
+
+
+def _for_grouped() -> ProductKernels:
+    kernels = _kernels.get()
+    assert kernels is not None, "bound where a model with such weights is traced"
+    return kernels
 
 
 def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
@@ -81,14 +100,14 @@ def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
     rows = weight._replace(
         values=weight.values[ids_T], scale_OJ=weight.scale_OJ[ids_T], zero_OJ=zero, minimum_OJ=minimum
     )
-    return _grouped_product.get().numbers(rows)
+    return _for_grouped().numbers(rows)
 
 
 def weight_numbers(weight: Weight) -> Float[Array, "O I"]:
     """The weight itself, dequantised, for what is not its product with an input."""
     if isinstance(weight, Scaled):
         return weight.values_OI.astype(jnp.float32) * weight.scale_O[:, None]
-    return _grouped_product.get().numbers(weight) if isinstance(weight, Grouped) else weight
+    return _for_grouped().numbers(weight) if isinstance(weight, Grouped) else weight
 
 
 @jax.named_scope("product")

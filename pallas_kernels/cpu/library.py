@@ -22,14 +22,15 @@ _LOADING = threading.Lock()
 
 PREBUILT = Path(__file__).parent / "prebuilt"  # of a wheel that was built with JAXPAGE_BUILD_KERNELS=1
 _FORM = "with a digest"  # of the files; those of another form have another name
-FUNCTIONS = ("jaxpage_attend", "jaxpage_write_and_attend", "jaxpage_multiply")
+FUNCTIONS = ("jaxpage_attend", "jaxpage_write_and_attend", "jaxpage_multiply", "jaxpage_multiply_few")
 
 
 class Library(NamedTuple):
-    """reason: why there are no kernels; None: there are."""
+    """reason: why there are no kernels; None: there are. few_rows: the types for which there is a product of few rows."""
 
     instruction_set: str
     reason: str | None = None
+    few_rows: tuple[str, ...] = ()
 
 
 def load() -> Library:
@@ -46,10 +47,16 @@ def _load() -> Library:
     name, flags = found
     if (prebuilt := PREBUILT / f"{name}.so").exists():
         if (reason := _register(lambda: _whole(prebuilt))) is None:
-            return Library(name)
+            return Library(name, few_rows=_types_of_few_rows(name))
         logger.warning("%s cannot be used: %s", prebuilt, reason)
     reason = _register(lambda: compiled(name, flags))
-    return Library("" if reason else name, reason)
+    return Library("", reason) if reason else Library(name, few_rows=_types_of_few_rows(name))
+
+
+def _types_of_few_rows(name: str) -> tuple[str, ...]:
+    if name != "avx512":
+        return ()
+    return ("float32", "bfloat16") if "avx512_bf16" in _processor_flags() else ("float32",)
 
 
 def _whole(path: Path) -> Path:
@@ -73,11 +80,15 @@ def instruction_set() -> tuple[str, Sequence[str]] | None:
     """The best one of this machine, and the compiler's flags for it."""
     if platform.machine() in ("aarch64", "arm64"):
         return next(iter(ARM.items()))
-    try:
-        has = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
-    except OSError:
-        return None
+    has = _processor_flags()
     return next(((name, flags) for name, (needed, flags) in X86.items() if needed <= has), None)
+
+
+def _processor_flags() -> set[str]:
+    try:
+        return set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    except OSError:
+        return set()
 
 
 def compiled(name: str, flags: Sequence[str]) -> Path:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpage.device.attention import make_grouped_product
+from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.product import grouped_products
+from jaxpage.layers.product import product_kernels
 from jaxpage.models.base import abstract_model
 from jaxpage.training import dense_recur
 
@@ -76,7 +76,7 @@ def logits_of(
         model = nnx.merge(graph, parameters)
         positions_T = jnp.arange(token_ids_T.shape[0])
         context = ForwardContext(positions_T, attend or dense_attend(), recur=dense_recur(1))
-        with grouped_products(make_grouped_product(Backend("auto"))):
+        with product_kernels(make_product_kernels(Backend("auto"))):
             hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
             return model.logits(hidden_TD)
 

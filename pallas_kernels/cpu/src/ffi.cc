@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "attention.h"
+#include "few_rows.h"
 #include "product.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,6 +19,7 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 extern const Kernels kKernels;
 extern const Multiply kMultiply;
+extern const MultiplyFew kMultiplyFew;
 }
 
 namespace {
@@ -196,6 +198,23 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   return ffi::Error::Success();
 }
 
+ffi::Error multiply_few(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
+  const auto xd = x.dimensions(), wd = w.dimensions(), od = out->dimensions();
+  FewRows p{};
+  p.is_bfloat16 = x.element_type() == ffi::DataType::BF16, p.out_is_bfloat16 = out->element_type() == ffi::DataType::BF16;
+  if (w.element_type() != x.element_type() || (!p.is_bfloat16 && x.element_type() != ffi::DataType::F32) ||
+      (out->element_type() != ffi::DataType::F32 && out->element_type() != x.element_type()))
+    return ffi::Error::InvalidArgument("no kernel for a product of these types");
+  if (!JAXPAGE_ISA::kMultiplyFew) return ffi::Error::InvalidArgument("no kernel for this instruction set");
+  if (xd.size() != 2 || wd.size() != 2 || od.size() != 2 || xd[1] != wd[1] || od[0] != xd[0] || od[1] != wd[0] || xd[0] < 1 ||
+      xd[0] > kMostFewRows || xd[1] % (p.is_bfloat16 ? 32 : 16) || wd[0] % kOutputsOfUnit)
+    return ffi::Error::InvalidArgument("no kernel for a product of these shapes");
+  p.x = x.untyped_data(), p.w = w.untyped_data(), p.out = out->untyped_data();
+  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = wd[0];
+  in_parallel(pool, p.num_out / kOutputsOfUnit, 4, [&](int64_t unit) { JAXPAGE_ISA::kMultiplyFew(p, unit * kOutputsOfUnit); });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #define JAXPAGE_READ(binding)                                                                                              \
@@ -238,6 +257,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("value_width"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxpage_multiply_few, multiply_few,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
                               ffi::Ffi::Bind()

@@ -1,0 +1,37 @@
+"""The product `x @ w.T` of a few rows of x and a weight as it is stored, in C++, which XLA's own reads at half of the memory's speed or less.
+
+It adds in the order of YNNPACK, which takes XLA's products of more rows where there is YNNPACK: so a row has the same bits on both paths,
+and whoever uses both asks for each shape whether that is so (`jaxpage.device.few_rows`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.cpu import library
+
+MOST_ROWS = 8  # from 16 on XLA is as fast (docs/lab-log.md)
+_INPUTS_OF_VECTOR = {"float32": 16, "bfloat16": 32}
+_OUTPUTS_OF_TILE = 64  # of YNNPACK: other numbers of outputs are added in another order
+
+
+def takes(num_rows: int, num_in: int, num_out: int, dtype: DTypeLike, result: DTypeLike) -> bool:
+    """Whether there is a kernel for such a product. dtype: of x and of the weight. result: of the product."""
+    name = jnp.dtype(dtype).name
+    return (
+        num_rows <= MOST_ROWS
+        and name in library.load().few_rows
+        and jnp.dtype(result).name in ("float32", name)
+        and num_in % _INPUTS_OF_VECTOR[name] == 0
+        and num_out % _OUTPUTS_OF_TILE == 0
+    )
+
+
+def multiply_few(x_TI: Float[Array, "T I"], w_OI: Float[Array, "O I"], result: DTypeLike) -> Float[Array, "T O"]:
+    """Sums are made in float32. For what `takes` says."""
+    shape = jax.ShapeDtypeStruct((x_TI.shape[0], w_OI.shape[0]), result)
+    y_TO: jax.Array = jax.ffi.ffi_call("jaxpage_multiply_few", shape, vmap_method="sequential")(x_TI, w_OI)
+    return y_TO
