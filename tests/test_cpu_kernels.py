@@ -16,9 +16,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxpage import SamplingParams
+from jaxpage import LLM, SamplingParams
 from jaxpage.device.backends import choose_backend
+from jaxpage.device.few_rows import few_rows_product, has_xlas_bits
 from jaxpage.errors import UnsupportedError
+from jaxpage.layers.product import xla_product
 from pallas_kernels import (
     SETS,
     QuantizedWeight,
@@ -28,7 +30,7 @@ from pallas_kernels import (
     quantized_product,
     write_and_attend,
 )
-from pallas_kernels.cpu import build, library
+from pallas_kernels.cpu import build, few_rows, library
 from tests.support.attention import make_case
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -203,6 +205,70 @@ def test_a_quantised_weight_that_fits_no_vector_is_left_to_plain_xla() -> None:
     np.testing.assert_allclose(quantized_product(x, weight), np.ones((3, 72)) @ exact.T, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("num_in", [32, 1056])  # one part of a sum, and several with a rest
+@pytest.mark.parametrize("result", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_call_multiplies_few_rows(dtype: str, result: str, num_in: int) -> None:
+    """The oracle is numpy in float64. A row has its bits among any others."""
+    if not few_rows.takes(few_rows.MOST_ROWS, num_in, 192, dtype, result):
+        assert (dtype, result) == ("float32", "bfloat16") or dtype not in library.load().few_rows
+        pytest.skip("no kernel for it on this processor")
+    rng = np.random.default_rng(5)
+    x, w = (jnp.asarray(rng.standard_normal((rows, num_in)), dtype) for rows in (few_rows.MOST_ROWS, 192))
+    together = few_rows.multiply_few(x, w, result)
+    assert together.dtype == result
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    np.testing.assert_allclose(
+        np.asarray(together, np.float64), exact, atol=1e-4, rtol=1e-5 if result == "float32" else 0.01
+    )
+    for count in range(1, few_rows.MOST_ROWS):
+        np.testing.assert_array_equal(few_rows.multiply_few(x[-count:], w, result), together[-count:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(64, 1024), (576, 960), (1056, 192), (2048, 768)], ids=str)
+def test_a_product_of_few_rows_has_its_bits_among_many_of_xla(shape: tuple[int, int], dtype: str) -> None:
+    num_in, num_out = shape
+    if not few_rows.takes(2, num_in, num_out, dtype, dtype) or not has_xlas_bits(num_in, num_out, dtype, dtype):
+        pytest.skip("no kernel, or XLA adds in another order here")
+    rng = np.random.default_rng(8)  # the whole weight: rows are asked of a part of it
+    x, w = (jnp.asarray(rng.standard_normal((rows, num_in)), dtype) for rows in (200, num_out))
+    many = xla_product(x, w, jnp.float32)
+    np.testing.assert_array_equal(many[100:105], few_rows_product(x[100:105], w, jnp.float32))
+
+
+def test_a_product_in_another_order_is_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if YNNPACK added the parts of a sum from behind."""
+
+    def other(x: jax.Array, w: jax.Array, result: Any) -> jax.Array:
+        return few_rows.multiply_few(x[:, ::-1], w[:, ::-1], result)
+
+    x, w = jnp.ones((2, 1056)), jnp.ones((1024, 1056))
+    assert few_rows.takes(2, 1056, 1024, x.dtype, x.dtype) == (library.load().instruction_set == "avx512")
+    monkeypatch.setattr("jaxpage.device.few_rows.multiply_few", other)
+    has_xlas_bits.cache_clear()
+    assert few_rows_product(x, w, jnp.float32) is None
+    has_xlas_bits.cache_clear()
+    assert few_rows_product(x[:, :8], w[:, :8], jnp.float32) is None, "a small one"
+    assert few_rows_product(jnp.ones((9, 1056)), w, jnp.float32) is None, "more rows"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(dtype: str) -> None:
+    """Generation takes them, and the score of its tokens in one chunk XLA's products."""
+    weights = (256, 1152)  # gate and up of the demo model
+    if not few_rows.takes(2, *weights, dtype, dtype) or not has_xlas_bits(*weights, dtype, dtype):
+        pytest.skip("no products of few rows here")
+    prompts = [[5, 9, 200], [7], [20, 3, 5, 60, 60, 1, 17, 90]]
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True, logprobs=0)
+    with LLM("demo", dtype=dtype, max_model_len=128, max_num_seqs=4) as llm:
+        outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+        scores = llm.score(prompts, [list(each.token_ids) for each in outputs])
+    for one, score in zip(outputs, scores, strict=True):
+        drawn = [entry[id_].logprob for entry, id_ in zip(one.logprobs or [], one.token_ids, strict=True)]
+        assert score == drawn
+
+
 def test_texts_are_those_of_plain_xla(tmp_path: Path) -> None:
     assert candidates("auto", "cpu")[0] is SETS["cpu"] and SETS["cpu"] not in candidates("auto", "gpu")
     model = random_checkpoint(tmp_path / "llama", LLAMA)
@@ -295,6 +361,15 @@ PRODUCT_MISTAKES = {
     "the last outputs are left out": ("for (; output < end; ++output) few_tokens<code, kMinimum, 1>(p, output);", ""),
     "minima are forgotten": ("splat(number_of_group(p, p.minimum, index))", "splat(0.0f)"),
 }
+FEW_MISTAKES = {
+    "the parts of a sum are not added": ("total[t] + part[t]", "part[t]"),
+    "rows of another unit": ("* num_words + i);", "* num_words + begin);"),
+    "columns in another order": (
+        "u[j + 4] = __builtin_shuffle(b, d, even);",
+        "u[j + 4] = __builtin_shuffle(d, b, even);",
+    ),
+    "the first row for all": ("x[t * num_words + i + k]", "x[i + k]"),
+}
 MISTAKES = {
     "a window that is one too wide": ("unit.last + 1 - a.window", "unit.last - a.window"),
     "the last position is left out": ("unit.last - tile + 1 : kTile", "unit.last - tile : kTile"),
@@ -305,13 +380,15 @@ MISTAKES = {
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mistake", [*MISTAKES, *PRODUCT_MISTAKES])
+@pytest.mark.parametrize("mistake", [*MISTAKES, *PRODUCT_MISTAKES, *FEW_MISTAKES])
 def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
     sources = tmp_path / "src"
     sources.mkdir()
     for source in library.SOURCES.iterdir():
         text = source.read_text()
-        mistakes = {"attention.cc": MISTAKES, "product.cc": PRODUCT_MISTAKES}.get(source.name, {})
+        mistakes = {"attention.cc": MISTAKES, "product.cc": PRODUCT_MISTAKES, "few_rows.cc": FEW_MISTAKES}.get(
+            source.name, {}
+        )
         if mistake in mistakes:
             assert text.count(mistakes[mistake][0]) == 1
             text = text.replace(*mistakes[mistake])

@@ -22,7 +22,7 @@ from jaxpage.checkpoints.config_file import read_config
 from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
-from jaxpage.layers.product import Scaled, product_kernels, product, weight_numbers
+from jaxpage.layers.product import Scaled, product, product_kernels, weight_numbers
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import abstract_model, make_model
 from jaxpage.models.sharding import Place, ShardedWeight, sharded_weights, with_sharding

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +39,25 @@ def few_rows_product(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> jax
 
 @functools.cache
 def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
-    """Of many rows, by random numbers. The sums are compared as they are, too: most differences between them are lost in bfloat16."""
+    """Of many rows, by random numbers: the sums as they are, and the result where something is computed of it.
+
+    In bfloat16 most differences of sums are lost, and XLA may pass a sum on without rounding it to the type of the result.
+    """
     rng = np.random.default_rng(0)
     x_TI, w_OI = (
         rng.standard_normal((rows, num_in), np.float32).astype(dtype)
         for rows in (ROWS_ASKED, min(num_out, MOST_OUTPUTS_ASKED))
     )
+
+    def compiled(multiply: Callable[..., jax.Array], num_rows: int, result: str) -> Callable[..., jax.Array]:
+        def thrice(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
+            return 3 * multiply(x_TI, w_OI, result).astype(jnp.float32)
+
+        return jax.jit(thrice).lower(x_TI[:num_rows], w_OI).compile()
+
     for each in {result, "float32"}:
-        theirs = jax.jit(functools.partial(xla_product, result=each)).lower(x_TI, w_OI).compile()(x_TI, w_OI)
-        few = jax.jit(functools.partial(multiply_few, result=each)).lower(x_TI[:MOST_ROWS], w_OI).compile()
-        ours = [np.asarray(few(x_TI[start : start + MOST_ROWS], w_OI)) for start in range(0, ROWS_ASKED, MOST_ROWS)]
-        if not np.array_equal(np.asarray(theirs), np.concatenate(ours)):
+        many, few = compiled(xla_product, ROWS_ASKED, each), compiled(multiply_few, MOST_ROWS, each)
+        parts = [np.asarray(few(part, w_OI)) for part in np.split(x_TI, ROWS_ASKED // MOST_ROWS)]
+        if not np.array_equal(np.asarray(many(x_TI, w_OI)), np.concatenate(parts)):
             return False
     return True

@@ -51,7 +51,7 @@ _kernels: ContextVar[ProductKernels | None] = ContextVar("product_kernels", defa
 
 @contextmanager
 def product_kernels(kernels: ProductKernels) -> Iterator[None]:
-    """What is traced inside multiplies with these: `jaxpage/device/` binds them so. Outside there are no products with a `Grouped` weight."""
+    """What is traced inside multiplies with these: `jaxpage/device/` binds them so. Outside there is no product with a `Grouped` one."""
     token = _kernels.set(kernels)
     try:
         yield

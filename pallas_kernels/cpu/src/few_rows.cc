@@ -14,7 +14,7 @@ namespace JAXPAGE_ISA {
 
 namespace {
 
-constexpr int64_t kWordsOfPart = 512, kWordsAhead = 64;
+constexpr int64_t kWordsOfPart = 512;
 
 // Transposes 16 x 16 words.
 static inline void transpose(Bits* v) {
@@ -72,7 +72,8 @@ JAXPAGE_BF16 void outputs(const FewRows& p, int64_t first) {
     for (int64_t i = begin; i < end; i += kLanes) {
       Bits words[kOutputsOfUnit];
       for (int o = 0; o < kOutputsOfUnit; ++o) words[o] = raw_at<Bits>(w + o * num_words + i);
-      for (int o = 0; o < kOutputsOfUnit; ++o) __builtin_prefetch(w + o * num_words + i + kWordsAhead);
+      // Of the next unit, for the second cache: rows are too short for what a processor fetches of its own accord.
+      for (int o = 0; o < kOutputsOfUnit; ++o) __builtin_prefetch(w + (kOutputsOfUnit + o) * num_words + i, 0, 2);
       transpose(words);
       for (int k = 0; k < kLanes; ++k)
         for (int t = 0; t < kRows; ++t) part[t] = Add<Stored>::to(part[t], Bits{} + x[t * num_words + i + k], words[k]);

@@ -1,5 +1,6 @@
 // The kernels as XLA calls them: buffers are checked, and the units of work are shared among XLA's own threads.
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <memory>
@@ -45,10 +46,31 @@ class FlushedSubnormals {
 #endif
 };
 
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Waits at work for `until()`, for a while that is shorter than it takes to sleep and to be woken some times. Returns whether it came.
+template <typename Until>
+bool soon(std::chrono::microseconds while_, const Until& until) {
+  const auto end = std::chrono::steady_clock::now() + while_;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (until()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
 // What a call shares with threads that help it. One that starts late finds nothing to do, perhaps when the call has returned.
 struct Shared {
-  std::atomic<int64_t> next{0};
-  int64_t count, at_once, num_done = 0;
+  std::atomic<int64_t> next{0}, num_done{0};
+  int64_t count, at_once;
   const void* work;
   void (*run)(const void* work, int64_t index);
   std::mutex mutex;
@@ -59,11 +81,50 @@ struct Shared {
     int64_t num_own = 0;
     for (int64_t first; (first = next.fetch_add(at_once)) < count;)
       for (int64_t i = first; i < count && i < first + at_once; ++i, ++num_own) run(work, i);
-    if (num_own == 0) return;
+    if (num_own == 0 || num_done.fetch_add(num_own) + num_own < count) return;
     std::lock_guard<std::mutex> lock(mutex);
-    if ((num_done += num_own) == count) done.notify_all();
+    done.notify_all();
+  }
+
+  void wait() {
+    const auto all_done = [this] { return num_done.load() == count; };
+    if (soon(std::chrono::microseconds(20), all_done)) return;
+    std::unique_lock<std::mutex> lock(mutex);
+    done.wait(lock, all_done);
   }
 };
+
+// Threads that helped stay for the next call of a step. To wake one takes as long as a small product does, and Linux may let the thread that
+// is woken run on the core of the one that wakes it, with the other core idle.
+class Helpers {
+ public:
+  void help(std::shared_ptr<Shared> shared) {
+    shared->take_part();
+    num_staying_.fetch_add(1);
+    for (int64_t seen = num_calls_.load(); soon(std::chrono::microseconds(100), [&] { return num_calls_.load() != seen; });) {
+      seen = num_calls_.load();
+      shared = std::atomic_load(&last_);
+      shared->take_part();
+    }
+    num_staying_.fetch_sub(1);
+  }
+
+  // Gives those who stayed another call. Returns how many they are.
+  int64_t call(const std::shared_ptr<Shared>& shared) {
+    std::atomic_store(&last_, shared);
+    num_calls_.fetch_add(1);
+    return num_staying_.load();
+  }
+
+ private:
+  std::shared_ptr<Shared> last_;
+  std::atomic<int64_t> num_calls_{0}, num_staying_{0};
+};
+
+Helpers& helpers() {
+  static Helpers* all = new Helpers;  // not destroyed: threads of the pool may be in it at the end of the process
+  return *all;
+}
 
 // Calls work(i) for i of [0, count), each once, on the calling thread and on those of the pool that are free. Returns when all have returned.
 template <typename Work>
@@ -72,12 +133,12 @@ void in_parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t at_once, con
   auto shared = std::make_shared<Shared>();
   shared->count = count, shared->at_once = at_once, shared->work = &work;
   shared->run = [](const void* given, int64_t index) { (*static_cast<const Work*>(given))(index); };
-  int64_t helpers = (count + at_once - 1) / at_once - 1;
-  if (helpers > pool.num_threads() - 1) helpers = pool.num_threads() - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([shared] { shared->take_part(); });
+  int64_t wanted = (count + at_once - 1) / at_once - 1;
+  if (wanted > pool.num_threads() - 1) wanted = pool.num_threads() - 1;
+  if (wanted > 0)
+    for (int64_t i = helpers().call(shared); i < wanted; ++i) pool.Schedule([shared] { helpers().help(shared); });
   shared->take_part();
-  std::unique_lock<std::mutex> lock(shared->mutex);
-  shared->done.wait(lock, [&] { return shared->num_done == count; });
+  shared->wait();
 }
 
 namespace ffi = xla::ffi;
