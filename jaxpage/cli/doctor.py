@@ -92,19 +92,10 @@ def _cpu_products() -> Iterator[str]:
 
 def _cpu_kernels() -> Iterator[str]:
     from jaxpage.device.backends import cpu_kernels
-    from jaxpage.device.few_rows import has_xlas_bits
-    from pallas_kernels.cpu.few_rows import MOST_ROWS
-    from pallas_kernels.cpu.library import load
+    from jaxpage.device.few_rows import described
 
     yield cpu_kernels()
-    if not (library := load()).reason:
-        taken = [dtype for dtype in library.few_rows if has_xlas_bits(768, 4096, dtype, dtype)]
-        where = (
-            f"in {' and '.join(taken)}"
-            if taken
-            else "none: they would not have the bits of XLA's products of more rows"
-        )
-        yield f"products of up to {MOST_ROWS} rows: {where}"
+    yield described()
 
 
 def _compile_cache() -> Iterator[str]:

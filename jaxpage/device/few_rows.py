@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxpage.layers.product import xla_product
+from pallas_kernels.cpu import library
 from pallas_kernels.cpu.few_rows import MOST_ROWS, multiply_few, takes
 
 SMALLEST_WEIGHT = 1 << 16  # numbers; to ask costs more than smaller ones gain
@@ -61,3 +62,9 @@ def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
         if not np.array_equal(np.asarray(many(x_TI, w_OI)), np.concatenate(parts)):
             return False
     return True
+
+
+def described() -> str:
+    """For which types the kernel takes products of few rows, asked of one shape."""
+    taken = [dtype for dtype in library.load().few_rows if has_xlas_bits(768, 4096, dtype, dtype)]
+    return f"products of up to {MOST_ROWS} rows: {' and '.join(taken) or 'none'}"
