@@ -535,6 +535,32 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
 
 
 @pytest.mark.sweep
+def test_a_rank_that_hangs_is_seen_in_time(directory):
+    """Stopped while a request runs: the request ends with an error, health turns red, and so ends rank 1 when it goes on."""
+    port, seconds = free_ports(), 8
+    flags = [SECRET, "--host-timeout-seconds", str(seconds), "--served-model-name", "m"]
+    flags += ["--max-model-len", "256", "--num-blocks", "70"]  # a request runs for a second or two
+    with started(directory, port, 0, *flags) as leader, started(directory, port, 1, *flags) as follower:
+        url = leader.wait_for(r"http://[^\s/\"]+")
+        body = {"model": "m", "prompt": PROMPTS[1], "max_tokens": 235, "ignore_eos": True}
+        body |= {"stream": True, "return_token_ids": True}  # a chunk for each token
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+            lines = answer.iter_lines()
+            assert json.loads(next(lines).removeprefix("data: "))["choices"], "it runs"
+            follower.process.send_signal(signal.SIGSTOP)
+            stopped = time.monotonic()
+            assert httpx.get(f"{url}/health").status_code == 200, "nobody knows yet"
+            rest = "".join(lines)
+            took = time.monotonic() - stopped
+            assert httpx.get(f"{url}/health").status_code == 503
+        assert "The engine has failed" in rest, rest
+        assert seconds / 2 < took < 2 * seconds
+        assert leader.ended() == 1 and f"rank 1 has not answered for {seconds} s" in leader.said
+        follower.process.send_signal(signal.SIGCONT)
+        assert follower.ended() != 0
+
+
+@pytest.mark.sweep
 def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
     """The log of rank 0 is that of one process with two devices, weights included."""
     drafting = json.dumps({"method": "token_recycling", "num_speculative_tokens": 3, "tree": True})
