@@ -23,14 +23,25 @@ from jaxpage.device.step_inputs import unpack
 from jaxpage.layers.sharding import Sharding
 from jaxpage.shapes import NOT_FINITE
 from pallas_kernels.inspection import hlo
-from tests.on_four_devices import INVARIANT, ON_4, SETTINGS, prompts_of
 from tests.support.engines import LLAMA, invariants
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import drawn
 from tests.test_sampler import BUCKET, NUM_ROWS, TABLES, flags_of, inputs_for
 
+# Chunks of 16 tokens cut the long prompts, and the pool does not hold both sequences to their end.
+SETTINGS: dict[str, Any] = {
+    **{"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60},
+    **{"dtype": "float32", "preemption_mode": "recompute", "use_tqdm": False},
+}
+INVARIANT = {"tensor_parallel_reduction": "invariant"}
+ON_4 = {"tensor_parallel_size": 4}
 VOCAB = 50  # of which four devices have 13 each, two of them padding
+
+
+def prompts_of(vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, vocab_size, length).tolist() for length in (3, 41, 17)]
 
 
 def from_parts(logits_RV: np.ndarray, packed: np.ndarray, num_devices: int, *, by_row: bool) -> np.ndarray:
