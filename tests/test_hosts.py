@@ -396,6 +396,20 @@ def test_rank_0_sees_who_is_gone_silent_or_of_another_mind():
     assert "First difference: step 3" in lost(lambda theirs, wire: theirs.send(different))
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_step_that_fails_names_the_host_that_is_gone(is_gone):
+    """The device may know before the connection."""
+    with greeted() as (ours, _, wire):
+        leader = Leader({1: ours}, 30.0)
+        leader.start(lambda why: None)
+        timer = threading.Timer(0.2, wire.shutdown if is_gone else int, (socket.SHUT_RDWR,))
+        timer.start()
+        why = "rank 1 is gone" if is_gone else "step 3 failed: RuntimeError: reset by peer"
+        with pytest.raises(HostLost, match=f"^{why}"):
+            leader.failed(SimpleNamespace(step_id=3), RuntimeError("reset by peer"))  # type: ignore[arg-type]
+        timer.join()
+
+
 # ---- two processes
 
 SETTINGS = {

@@ -134,7 +134,7 @@ def _target_step(
 def _drawn(
     logits: Logits, inputs: StepInputs, processor_inputs: ProcessorInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tokens that were drawn, the paths of right drafts, and both with log probabilities as they leave the device."""
+    """The tokens that were drawn, the paths of right drafts, and the tokens with log probabilities as `unpack_drawn` takes them."""
     by_row = options.sample_by_row
     no_paths = jnp.zeros((0, 0), jnp.int32)
 
