@@ -52,9 +52,9 @@ fetch_models() {
 
 # install_clients py311 PYTHON: programs that talk to servers, in an environment of their own. Where one cannot be had, its test says that it is skipped.
 install_clients() {
-    say "vllm-router and lm-eval"
+    say "vllm-router, smg and lm-eval"
     "$2" -m venv "$work/clients-$1"
-    for package in vllm-router 'lm-eval[api] transformers'; do
+    for package in vllm-router smg 'lm-eval[api] transformers'; do
         # shellcheck disable=SC2086 # several words are several packages
         "$work/clients-$1/bin/pip" install --quiet $package || echo "No $package here: what needs it is not tested"
     done

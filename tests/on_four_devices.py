@@ -22,6 +22,7 @@ from jaxpage.layers import sharding  # noqa: E402
 from jaxpage.models import sharding as sharding_of_models  # noqa: E402
 from jaxpage.replay.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
+from tests.on_four_devices_logits import INVARIANT, ON_4, SETTINGS, prompts_of  # noqa: E402
 from tests.support.engines import LLAMA, invariants, run_giving_way, tokens_of  # noqa: E402
 from tests.support.executables import when_used  # noqa: E402
 from tests.support.gguf_files import write_gguf  # noqa: E402
@@ -41,13 +42,6 @@ from tests.test_drafting_ahead import (  # noqa: E402
 from tests.test_experts import save_gpt_oss  # noqa: E402
 
 NUM_TOKENS = 10
-# Chunks of 16 tokens cut the long prompts, and the pool does not hold both sequences to their end.
-SETTINGS: dict[str, Any] = {
-    **{"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60},
-    **{"dtype": "float32", "preemption_mode": "recompute", "use_tqdm": False},
-}
-INVARIANT = {"tensor_parallel_reduction": "invariant"}
-ON_4 = {"tensor_parallel_size": 4}
 LAYOUTS = {"one": INVARIANT, "two": {"tensor_parallel_size": 2}, "four": ON_4}
 KEY_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 # Small: what is compiled takes the time of this file, and for a head width of 16 that is least.
@@ -89,11 +83,6 @@ def generated(directory: Path | str, prompts: list[list[int]], temperature: floa
         outputs = llm.generate(prompts, params, use_tqdm=False)
         invariants(llm)
     return tokens_of(outputs)
-
-
-def prompts_of(vocab_size: int) -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, vocab_size, length).tolist() for length in (3, 41, 17)]
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -300,6 +301,26 @@ def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) ->
     assert report["jaxpage"] == __version__
     assert {"jax", "jaxlib", "flax", "transformers", "devices", "host", "compile", "demo", "JAX_PLATFORMS"} <= set(
         report
+    )
+
+
+def test_doctor_says_what_several_devices_and_hosts_could_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("JAXPAGE_HOSTS_SECRET", "nobody may read this")
+    assert run("doctor") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^tensor parallel +1 cpu device\(s\), so tensor_parallel_size can be up to 1$", out, re.M)
+    assert re.search(r"^several hosts +jax.distributed detects no job of Slurm, .*--num-hosts", out, re.M)
+    assert re.search(r"^JAXPAGE_HOSTS_SECRET +set$", out, re.M)
+    job = {"JOB_ID": "4095", "STEP_NODELIST": "node[007,009]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert run("doctor") == 0
+    assert re.search(
+        r"^several hosts +process 1 of 2 of a job, process 0 on node007: --coord", capsys.readouterr().out, re.M
     )
 
 

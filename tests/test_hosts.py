@@ -25,6 +25,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.engine import build
 from jaxpage.engine.events import Events
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.replay.differences import Differs
@@ -206,21 +207,74 @@ def test_drafters_and_adapters_are_compared_by_their_files(directory, tmp_path):
     assert joining._difference(about(0), without, 3) == "the drafter is given on rank 3 alone"
 
 
-def test_both_hosts_are_told_the_same_of_engines_that_differ():
-    def why(channel: Channel, other: int, own: int, num_blocks: int) -> str:
-        spec = SimpleNamespace(record=lambda: {"dtype": "float32", "swap_space_blocks": num_blocks})
-        with pytest.raises(joining.HostsError) as refusal:
-            joining.agree(spec, {other: channel}, host_rank=own)  # type: ignore[arg-type]
-        return str(refusal.value)
+def on_both_hosts(function: Any, of_leader: dict[str, Any], of_follower: dict[str, Any]) -> tuple[Any, Any]:
+    """What each host's `function` gives of its own plan, or why it does not."""
+
+    def of(record: dict[str, Any], channel: Channel, other: int, own: int) -> Any:
+        try:
+            return function(SimpleNamespace(record=lambda: record), {other: channel}, host_rank=own)
+        except joining.HostsError as refusal:
+            return str(refusal)
 
     with greeted() as (leader, follower, _), ThreadPoolExecutor(1) as pool:
-        of_follower = pool.submit(why, follower, 0, 1, 16)
-        of_leader = why(leader, 1, 0, 32)
-    assert of_follower.result() == of_leader
-    assert of_leader.startswith(
-        "rank 1 has another engine than rank 0: swap_space_blocks is 16 on rank 1, 32 on rank 0; "
-    )
-    assert all(flag in of_leader for flag in ("--num-blocks", "--swap-space-blocks", "--dtype"))
+        found = pool.submit(of, of_follower, follower, 0, 1)
+        return of(of_leader, leader, 1, 0), found.result()
+
+
+PLANNED = {"dtype": "float32", "num_blocks": 64, "swap_space_blocks": 63, "buckets": [[2, 2]]}
+
+
+def test_both_hosts_are_told_the_same_of_engines_that_differ():
+    for function, changed, why in (
+        (joining.agree, {"buckets": [[4, 4]]}, r"buckets is \[\[4, 4\]\] on rank 1, \[\[2, 2\]\] on rank 0"),
+        (joining.smallest_sizes, {"dtype": "bfloat16"}, "dtype is 'bfloat16' on rank 1, .*: give --dtype on all"),
+    ):
+        told, of_follower = on_both_hosts(function, PLANNED, {**PLANNED, **changed})
+        assert told == of_follower and re.fullmatch(f"rank 1 has another engine than rank 0: {why}", told)
+
+
+@pytest.mark.parametrize(
+    ("leader", "follower", "least"),
+    [
+        ((64, 63), (64, 63), {}),
+        ((64, 63), (32, 31), {"num_blocks": 32, "swap_space_blocks": 31}),
+        ((48, 0), (64, 63), {"num_blocks": 48, "swap_space_blocks": 0}),
+        ((64, 31), (32, 31), {"num_blocks": 32, "swap_space_blocks": 31}),
+        ((64, 63), (64, 15), {"swap_space_blocks": 15}),
+    ],
+)
+def test_the_host_with_the_least_memory_sizes_all_pools(leader, follower, least, caplog):
+    both = (dict(zip(("num_blocks", "swap_space_blocks"), sizes, strict=True)) for sizes in (leader, follower))
+    assert on_both_hosts(joining.smallest_sizes, *(PLANNED | sizes for sizes in both)) == (least, least)
+    said = [record.message for record in caplog.records if record.message.startswith("num_blocks")]
+    smaller, no_more = int(follower[0] < leader[0]), "since rank {} has memory for no more; rank {} has memory for 64"
+    text = f"num_blocks is {least.get('num_blocks')} on all hosts, {no_more.format(smaller, 1 - smaller)}"
+    assert said == [text] * 2 * ("num_blocks" in least)
+
+
+def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkeypatch):
+    """Before its weights are loaded, with what follows from the sizes."""
+
+    class Loads(Exception):
+        pass
+
+    def load(files: Any, spec: Any, *_: Any, **options: Any) -> None:
+        seen.append(spec.memory)
+        raise Loads
+
+    def planned(spec: Any) -> dict[str, int]:
+        seen.append(spec.memory)
+        return {"num_blocks": 9, "swap_space_blocks": 3}
+
+    seen: list[Any] = []
+    monkeypatch.setattr(build, "load_model", load)
+    with pytest.raises(Loads):
+        build.build_engine(
+            EngineConfig(model=str(directory), block_size=4, max_num_seqs=2), progress=False, planned=planned
+        )
+    before, after = seen
+    assert before.num_blocks > 9 and before.num_host_blocks > 3 and before.max_model_len > 32
+    assert (after.num_blocks, after.num_host_blocks, after.max_model_len) == (9, 3, 32)
 
 
 # ---- two engines of one process, without a network
@@ -340,6 +394,20 @@ def test_rank_0_sees_who_is_gone_silent_or_of_another_mind():
     assert lost(lambda theirs, wire: None) == "rank 1 has not answered for 1 s"
     different = {"event": "differs", "difference": "First difference: step 3"}
     assert "First difference: step 3" in lost(lambda theirs, wire: theirs.send(different))
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_step_that_fails_names_the_host_that_is_gone(is_gone):
+    """The device may know before the connection."""
+    with greeted() as (ours, _, wire):
+        leader = Leader({1: ours}, 30.0)
+        leader.start(lambda why: None)
+        timer = threading.Timer(0.2, wire.shutdown if is_gone else int, (socket.SHUT_RDWR,))
+        timer.start()
+        why = "rank 1 is gone" if is_gone else "step 3 failed: RuntimeError: reset by peer"
+        with pytest.raises(HostLost, match=f"^{why}"):
+            leader.failed(SimpleNamespace(step_id=3), RuntimeError("reset by peer"))  # type: ignore[arg-type]
+        timer.join()
 
 
 # ---- two processes
@@ -478,6 +546,32 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
                 assert httpx.get(f"{url}/health").status_code == 503
             assert leader.ended() == 1 and time.monotonic() - killed < 20
             assert "rank 1 is gone" in leader.said
+
+
+@pytest.mark.sweep
+def test_a_rank_that_hangs_is_seen_in_time(directory):
+    """Stopped while a request runs: the request ends with an error, health turns red, and so ends rank 1 when it goes on."""
+    port, seconds = free_ports(), 8
+    flags = [SECRET, "--host-timeout-seconds", str(seconds), "--served-model-name", "m"]
+    flags += ["--max-model-len", "256", "--num-blocks", "70"]  # a request runs for a second or two
+    with started(directory, port, 0, *flags) as leader, started(directory, port, 1, *flags) as follower:
+        url = leader.wait_for(r"http://[^\s/\"]+")
+        body = {"model": "m", "prompt": PROMPTS[1], "max_tokens": 235, "ignore_eos": True}
+        body |= {"stream": True, "return_token_ids": True}  # a chunk for each token
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+            lines = answer.iter_lines()
+            assert json.loads(next(lines).removeprefix("data: "))["choices"], "it runs"
+            follower.process.send_signal(signal.SIGSTOP)
+            stopped = time.monotonic()
+            assert httpx.get(f"{url}/health").status_code == 200, "nobody knows yet"
+            rest = "".join(lines)
+            took = time.monotonic() - stopped
+            assert httpx.get(f"{url}/health").status_code == 503
+        assert "The engine has failed" in rest, rest
+        assert seconds / 2 < took < 2 * seconds
+        assert leader.ended() == 1 and f"rank 1 has not answered for {seconds} s" in leader.said
+        follower.process.send_signal(signal.SIGCONT)
+        assert follower.ended() != 0
 
 
 @pytest.mark.sweep

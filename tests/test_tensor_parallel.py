@@ -13,18 +13,18 @@ from jaxpage import LLM
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.models import sharding
 
-FILE = Path(__file__).parent / "on_four_devices.py"
+FILES = [Path(__file__).parent / name for name in ("on_four_devices.py", "on_four_devices_logits.py")]
 
 
 def test_on_four_devices(pytestconfig):
     """See there."""
     flags = f"--xla_force_host_platform_device_count=4 {os.environ.get('XLA_FLAGS', '')}"
     shapes = ["--check-shapes"] * pytestconfig.getoption("--check-shapes")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *shapes, str(FILE)]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *shapes, *map(str, FILES)]
     done = subprocess.run(
         command,
         env={**os.environ, "XLA_FLAGS": flags},
-        cwd=FILE.parents[1],
+        cwd=FILES[0].parents[1],
         capture_output=True,
         text=True,
         timeout=800,

@@ -16,6 +16,7 @@ from jaxpage import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "safetensors", "orbax-checkpoint")
 OPTIONAL_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
+DETECTION_SECONDS = 5
 VARIABLES = (
     "JAX_PLATFORMS",
     "JAX_COMPILATION_CACHE_DIR",
@@ -39,6 +40,8 @@ def report() -> Iterator[tuple[str, str]]:
     for package in OPTIONAL_PACKAGES:
         yield package, _version(package) or "not installed (optional)"
     yield from _part("devices", _devices)
+    yield from _part("tensor parallel", _tensor_parallel)
+    yield from _part("several hosts", _several_hosts)
     yield from _part("host memory", _host_memory)
     yield from _part("CPU products", _cpu_products)
     yield from _part("CPU kernels", _cpu_kernels)
@@ -48,7 +51,8 @@ def report() -> Iterator[tuple[str, str]]:
     yield from _part("quantised weights", _quantizations)
     for variable in (*VARIABLES, *sorted(name for name in os.environ if name.startswith("JAXPAGE_"))):
         if variable in os.environ:
-            yield variable, "set" if "KEY" in variable or "TOKEN" in variable else os.environ[variable]
+            is_secret = any(word in variable for word in ("KEY", "TOKEN", "SECRET"))
+            yield variable, "set" if is_secret else os.environ[variable]
 
 
 def _part(name: str, find: Callable[[], Iterator[str]]) -> Iterator[tuple[str, str]]:
@@ -74,6 +78,25 @@ def _devices() -> Iterator[str]:
         limit, used = memory.get("bytes_limit"), memory.get("bytes_in_use", 0)
         room = f", {_gib(limit - used)} free of {_gib(limit)}" if limit else ""
         yield f"{device.platform}:{device.id} {device.device_kind}{room}"
+
+
+def _tensor_parallel() -> Iterator[str]:
+    import jax
+
+    count = len(jax.devices())
+    advice = f", if the model's heads can be divided: jaxpage plan MODEL --devices {count}" if count > 1 else ""
+    yield f"{count} {jax.devices()[0].platform} device(s), so tensor_parallel_size can be up to {count}{advice}"
+
+
+def _several_hosts() -> Iterator[str]:
+    from jaxpage.device.mesh import find_job
+
+    job = find_job(DETECTION_SECONDS)
+    if job is None:
+        yield "jax.distributed detects no job of Slurm, Open MPI or Kubernetes: give --num-hosts, --host-rank and --coordinator"
+    else:
+        host = job.coordinator.rpartition(":")[0]
+        yield f"process {job.process_id} of {job.num_processes} of a job, process 0 on {host}: --coordinator auto"
 
 
 def _host_memory() -> Iterator[str]:

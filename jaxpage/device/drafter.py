@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
+from jaxpage.device.divided_logits import Logits
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.step_inputs import Flags, StepInputs
 
@@ -27,7 +28,7 @@ class TargetStep(NamedTuple):
     by_row: bool
     hidden_TD: Float[Array, "T D"]  # behind the final norm
     states: tuple[jax.Array, ...]  # [T, D]: the auxiliary hidden states that the drafter asked for, or else `hidden_TD`
-    logits_RV: Float[Array, "R V"]
+    logits: Logits
     token_ids_R: Int[Array, "R"]  # what was drawn
     paths_BQ: Int[Array, "_ _"]  # of a step that verifies: see `acceptance.decide`
     last_B: Int[Array, "B"]  # the draws that count as the last of their sequences: of a step that verifies one per row
@@ -97,7 +98,7 @@ class TopIdsDrafter:
     aux_layers: ClassVar[tuple[int, ...]] = ()
 
     def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array, KVPages]:
-        return _if_wanted(target, lambda: top_ids(target.logits_RV, self.num_ids)), pages
+        return _if_wanted(target, lambda: top_ids(target.logits.whole(), self.num_ids)), pages
 
 
 def top_ids(logits_RV: Float[Array, "R V"], count: int) -> Int[Array, "R W"]:

@@ -181,10 +181,10 @@ class JobProcess(NamedTuple):
     local_id: int | None  # its number among those of its machine, where the job has several there
 
 
-def find_job() -> JobProcess | None:
-    """What JAX detects of the job that this process belongs to, or None."""
+def find_job(seconds: int = DETECTION_SECONDS) -> JobProcess | None:
+    """What JAX detects of the job that this process belongs to, or None. seconds: for what a cluster may not know at once."""
     find = ClusterEnv.auto_detect_unset_distributed_params
-    coordinator, num_processes, process_id, local_ids = find(None, None, None, None, None, DETECTION_SECONDS)
+    coordinator, num_processes, process_id, local_ids = find(None, None, None, None, None, seconds)
     if coordinator is None or num_processes is None or process_id is None:
         return None
     return JobProcess(coordinator, num_processes, process_id, local_ids[0] if local_ids else None)

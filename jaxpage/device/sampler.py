@@ -346,11 +346,16 @@ def _from_order(order: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(value), jnp.where(order >> 31 == 1, jnp.inf, -jnp.inf), value)
 
 
-def _first_of_the_largest(logits_V: jax.Array) -> jax.Array:
-    """Argmax as two plain reductions, which XLA vectorises on CPU; NOTHING_ALLOWED if there is none."""
+def largest_of(logits_V: Float[Array, "V"]) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """The largest and the first place that has it, as two plain reductions, which XLA vectorises on CPU."""
     largest = jnp.max(logits_V)
     index_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
-    first = jnp.min(jnp.where(logits_V == largest, index_V, logits_V.shape[0]))
+    return largest, jnp.min(jnp.where(logits_V == largest, index_V, logits_V.shape[0]))
+
+
+def _first_of_the_largest(logits_V: jax.Array) -> jax.Array:
+    """NOTHING_ALLOWED if there is none."""
+    largest, first = largest_of(logits_V)
     return jnp.where(jnp.isfinite(largest), first, NOTHING_ALLOWED)
 
 

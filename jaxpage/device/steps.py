@@ -15,17 +15,18 @@ from jaxpage.device.acceptance import decide
 from jaxpage.device.attention import make_attend, make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
+from jaxpage.device.divided_logits import Logits, draw_from_parts, need_whole_rows
 from jaxpage.device.drafter import DeviceDrafter, TargetStep, split_layers
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
-from jaxpage.device.verify import last_of, moves
+from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.lora import adapters_of, token_adapters
 from jaxpage.layers.product import product_kernels
-from jaxpage.layers.sharding import UNDIVIDED, Sharding
+from jaxpage.layers.sharding import UNDIVIDED, Sharding, divided_logits
 from jaxpage.settings.draft_settings import AcceptanceRule
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
@@ -115,23 +116,46 @@ def _target_step(
 ) -> tuple[StepOutput, TargetStep, KVPages]:
     by_row, backend = options.sample_by_row, options.attention_backend
     model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
-    logits_RV = model.logits(hidden_TD[inputs.drawn_token_R])
+    with divided_logits(options.sharding):
+        logits = Logits(model.logits(hidden_TD[inputs.drawn_token_R]), options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
-        if bucket.verifies:
-            token_ids_R, paths = decide(logits_RV, inputs, processor_inputs, bucket, options.acceptance, by_row=by_row)
-            last_B = last_of(paths)
-        else:
-            token_ids_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
-            paths, last_B = jnp.zeros((0, 0), jnp.int32), jnp.arange(bucket.num_rows)
-        drawn = _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+        token_ids_R, paths, drawn = _drawn(logits, inputs, processor_inputs, bucket, options)
+    last_B = last_of(paths) if bucket.verifies else jnp.arange(bucket.num_rows)
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
     if bucket.max_query_len > 1 and not bucket.verifies:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)
     if bucket.trees:  # the right drafts of a chain are in place; there are no windows, so there is one cache group
         source, destination = moves(paths, inputs.slots_ZT[0], inputs.query_start)
         pages = copy_slots(pages, source, destination, backend)
-    target = TargetStep(inputs, bucket, backend, by_row, hidden_TD, states, logits_RV, token_ids_R, paths, last_B)
+    target = TargetStep(inputs, bucket, backend, by_row, hidden_TD, states, logits, token_ids_R, paths, last_B)
     return StepOutput(drawn, scored, paths), target, pages
+
+
+def _drawn(
+    logits: Logits, inputs: StepInputs, processor_inputs: ProcessorInputs, bucket: Bucket, options: StepOptions
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The tokens that were drawn, the paths of right drafts, and the tokens with log probabilities as `unpack_drawn` takes them."""
+    by_row = options.sample_by_row
+    no_paths = jnp.zeros((0, 0), jnp.int32)
+
+    def of_whole_rows() -> tuple[jax.Array, jax.Array, jax.Array]:
+        logits_RV, paths = logits.whole(), no_paths
+        if bucket.verifies:
+            token_ids_R, paths = decide(logits_RV, inputs, processor_inputs, bucket, options.acceptance, by_row=by_row)
+        else:
+            token_ids_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
+        return token_ids_R, paths, _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+
+    def of_parts() -> tuple[jax.Array, jax.Array, jax.Array]:
+        token_ids_R, paths = draw_from_parts(logits, inputs, by_row=by_row), no_paths
+        if bucket.verifies:
+            paths = accept(token_ids_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
+        num_logprobs = 2 + 2 * min(NUM_CANDIDATES, logits.vocab_size)
+        return token_ids_R, paths, jnp.pad(token_ids_R[:, None], ((0, 0), (0, num_logprobs)))
+
+    if not logits.are_divided or (bucket.verifies and options.acceptance.name != "coupled"):
+        return of_whole_rows()
+    return jax.lax.cond(need_whole_rows(inputs, logits.vocab_size), of_whole_rows, of_parts)
 
 
 def _multi_step(

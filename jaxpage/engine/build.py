@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ def build_engine(
     progress: bool,
     verbose: bool | None = None,
     phase: Callable[[str], None] = lambda name: None,
+    planned: Callable[[EngineSpec], Mapping[str, int]] = lambda spec: {},
     before_steps: Callable[[EngineSpec], None] = lambda spec: None,
     parts: EngineParts | None = None,
     files: ModelFiles | None = None,
@@ -101,8 +102,8 @@ def build_engine(
     """Raises ModelNotFoundError, CheckpointError, UnsupportedError or CapacityError before the device holds anything.
 
     progress: bars on standard error. verbose: the memory's table, and what the compile cache had; None: as `progress`. phase: called
-    with each of PHASES when it begins. before_steps: called before any step runs, some of which are measured. parts: of the engine, in
-    place of its own. files, tokenizer: in place of those that the settings name; with files the tokenizer may be None.
+    with each of PHASES. planned: called before anything is loaded; gives settings to plan with again. before_steps: called before any
+    step, some of which are measured. parts, files, tokenizer: in place of the engine's own; with files the tokenizer may be None.
     """
     open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
     phase(PHASES[0])
@@ -117,7 +118,7 @@ def build_engine(
     phase(PHASES[2])
     drafting = open_drafting(config.speculative_config, files)
     lora = lora_spec(config, files.family, files.spec)
-    spec = _describe(config, files, mesh, drafting, lora, kernels, cache_dtype)
+    spec = _describe(config, files, mesh, drafting, lora, kernels, cache_dtype, planned)
     if verbose := progress if verbose is None else verbose:
         _print(aligned([*spec.rows()], num_words=2))
     phase(PHASES[3])
@@ -166,6 +167,7 @@ def _describe(
     lora: LoRASpec | None,
     kernels: Backend,
     cache_dtype: str,
+    planned: Callable[[EngineSpec], Mapping[str, int]],
 ) -> EngineSpec:
     """Logs the warnings of `notices`."""
     if kernels.interpret:
@@ -174,7 +176,13 @@ def _describe(
     stored = files.plan.stored_dtype()
     layout = ModelLayout(choose_dtype(config, device, stored), cache_dtype, config.tensor_parallel_size)
     weights_bytes = files.plan.num_bytes(layout.dtype)
-    spec = describe_engine(config, files.spec, device, layout, weights_bytes, drafting, lora, kernels=kernels)
+
+    def describe(config: EngineConfig) -> EngineSpec:
+        return describe_engine(config, files.spec, device, layout, weights_bytes, drafting, lora, kernels=kernels)
+
+    spec = describe(config)
+    if sizes := planned(spec):
+        spec = describe(config.replace(**sizes))
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
     attention = attention_set(kernels, mesh.first, _pages_of_shard(spec, files), num_heads, layout.dtype)
     described = files.quantization.described if files.quantization else ""

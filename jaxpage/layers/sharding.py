@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -95,6 +97,17 @@ class Sharding:
 
 
 UNDIVIDED = Sharding(1)
+_divided_logits: ContextVar[bool] = ContextVar("divided_logits", default=False)
+
+
+@contextmanager
+def divided_logits(sharding: Sharding) -> Iterator[None]:
+    """What is traced inside does not gather logits, if several devices have them."""
+    token = _divided_logits.set(sharding.num_devices > 1)
+    try:
+        yield
+    finally:
+        _divided_logits.reset(token)
 
 
 def gathered(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
@@ -107,7 +120,7 @@ def summed(x: jax.Array, sharding: Sharding) -> jax.Array:
     return x if sharding.num_devices == 1 else jax.lax.psum(x, DEVICE_AXIS)
 
 
-def _device(sharding: Sharding) -> jax.Array | int:
+def place_of_device(sharding: Sharding) -> jax.Array | int:
     """The place of the device that computes this."""
     return 0 if sharding.num_devices == 1 else jax.lax.axis_index(DEVICE_AXIS)
 
@@ -244,7 +257,7 @@ class ShardedAttention(nnx.Module):
         copies = self.sharding.num_shards // count
         every = gathered(jnp.stack(parts, axis=1), 1, self.sharding)[:, ::copies]
         normed = norm(every.reshape(every.shape[0], -1)).reshape(every.shape)
-        first = _device(self.sharding) * self.sharding.num_local
+        first = place_of_device(self.sharding) * self.sharding.num_local
         places = [(first + index) // copies for index in range(len(parts))]
         return [jax.lax.dynamic_index_in_dim(normed, place, axis=1, keepdims=False) for place in places]
 
@@ -331,7 +344,7 @@ class ShardedEmbedding(nnx.Module):
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """One shard has the row, and the others add zeros to it."""
-        first = _device(self.sharding) * self.sharding.num_local
+        first = place_of_device(self.sharding) * self.sharding.num_local
         found = []
         for index, shard in enumerate(self.shards):
             row_T = ids_T - (first + index) * self.rows_of_shard
@@ -341,8 +354,9 @@ class ShardedEmbedding(nnx.Module):
         return summed(functools.reduce(operator.add, found), self.sharding)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Of all tokens; under `divided_logits` those of this device, with what is behind the last row."""
         own = jnp.concatenate([shard.logits(hidden_BD) for shard in self.shards], axis=1)
-        return gathered(own, 1, self.sharding)[:, : self.num_rows]
+        return own if _divided_logits.get() else gathered(own, 1, self.sharding)[:, : self.num_rows]
 
 
 class ShardedExperts(Experts):
@@ -360,6 +374,6 @@ class ShardedExperts(Experts):
 
     def made(self, x_TD: jax.Array, expert_TX: jax.Array) -> jax.Array:
         count = self.gate_up.spec.num_experts
-        own_TX = expert_TX - _device(self.sharding) * count
+        own_TX = expert_TX - place_of_device(self.sharding) * count
         own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)  # those of other devices are none of these
         return summed(super().made(x_TD, own_TX), self.sharding)

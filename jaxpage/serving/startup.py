@@ -31,7 +31,7 @@ from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
-from jaxpage.serving.hosts.joining import agree, join
+from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
 from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.incidents import open_incidents
 from jaxpage.serving.kv_events import KVEvents
@@ -218,6 +218,10 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
 def _opened(engine: EngineConfig, server: ServerConfig, start_up: StartUp) -> tuple[Built, dict[int, Channel]]:
     """The engine, and the channels to the other hosts, whose engines are the same."""
     channels = join(engine, server) if server.num_hosts > 1 else {}
-    together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
-    built = open_engine(engine, progress=not server.log_json, phase=start_up.phase, before_steps=together)
+    sized, together = (
+        functools.partial(each, channels=channels, host_rank=server.host_rank) for each in (smallest_sizes, agree)
+    )
+    built = open_engine(
+        engine, progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together
+    )
     return built, channels

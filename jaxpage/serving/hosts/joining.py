@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,10 +34,7 @@ LEAVE_SECONDS = 10.0  # at the end, for the others
 _RETRY_SECONDS = 0.2
 # Where models are may differ, and what they are is hashed; a log is rank 0's alone.
 _NOT_COMPARED = ("model", "tokenizer", "event_log")
-_SAME_SIZES = (
-    "what is not given follows the free memory and the processor of each host: give --num-blocks and --swap-space-blocks,"
-    " and --dtype where dtype differs, on all hosts"
-)
+_SIZES = ("num_blocks", "swap_space_blocks")
 
 
 class HostsError(JaxpageError):
@@ -63,22 +60,54 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
     return channels
 
 
+def smallest_sizes(spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int) -> dict[str, int]:
+    """Settings with which this engine is no larger than any host has memory for; {} where all have planned the same. Logs whose memory is
+    the least. Before a model is loaded. Raises HostsError, also for another dtype, which may follow the processor."""
+    record = spec.record()
+    said = _said_by_all({"event": "sizes", **{name: record[name] for name in ("dtype", *_SIZES)}}, channels, host_rank)
+    _check_same(
+        [{"dtype": each["dtype"]} for each in said], "; it follows the processor of a host: give --dtype on all"
+    )
+    sizes = {name: [each[name] for each in said] for name in _SIZES}
+    differing = [name for name, values in sizes.items() if len(set(values)) > 1]
+    for name in differing:
+        least, most = min(sizes[name]), max(sizes[name])
+        text = "%s is %d on all hosts, since rank %d has memory for no more; rank %d has memory for %d"
+        logger.warning(text, name, least, sizes[name].index(least), sizes[name].index(most), most)
+    # What is swapped follows the pool.
+    return {name: min(values) for name, values in sizes.items() if name in differing or "num_blocks" in differing}
+
+
 def agree(spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int) -> None:
-    """That all engines have the same pool and shapes; host_rank: of this one. Raises HostsError."""
-    ours = json.loads(encoded({"event": "engine", "engine": spec.record()}))
-    for rank, channel in channels.items():
+    """That all engines have the same pool and shapes; host_rank: of this one. Returns when all are compiled. Raises HostsError."""
+    said = _said_by_all({"event": "engine", "engine": spec.record()}, channels, host_rank)
+    _check_same([each["engine"] for each in said])
+
+
+def _said_by_all(record: Record, channels: Mapping[int, Channel], host_rank: int) -> list[Record]:
+    """What each host says, by its rank."""
+    said: list[Record] = [json.loads(encoded(record))]
+    ranks = range(1, len(channels) + 1) if host_rank == 0 else ()
+    rank = 0
+    for channel in channels.values():
         channel.set_timeout(None)  # models are read from disks of different speed
-        try:
-            if host_rank:
-                channel.send(ours)
-            theirs = channel.receive()
-            if not host_rank:
-                channel.send(ours)
-        except OSError as error:
-            raise HostsError(f"rank {rank} has ended while it started: {error}") from None
-        other, of_leader, of_other = (host_rank, theirs, ours) if host_rank else (rank, ours, theirs)
-        if difference := _difference(of_other["engine"], of_leader["engine"], other):
-            raise HostsError(f"rank {other} has another engine than rank 0: {difference}; {_SAME_SIZES}")
+    try:
+        if host_rank:
+            channels[0].send(record)
+            said = channels[0].receive()["said"]
+        for rank in ranks:
+            said.append(channels[rank].receive())
+        for rank in ranks:
+            channels[rank].send({"event": "all", "said": said})
+    except OSError as error:
+        raise HostsError(f"rank {rank} has ended while it started: {error}") from None
+    return said
+
+
+def _check_same(said: Sequence[Record], advice: str = "") -> None:
+    for rank, theirs in enumerate(said[1:], 1):
+        if difference := _difference(theirs, said[0], rank):
+            raise HostsError(f"rank {rank} has another engine than rank 0: {difference}{advice}")
 
 
 def coordinator_of(server: ServerConfig) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from jaxpage.step.plan import StepPlan
 logger = logging.getLogger(__name__)
 
 PINGS_IN_TIME = 4  # before a host that does not answer counts as lost
+REASON_SECONDS = 1.0  # after a failed step, for what may be the reason
 
 
 class HostLost(Leave):
@@ -53,7 +54,8 @@ class Leader(HostRecorder):
             raise HostLost(self._lost)
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
-        """What others hold of this step is not known, so that there is no going on."""
+        """What others hold of this step is not known, so that there is no going on. Of a host that is gone the device may know first."""
+        self._ended.wait(REASON_SECONDS)
         self._lose(f"step {plan.step_id} failed: {type(error).__name__}: {error}")
         raise HostLost(self._lost)
 

@@ -1,0 +1,184 @@
+"""Two servers behind vllm-router and behind smg, if they are installed: a prefix goes to the server that has it, and one may be killed.
+
+`pip install vllm-router smg` where their commands are found; `.ci/nightly` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.running import metrics, wait_until
+
+pytestmark = pytest.mark.sweep
+
+
+def if_installed(program: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"there is no {program}")
+
+
+SETTINGS = [
+    "--dtype",
+    "float32",
+    "--max-num-seqs",
+    "4",
+    "--num-blocks",
+    "129",
+    "--served-model-name",
+    "demo",
+    "--strict-requests",
+]
+STORIES = [f"Story {name}. " + f"Once upon a time {name} went to the {place}. " * 6 for name, place in
+           (("Anna", "sea"), ("Ben", "hill"), ("Carl", "mill"), ("Dora", "town"))]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+class Replica:
+    """A server of the demo model as a process, which publishes KV events."""
+
+    def __init__(self, log: Path) -> None:
+        self.port, self.events, self.replay = free_port(), free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        endpoints = ["--kv-events", self.endpoint(self.events), "--kv-events-replay", self.endpoint(self.replay)]
+        command = [sys.executable, "-m", "jaxpage", "serve", "demo", "--port", str(self.port), *SETTINGS, *endpoints]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+    def endpoint(self, port: int) -> str:
+        return f"tcp://127.0.0.1:{port}"
+
+    @property
+    def num_tokens_found(self) -> float:
+        with httpx.Client(base_url=self.url) as client:
+            return metrics(client)["jaxpage_prefix_cache_hits_total"]
+
+    @property
+    def num_finished(self) -> float:
+        with httpx.Client(base_url=self.url) as client:
+            return sum(n for name, n in metrics(client).items() if name.startswith("jaxpage_request_success_total"))
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=1).status_code == 200
+    return False
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Iterator[list[Replica]]:
+    started = [Replica(tmp_path / f"{index}.log") for index in range(2)]
+    try:
+        for one in started:
+            wait_until(lambda one=one: answers(one.url), f"{tmp_path}: a server answers", 240)
+        yield started
+    finally:
+        for one in started:
+            one.process.kill()
+            one.process.wait()
+
+
+@contextlib.contextmanager
+def routed(program: str, *words: str, log: Path) -> Iterator[str]:
+    """The address of a router, of which the program's name and flags are given."""
+    port = free_port()
+    command = [program, *words, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--health-check-interval-secs", "1"]
+    with log.open("wb") as file:
+        router = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: answers(url) or router.poll() is not None, f"{log}: the router answers")
+        assert router.poll() is None, log.read_text()
+        yield url
+    finally:
+        router.kill()
+        router.wait()
+
+
+def completed(url: str, prompt: str, **fields: Any) -> str:
+    body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True, **fields}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def went_to(url: str, prompt: str, replicas: list[Replica]) -> int:
+    """The server that a request went to."""
+    before = [one.num_finished for one in replicas]
+    completed(url, prompt)
+    return [after - n for after, n in zip((one.num_finished for one in replicas), before, strict=True)].index(1)
+
+
+def assert_prefixes_find(held: dict[str, int], url: str, replicas: list[Replica]) -> None:
+    """held: the server that has computed each prompt."""
+    for prompt, holder in (*held.items(), *reversed(held.items())):  # no turn that is taken by one after the other
+        num_found, found = replicas[holder].num_tokens_found, went_to(url, prompt + "they", replicas)
+        print(f"{prompt[:12]!r}: held by server {holder}, went to server {found}")
+        assert found == holder and replicas[holder].num_tokens_found > num_found
+
+
+def assert_a_killed_server_is_not_missed(url: str, replicas: list[Replica]) -> None:
+    """While requests run. Those may fail, and no later one; texts are those of either server."""
+    wanted = {story: completed(replicas[0].url, story) for story in STORIES}
+    assert wanted == {story: completed(replicas[1].url, story) for story in STORIES}, "texts are the same on both"
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(completed, url, story) for story in STORIES * 4]
+        replicas[0].process.send_signal(signal.SIGKILL)
+        ended = [(one.exception(), one) for one in running]
+    later = [completed(url, story) for story in STORIES * 4]
+    num_failed = sum(error is not None for error, _ in ended)
+    print(
+        f"killed server 0: {num_failed} of {len(running)} requests at that moment failed, {len(later)} later ones did not"
+    )
+    assert later == [wanted[story] for story in STORIES * 4]
+    assert all(
+        one.result() == wanted[story] for (error, one), story in zip(ended, STORIES * 4, strict=True) if not error
+    )
+
+
+@if_installed("vllm-router")
+def test_vllm_router(replicas: list[Replica], tmp_path: Path) -> None:
+    """It hears of the caches by KV events."""
+    words = ["--policy", "kv_aware", "--worker-urls", *(one.url for one in replicas)]
+    words += ["--kv-event-block-size", "16", "--kv-event-model", "demo"]
+    for one in replicas:
+        words += ["--kv-event-source", f"{one.url}={one.endpoint(one.events)}"]
+        words += ["--kv-event-replay-source", f"{one.url}={one.endpoint(one.replay)}"]
+    held = {story: index % 2 for index, story in enumerate(STORIES)}
+    with routed("vllm-router", *words, log=tmp_path / "router.log") as url:
+        time.sleep(2)  # until it listens to the events: of those before it knows nothing
+        for prompt, holder in held.items():
+            completed(replicas[holder].url, prompt)
+        time.sleep(1)
+        assert_prefixes_find(held, url, replicas)
+        assert_a_killed_server_is_not_missed(url, replicas)
+
+
+@if_installed("smg")
+def test_smg(replicas: list[Replica], tmp_path: Path) -> None:
+    """It remembers where it sent which text."""
+    words = ["launch", "--policy", "cache_aware", "--worker-urls", *(one.url for one in replicas)]
+    with routed("smg", *words, log=tmp_path / "router.log") as url:
+        wait_until(lambda: len(httpx.get(f"{url}/v1/models").json()["data"]) > 0, "it knows the servers")
+        held = {story: went_to(url, story, replicas) for story in STORIES}
+        assert set(held.values()) == {0, 1}, "different texts are shared out"
+        assert_prefixes_find(held, url, replicas)
+        assert_a_killed_server_is_not_missed(url, replicas)
