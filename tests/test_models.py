@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,9 @@ from flax import nnx
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import jaxpage
+from jaxpage.checkpoints.config_file import check_sizes
+from jaxpage.checkpoints.opening import check_spec
+from jaxpage.checkpoints.problems import Problems
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.context import ForwardContext
@@ -494,6 +498,33 @@ def test_what_cannot_be_honoured_is_refused_by_name(error, name, says, overrides
     read_spec(name)
     with pytest.raises(error, match=says):
         read_spec(name, **overrides)
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if "architectures" not in case[3]], ids=lambda case: case[2])
+def test_the_fields_behind_a_wrong_one_are_read_too(case):
+    """Each is told, and nothing that is wrong only because of it."""
+    _, name, says, overrides = case
+    config = config_json(name) | overrides | {"tie_word_embeddings": "yes"}
+    problems = Problems(Path("somewhere"))
+    check_sizes(config, problems)
+    assert check_spec(load_family(config), config, problems) is None
+    first, second = problems.lines
+    assert says in first and second == "config.json: tie_word_embeddings must be true or false, not 'yes'"
+
+
+def test_all_wrong_fields_of_a_config_are_told_at_once():
+    config = config_json("llama-grouped") | {
+        **{"hidden_size": "many", "num_attention_heads": 5, "num_key_value_heads": 3, "intermediate_size": 1.5},
+        **{"rope_scaling": {"rope_type": "spiral"}, "hidden_act": "wavy", "rms_norm_eps": -1, "mlp_bias": 0},
+    }
+    del config["num_hidden_layers"]
+    problems = Problems(Path("somewhere"))
+    check_sizes(config, problems)
+    assert check_spec(load_family(config), config, problems) is None
+    wanted = [*("hidden_size", "intermediate_size", "mlp_bias", "num_hidden_layers", "num_key_value_heads")]
+    wanted += ["spiral", "intermediate_size", "rms_norm_eps", "wavy"]
+    assert [any(each in line for line in problems.lines) for each in wanted] == [True] * len(wanted)
+    assert len(problems.lines) == 8, problems.lines
 
 
 def test_a_missing_size_is_named():

@@ -5,6 +5,7 @@ A model that brings its own code is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,11 @@ def check_sizes(config: dict[str, Any], problems: Problems) -> None:
     """That what decides how much is allocated stays within `LIMITS`."""
     if not config:
         problems.add("config.json is an empty object")
-    for key, limit in LIMITS.items():
-        value = config.get(key)
-        if value is not None and (type(value) is not int or not 1 <= value <= limit):
-            problems.add(f"config.json: {key} is {quoted(value)}, not a whole number from 1 to {limit}")
+    for key in out_of_bounds(config):
+        problems.add(f"config.json: {key} is {quoted(config[key])}, not a whole number from 1 to {LIMITS[key]}")
+
+
+def out_of_bounds(config: Mapping[str, Any]) -> list[str]:
+    """The fields that are not within `LIMITS`."""
+    values = {key: config[key] for key in LIMITS if config.get(key) is not None}
+    return [key for key, value in values.items() if type(value) is not int or not 1 <= value <= LIMITS[key]]
