@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpage.checkpoints.config_file import check_config, out_of_bounds
 from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
-from jaxpage.checkpoints.gguf_header import is_gguf
+from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf_tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError, UnsupportedError
@@ -55,6 +55,17 @@ class ModelFiles:
     def rule(self) -> Rule | None:
         """Of the modules that take the place of the family's."""
         return self.quantization.rule if self.quantization else None
+
+    @property
+    def rounded_before(self) -> tuple[str, ...]:
+        """The types of the tensors that were rounded when the file was made, and are rounded once more when they are loaded."""
+        rounded = {
+            info.kind
+            for filled in self.plan.parameters
+            for piece, info in filled.pieces
+            if piece.stored and isinstance(info, GGUFTensor) and info.is_quantised
+        }
+        return tuple(sorted(rounded))
 
 
 def open_model(directory: str | os.PathLike[str], quantization: str | None = None) -> ModelFiles:
