@@ -272,7 +272,7 @@ def test_another_number_of_layers_is_one_sentence(tmp_path: Path, of_config: int
     name = "n_layer" if config is GPT2 else "num_hidden_layers"
     edit_json(tmp_path / "config.json", lambda content: content.update({name: of_config}))
     text = refusal(tmp_path)
-    assert "(1 problem)" in text and f"config.json has {of_config} layers, but the checkpoint has tensors of 2" in text
+    assert "(1 problem)" in text and f"the number of layers is {of_config} in config.json and 2 in the tensors" in text
     tensors = random_tensors(config)
     del tensors[next(name for name in tensors if ".0." in name)]
     write_tensors(tmp_path, tensors)
@@ -525,6 +525,13 @@ def test_eos_token_ids(tmp_path: Path, generation: Any, config: dict[str, Any], 
     assert eos_token_ids(tmp_path, read_config(tmp_path)) == ids
 
 
+def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path: Path) -> None:
+    config = {**LLAMA, "hidden_act": "spiral", "eos_token_id": [1, "2"]}
+    (random_checkpoint(tmp_path, LLAMA) / "config.json").write_text(json.dumps(config))
+    text = refusal(tmp_path)
+    assert "(2 problems)" in text and "'spiral'" in text and "config.json: eos_token_id '2' is not a token id" in text
+
+
 @pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, {"a": 1}])
 def test_eos_token_ids_that_are_none(tmp_path: Path, wrong: Any) -> None:
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": wrong})
@@ -625,7 +632,7 @@ ORBAX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         flip_config,
         [
             "'model.layers.0.mlp.up_proj.weight' has shape (48, 32), and the model needs (40, 32)",
-            "config.json has 1 layers, but the checkpoint has tensors of 2",
+            "the number of layers is 1 in config.json and 2 in the tensors",
         ],
     ),
     "tensor missing": (

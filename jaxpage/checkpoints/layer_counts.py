@@ -26,8 +26,8 @@ def layers_beyond(
         if model != checkpoint and (len(needed[stem]), len(found[stem])) == (model, checkpoint):
             both[stem] = min(model, checkpoint)
             problems.add(
-                f"config.json has {model} layers, but the checkpoint has tensors of {checkpoint}, {quoted(f'{stem}0')} to "
-                f"{quoted(f'{stem}{checkpoint - 1}')}: one of the two is of another model"
+                f"the number of layers is {model} in config.json and {checkpoint} in the tensors ({quoted(f'{stem}0')} to "
+                f"{quoted(f'{stem}{checkpoint - 1}')}): one of the two is of another model"
             )
     return lambda names: any(
         (match := _LAYER.match(name)) is not None and int(match[2]) >= both.get(match[1], 1 << 20) for name in names
