@@ -237,10 +237,10 @@ def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path: Path) -
     for line in (
         "tensor 'model.layers.0.mlp.up_proj.weight' of shape (48, 32) is missing",
         "tensor 'lm_head.weight' of shape (64, 32) is missing",
-        "tensor 'model.norm.weight' has shape (33,), and the model needs (32,)",
-        "tensor 'model.layers.1.mlp.up_proj.weight' has shape (32, 48), and the model needs (48, 32)",
-        "tensor 'model.layers.1.mlp.gate_proj.weight' has dtype I64, not one of F32, BF16, F16",
-        "tensor 'extra' of shape (1,) is unexpected",
+        "'model.safetensors': tensor 'model.norm.weight' has shape (33,), and the model needs (32,)",
+        "'model.safetensors': tensor 'model.layers.1.mlp.up_proj.weight' has shape (32, 48), and the model needs (48, 32)",
+        "'model.safetensors': tensor 'model.layers.1.mlp.gate_proj.weight' has dtype I64, not one of F32, BF16, F16",
+        "'model.safetensors': tensor 'extra' of shape (1,) is unexpected",
     ):
         assert f"  - {line}\n" in text + "\n"
     family = open_model(random_checkpoint(tmp_path / "good", LLAMA)).family
@@ -248,6 +248,35 @@ def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path: Path) -
     with pytest.raises(CheckpointError) as caught:
         check_weights(tmp_path, table, family.ignored)
     assert str(caught.value) == text
+
+
+def test_a_tensor_that_does_not_fit_is_told_with_its_shard(tmp_path: Path) -> None:
+    """By the name that the file has in the directory, though it may be a link to a name of the hub's cache."""
+    directory = random_checkpoint(tmp_path / "models--a--b" / "snapshots" / "0123", LLAMA, shards=3)
+    blobs = directory.parents[1] / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(directory.glob("*.safetensors"))):
+        shutil.move(file, blobs / str(number))
+        file.symlink_to(blobs / str(number))
+    edit_json(directory / "config.json", lambda config: config.update(intermediate_size=40, num_key_value_heads=4))
+    index, text = json.loads((directory / INDEX).read_text())["weight_map"], refusal(directory)
+    wrong = [name for name in index if "mlp" in name or "k_proj" in name or "v_proj" in name]
+    assert f"({len(wrong)} problems)" in text
+    assert [name for name in wrong if f"  - '{index[name]}': tensor '{name}' has shape" not in text] == []
+    assert len({index[name] for name in wrong}) > 1
+
+
+@pytest.mark.parametrize(("of_config", "config"), [(5, LLAMA), (1, LLAMA), (5, GPT2)], ids=["more", "fewer", "gpt2"])
+def test_another_number_of_layers_is_one_sentence(tmp_path: Path, of_config: int, config: dict[str, Any]) -> None:
+    random_checkpoint(tmp_path, config)
+    name = "n_layer" if config is GPT2 else "num_hidden_layers"
+    edit_json(tmp_path / "config.json", lambda content: content.update({name: of_config}))
+    text = refusal(tmp_path)
+    assert "(1 problem)" in text and f"the number of layers is {of_config} in config.json and 2 in the tensors" in text
+    tensors = random_tensors(config)
+    del tensors[next(name for name in tensors if ".0." in name)]
+    write_tensors(tmp_path, tensors)
+    assert "(2 problems)" in (text := refusal(tmp_path)) and "of shape" in text and "is missing" in text
 
 
 def test_every_missing_tensor_is_listed_even_when_all_are(tmp_path: Path) -> None:
@@ -496,6 +525,13 @@ def test_eos_token_ids(tmp_path: Path, generation: Any, config: dict[str, Any], 
     assert eos_token_ids(tmp_path, read_config(tmp_path)) == ids
 
 
+def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path: Path) -> None:
+    config = {**LLAMA, "hidden_act": "spiral", "eos_token_id": [1, "2"]}
+    (random_checkpoint(tmp_path, LLAMA) / "config.json").write_text(json.dumps(config))
+    text = refusal(tmp_path)
+    assert "(2 problems)" in text and "'spiral'" in text and "config.json: eos_token_id '2' is not a token id" in text
+
+
 @pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, {"a": 1}])
 def test_eos_token_ids_that_are_none(tmp_path: Path, wrong: Any) -> None:
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": wrong})
@@ -596,7 +632,7 @@ ORBAX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         flip_config,
         [
             "'model.layers.0.mlp.up_proj.weight' has shape (48, 32), and the model needs (40, 32)",
-            "'model.layers.1.mlp.up_proj.weight' of shape (48, 32) is unexpected",
+            "the number of layers is 1 in config.json and 2 in the tensors",
         ],
     ),
     "tensor missing": (

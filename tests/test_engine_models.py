@@ -10,9 +10,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from jaxpage import LLM, SamplingParams  # noqa: E402
-from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E402
-from tests.support.hf_models import MODELS, save_model  # noqa: E402
+from jaxpage.models.registry import FAMILIES  # noqa: E402
+from tests.support.engines import LogitsWitness, give_way, invariants, make_llm, tokens_of  # noqa: E402
+from tests.support.hf_models import MODELS, config_json, save_model  # noqa: E402
+from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
+from tests.support.scripted import draft_with, without_drafts  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
+from tests.support.synthetic import SyntheticProposer  # noqa: E402
 
 PROMPT_LENGTHS = (3, 41, 17, 30)
 NUM_TOKENS = 14
@@ -22,6 +26,23 @@ ONE_OF_EACH = (
     *("gemma2-caps", "gemma3-types", "cohere2-parallel", "olmo3-windows", "glm4-interleaved", "falcon-grouped"),
     *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed"),
 )
+# Chunks of 16 tokens cut every long prompt; 17 blocks of 4 do not hold the first two sequences to their end.
+TIGHT = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60}
+ALONE = {
+    "the same": TIGHT,
+    "token by token": {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
+        "block_size": 1,
+        "num_blocks": 61,
+        "max_model_len": 60,
+    },
+}
+SIXTEEN = {"hidden_size": 64, "head_dim": 16}
+# A model of each family, one of the above where there is one: engines of the same model share what is compiled.
+OF_FAMILY = {FAMILIES[config_json(name)["architectures"][0]]: name for name in (*reversed(MODELS), *ONE_OF_EACH)}
+# More of these is shown always, by tests/test_path_independence.py, tests/test_speculation.py and tests/test_recurrent.py.
+ELSEWHERE = {"llama", "mistral", "opt", "qwen3", "qwen3_5"}
 
 
 @torch.no_grad()
@@ -41,9 +62,7 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
     model.generation_config.eos_token_id = None
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, model.config.get_text_config().vocab_size, length).tolist() for length in PROMPT_LENGTHS]
-    # Chunks of 16 tokens cut every long prompt; 17 blocks of 4 do not hold the first two sequences to their end.
-    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60}
-    with make_llm(tmp_path, **settings) as llm:
+    with make_llm(tmp_path, **TIGHT) as llm:
         witness = LogitsWitness(llm)
         outputs = llm.generate(
             prompts, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True), use_tqdm=False
@@ -59,6 +78,66 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
         assert output.outputs[0].token_ids == tokens
         for place, row in enumerate(logits):
             np.testing.assert_allclose(witness.logits[index, len(prompt) + place], row, atol=tolerance)
+
+
+def test_there_is_a_model_of_each_family():
+    assert OF_FAMILY.keys() == set(FAMILIES.values())
+
+
+class BesideOthers(SyntheticProposer):
+    """Drafts where two requests run: for one alone the engine would need another executable."""
+
+    def __init__(self, engine, known):
+        super().__init__(known, (0.7, 0.5, 0.3), vocab_size=engine.builder.vocab_size)
+        self._scheduler = engine.scheduler
+
+    def propose(self, request, sequence, num_drafts):
+        return super().propose(request, sequence, num_drafts) if self._scheduler.num_running > 1 else None
+
+
+@pytest.mark.parametrize(
+    ("family", "alone"),
+    few(
+        itertools.product(sorted(OF_FAMILY), ALONE),
+        [(family, "the same") for family in OF_FAMILY if family not in ELSEWHERE],
+    ),
+)
+def test_no_bit_depends_on_the_engine(family, alone, tmp_path):
+    """Alone; then in chunks beside others, preempted, behind prefixes and drafts. In a sweep also with other blocks, token by token."""
+    name = OF_FAMILY[family]
+    # Heads of 16 are those of the kernel for CPUs, which compiles faster than what takes its place.
+    random_checkpoint(tmp_path, config_json(name, **({} if name in ONE_OF_EACH else SIXTEEN)))
+    params = [
+        SamplingParams(temperature=heat, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+        for heat in (0.0, 0.9, 0.9, 0.0)
+    ]
+    prompts = [np.random.default_rng(8).integers(1, 90, length).tolist() for length in PROMPT_LENGTHS]
+    with make_llm(tmp_path, **ALONE[alone], enable_prefix_caching=False) as llm:
+        want = [tokens_of(llm.generate(*one, use_tqdm=False))[0] for one in zip(prompts, params, strict=True)]
+    assert len({tuple(tokens) for tokens, _ in want}) == len(prompts)
+    known = {tuple(prompt): [tokens] for prompt, (tokens, _) in zip(prompts, want, strict=True)}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with make_llm(tmp_path, **TIGHT, speculative_config=drafts) as llm:
+        engine = llm._engine
+        without_drafts(llm)
+        for turn in ("computed", "with prefixes in the cache", "with drafts"):
+            if turn == "with drafts":
+                draft_with(engine, BesideOthers(engine, known))
+            requests = zip(prompts, params, strict=True)
+            reporters = [engine.add(f"{turn} {n}", engine.prepare(None, *one)) for n, one in enumerate(requests)]
+            for number in itertools.count():
+                if number in (3, 6, 9):
+                    give_way(engine.scheduler)
+                if not engine.has_unfinished:
+                    break
+                engine.step()
+            assert tokens_of([reporter.whole() for reporter in reporters]) == want, turn
+        stats = llm.stats()
+        assert stats["num_preemptions_total"]["recompute"] >= 6
+        assert stats["prefix_cache_hits_total"] >= 80
+        drafted, accepted = (stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
+        assert 5 < accepted < drafted - 5
+        invariants(llm)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
-from jaxpage import SamplingParams, cli
+from jaxpage import EngineConfig, SamplingParams, cli
 from jaxpage.checkpoints import convert, eos_token_ids, load_weights, open_model, read_generation_config, resolve_model
 from jaxpage.checkpoints.gguf_header import read_gguf
 from jaxpage.checkpoints.gguf_tensors import read_gguf_array
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
+from jaxpage.engine.build import opened_files
 from jaxpage.errors import CheckpointError, ModelNotFoundError
 from jaxpage.models.quantization.gguf import FORMATS
 from pallas_kernels import QuantizedWeight, numbers
@@ -292,6 +293,16 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
             open_model(write(tmp_path / f"{kind}.gguf", kind=kind), "gguf")
     with pytest.raises(CheckpointError, match="quantization is 'gguf', but the model is no GGUF file"):
         open_model(resolve_model("demo"), "gguf")
+
+
+def test_who_rounds_what_has_been_rounded_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "model.gguf", kind="Q4_1")
+    opened_files(EngineConfig(model=str(path), quantization="int4"))
+    assert "'int4' rounds weights a second time that are in Q4_1" in caplog.text
+    caplog.clear()
+    for kind, quantization in (("Q4_1", "gguf"), ("Q4_1", None), ("F16", "int4")):
+        opened_files(EngineConfig(model=str(write(path, kind=kind)), quantization=quantization))
+    assert not caplog.text
 
 
 # ---- Rotary embeddings ----

@@ -20,10 +20,11 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from jaxpage import BeamSearchParams, EngineConfig, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.engine.build import Built  # noqa: E402
-from jaxpage.errors import CheckpointError, ModelNotFoundError, UnsupportedError  # noqa: E402
+from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError  # noqa: E402
 from jaxpage.models.lora import lora_targets  # noqa: E402
 from jaxpage.models.registry import load_family  # noqa: E402
-from jaxpage.serving.adapters import open_lora_modules  # noqa: E402
+from jaxpage.serving import startup  # noqa: E402
+from jaxpage.serving.adapters import check_lora_modules  # noqa: E402
 from jaxpage.serving.config import ServerConfig, resolve_both  # noqa: E402
 from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E402
 from tests.support.hf_models import config_json, make_model, save_model  # noqa: E402
@@ -454,15 +455,31 @@ def test_nothing_is_loaded_where_no_directory_is_given(model, llm):
         assert answer.status_code == 404
 
 
-def test_settings_of_a_server_that_cannot_be(model, llm):
+def test_settings_of_a_server_that_cannot_be():
     with pytest.raises(ValueError, match="lora_modules: needs enable_lora"):
         resolve_both(None, {}, {"lora_modules": ["a=b"]}, environment={})
     with pytest.raises(ValueError, match="lora_modules"):
         ServerConfig(lora_modules=("no path",))
-    llm._engine.adapters._meant.clear()
-    twice = ServerConfig(lora_modules=(f"a={model[1] / 'wide'}", f"a={model[1] / 'narrow'}"))
-    with pytest.raises(ValueError, match="the name 'a' is given twice"):
-        open_lora_modules(llm._engine, twice, ("demo",))
+
+
+def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_model_is_loaded(
+    model, monkeypatch, tmp_path
+):
+    directories = [
+        changed(model[1] / "narrow", tmp_path / case, *BAD[case][:2]) for case in ("names and numbers", "integers")
+    ]
+    named = {"good": model[1] / "wide", "gone": tmp_path / "gone", "bad": directories[0], "worse": directories[1]}
+    modules = [f"{name}={path}" for name, path in named.items()]
+    engine = EngineConfig(model=str(model[1] / "model"), **LORA)
+    monkeypatch.setattr(startup, "open_engine", lambda *_, **__: pytest.fail("an engine is opened"))
+    with pytest.raises(ConfigError) as refusal:
+        startup._opened(engine, ServerConfig(lora_modules=(*modules, f"good={model[1]}")), None)
+    said = str(refusal.value)
+    for text in ("'good' is given twice", "there is no directory", *BAD["names and numbers"][2], *BAD["integers"][2]):
+        assert text in said
+    check_lora_modules(engine, ServerConfig(lora_modules=modules[:1]), ("model",))
+    with pytest.raises(ConfigError, match="the name 'good' is given twice"):
+        check_lora_modules(engine, ServerConfig(lora_modules=modules[:1]), ("good",))
 
 
 def test_a_product_that_is_absorbed_takes_no_adapter() -> None:

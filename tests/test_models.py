@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,9 @@ from flax import nnx
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import jaxpage
+from jaxpage.checkpoints.config_file import check_sizes
+from jaxpage.checkpoints.opening import check_spec
+from jaxpage.checkpoints.problems import Problems
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.context import ForwardContext
@@ -29,6 +33,7 @@ from jaxpage.models.registry import FAMILIES, load_family
 from jaxpage.training import dense_recur
 from tests.support.dense import dense_attend, logits_of
 from tests.support.hf_models import MODELS, config_json, make_model
+from tests.support.refused_configs import REFUSED
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
@@ -431,69 +436,38 @@ def test_activations_are_those_of_transformers(activation):
     np.testing.assert_allclose(np.asarray(ACTIVATIONS[activation](jnp.asarray(x))), expected, atol=2e-6)
 
 
-REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
-    (UnsupportedError, "llama-grouped", "hidden_act", {"hidden_act": "xielu"}),
-    (UnsupportedError, "opt-plain", "activation_function", {"activation_function": "prelu"}),
-    (UnsupportedError, "llama-grouped", "quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
-    (UnsupportedError, "qwen2-full", "per_layer_config", {"per_layer_config": {"0": {"head_dim": 4}}}),
-    (UnsupportedError, "gpt2-usual", "add_cross_attention", {"add_cross_attention": True}),
-    (UnsupportedError, "gpt2-usual", "pruned_heads", {"pruned_heads": {"0": [1]}}),
-    (UnsupportedError, "llama-grouped", "is_causal", {"is_causal": False}),
-    (UnsupportedError, "llama-grouped", "'mrope'", {"rope_scaling": {"type": "mrope", "mrope_section": []}}),
-    (UnsupportedError, "qwen2-full", "mrope_section", {"rope_scaling": {"type": "default", "mrope_section": [2, 4]}}),
-    (UnsupportedError, "llama-grouped", "'proportional'", {"rope_parameters": {"rope_type": "proportional"}}),
-    (UnsupportedError, "llama-grouped", "partial_rotary_factor", {"partial_rotary_factor": 0.5}),
-    (UnsupportedError, "llama-linear", "partial_rotary", {"rope_scaling": {"type": "x", "partial_rotary_factor": 0.5}}),
-    (UnsupportedError, "qwen3-grouped", "by layer type", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}),
-    (UnsupportedError, "qwen2-full", "chunked_attention", {"layer_types": ["full_attention", "chunked_attention"]}),
-    (UnsupportedError, "mistral-window", "layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
-    (UnsupportedError, "llama-grouped", "BloomForCausalLM", {"architectures": ["BloomForCausalLM"]}),
-    (CheckpointError, "llama-grouped", "architectures", {"architectures": None}),
-    (CheckpointError, "llama-grouped", "model_type", {"model_type": "mistral"}),
-    (CheckpointError, "llama-grouped", "num_key_value_heads", {"num_key_value_heads": 3}),
-    (CheckpointError, "llama-grouped", "num_attention_heads", {"num_attention_heads": 5}),
-    (CheckpointError, "llama-grouped", "even head width", {"head_dim": 7}),
-    (CheckpointError, "llama-grouped", "hidden_size", {"hidden_size": "48"}),
-    (CheckpointError, "llama-grouped", "vocab_size", {"vocab_size": True}),
-    (CheckpointError, "llama-grouped", "rms_norm_eps", {"rms_norm_eps": 0}),
-    (CheckpointError, "llama-grouped", "attention_bias", {"attention_bias": 1}),
-    (CheckpointError, "llama-grouped", "rope_theta", {"rope_theta": None}),
-    (CheckpointError, "llama-grouped", "rope_scaling", {"rope_scaling": [4.0]}),
-    (CheckpointError, "llama-grouped", "needs factor", {"rope_scaling": {"type": "linear"}}),
-    (CheckpointError, "llama-grouped", "factor must", {"rope_scaling": {"type": "linear", "factor": "2"}}),
-    (
-        CheckpointError,
-        "llama-grouped",
-        "make no sense",
-        {"rope_scaling": {"type": "yarn", "factor": 2}, "rope_theta": 1},
-    ),
-    (CheckpointError, "llama-grouped", "low_freq_factor", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
-    (CheckpointError, "llama-longrope", "short_factor", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}),
-    (CheckpointError, "llama-linear", "contradict", {"rope_parameters": {"rope_type": "default"}}),
-    (CheckpointError, "gpt2-usual", "contradict", {"hidden_size": 44}),
-    (CheckpointError, "mistral-window", "sliding_window", {"sliding_window": 0}),
-    (CheckpointError, "qwen2-layer-types", "layer_types", {"layer_types": ["full_attention"]}),
-    (CheckpointError, "qwen2-layer-types", "sliding_attention", {"use_sliding_window": False}),
-    (UnsupportedError, "qwen3-5-mixed", "sliding_attention", {"layer_types": ["sliding_attention"] * 3}),
-    (CheckpointError, "qwen3-5-mixed", "linear_num_key_heads", {"linear_num_key_heads": 3}),
-    (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
-    (UnsupportedError, "deepseek-v2-greedy", "topk_method", {"topk_method": "noaux_tc"}),
-    (UnsupportedError, "deepseek-v3-groups", "moe_layer_freq", {"moe_layer_freq": 2}),
-    (CheckpointError, "deepseek-v3-groups", "n_group", {"n_group": 3}),
-    (CheckpointError, "deepseek-v3-groups", "topk_group", {"topk_group": 1}),
-    (CheckpointError, "glm4-moe-lite-mixed", "mlp_layer_types", {"mlp_layer_types": ["dense"]}),
-    (UnsupportedError, "falcon-multi-query", "alibi", {"alibi": True}),
-    (UnsupportedError, "falcon-grouped", "parallel_attn", {"parallel_attn": False}),
-    (CheckpointError, "falcon-grouped", "num_kv_heads", {"num_kv_heads": 3}),
-    (CheckpointError, "opt-plain", "hidden_size", {"hidden_size": 33}),
-]
-
-
 @pytest.mark.parametrize(("error", "name", "says", "overrides"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_cannot_be_honoured_is_refused_by_name(error, name, says, overrides):
     read_spec(name)
     with pytest.raises(error, match=says):
         read_spec(name, **overrides)
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if "architectures" not in case[3]], ids=lambda case: case[2])
+def test_the_fields_behind_a_wrong_one_are_read_too(case):
+    """Each is told, and nothing that is wrong only because of it."""
+    _, name, says, overrides = case
+    config = config_json(name) | overrides | {"tie_word_embeddings": "yes"}
+    problems = Problems(Path("somewhere"))
+    check_sizes(config, problems)
+    assert check_spec(load_family(config), config, problems) is None
+    first, second = problems.lines
+    assert says in first and second == "config.json: tie_word_embeddings must be true or false, not 'yes'"
+
+
+def test_all_wrong_fields_of_a_config_are_told_at_once():
+    config = config_json("llama-grouped") | {
+        **{"hidden_size": "many", "num_attention_heads": 5, "num_key_value_heads": 3, "intermediate_size": 1.5},
+        **{"rope_scaling": {"rope_type": "spiral"}, "hidden_act": "wavy", "rms_norm_eps": -1, "mlp_bias": 0},
+    }
+    del config["num_hidden_layers"]
+    problems = Problems(Path("somewhere"))
+    check_sizes(config, problems)
+    assert check_spec(load_family(config), config, problems) is None
+    wanted = [*("hidden_size", "intermediate_size", "mlp_bias", "num_hidden_layers", "num_key_value_heads")]
+    wanted += ["spiral", "intermediate_size", "rms_norm_eps", "wavy"]
+    assert [any(each in line for line in problems.lines) for each in wanted] == [True] * len(wanted)
+    assert len(problems.lines) == 8, problems.lines
 
 
 def test_a_missing_size_is_named():

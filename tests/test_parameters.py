@@ -269,7 +269,7 @@ def test_a_part_of_a_tensor_that_is_missing_or_misshapen_is_told_once(tmp_path: 
         write(tmp_path / "a", tensors), weights_of(Toy())
     )
     text = refusal(write(tmp_path / "b", {**tensors, "whole": TENSORS["whole"].T.copy()}), weights_of(Toy()))
-    assert "(1 problem):\n  - tensor 'whole' has shape (9, 6), and the model needs (6, 9)" in text
+    assert "(1 problem):\n  - 'model.safetensors': tensor 'whole' has shape (9, 6), and the model needs (6, 9)" in text
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -441,7 +441,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "'bitsandbytes' is not one of compressed-tensors, fp8",
     ),
     "no object": (["fp8"], "quantization_config must be an object"),  # type: ignore[dict-item]
-    "activations in order": ({**FORMATS["gptq"][0], "desc_act": True}, "desc_act = true"),
+    "activations in order": (
+        {**FORMATS["gptq"][0], "desc_act": True},
+        "use a GPTQ or AWQ checkpoint without it, or the unquantised checkpoint with quantization='int8' or 'int4'",
+    ),
     "three bits": ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "GPTQ with 3 bits"),
     "a version of AWQ": ({**FORMATS["awq"][0], "version": "gemv"}, "version = 'gemv'"),
     "another format": (_compressed("marlin-24", INT4_WEIGHTS), "format = 'marlin-24' is not one of"),
@@ -516,8 +519,8 @@ def test_modelopt_s_own_file_is_read(tmp_path: Path) -> None:
 def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, "awq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))
-    for name, number in (("mlp.down_proj", np.nan), ("mlp.up_proj", 0.0)):
-        tensors[f"model.layers.0.{name}.scales"].flat[0] = number
+    for name, numbers in (("mlp.down_proj", [np.nan]), ("mlp.up_proj", [0.0, np.inf, -0.0])):
+        tensors[f"model.layers.0.{name}.scales"].flat[: len(numbers)] = numbers
     del tensors["model.layers.1.mlp.gate_proj.qzeros"]
     name = "model.layers.1.self_attn.o_proj.qweight"
     tensors[name] = tensors[name].astype(np.float32)
@@ -528,7 +531,7 @@ def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) ->
     for wanted in (
         "(4 problems)",
         "'model.layers.0.mlp.down_proj.scales' has 1 scales that are not finite",
-        "'model.layers.0.mlp.up_proj.scales' has 1 scales that are zero",
+        "'model.layers.0.mlp.up_proj.scales' has 1 scales that are not finite and 2 scales that are zero",
         "'model.layers.1.mlp.gate_proj.qzeros' of shape (2, 24) is missing",
         "'model.layers.1.self_attn.o_proj.qweight' has dtype F32, not I32",
     ):

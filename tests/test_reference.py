@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.notebooks import as_page, as_text, executed
 from tests.support.reference import pages
+from tests.support.reference_models import TESTS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -20,6 +21,12 @@ def test_the_reference_is_what_the_code_says(request: pytest.FixtureRequest) -> 
         if request.config.getoption("--write-reference"):
             path.write_text(text)
         assert path.read_text() == text, f"{name} is old: pytest tests/test_reference.py --write-reference"
+
+
+def test_the_tests_of_the_page_of_models_exist() -> None:
+    for name in (name for names in TESTS.values() for name in names):
+        file, _, function = name.partition("::")
+        assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), name
 
 
 def test_the_walkthrough_prints_what_it_shows(request: pytest.FixtureRequest) -> None:

@@ -5,6 +5,7 @@ A model that brings its own code is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,20 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
             f"there is a GGUF file in it ({', '.join(map(quoted, files[:5]))}): name the file and not the directory"
         )
         return config
+    generation: dict[str, Any] = {}
     for name in CODE_FILES:
         if name == "config.json" or has_file(directory, name):
             with problems.collect():
                 content = read_object(directory, name, MAX_CONFIG_BYTES)
+                if name == "generation_config.json":
+                    generation = content
                 if name == "config.json":
                     config = text_part(content)
                     check_sizes(config, problems)
                 if content.get("auto_map"):
                     problems.add(f"{name} has auto_map: it needs remote code, and remote code is never run")
+    with problems.collect():
+        _eos_token_ids(generation, config)
     if config and "quantization_config" not in config and has_file(directory, MODELOPT_FILE):
         with problems.collect():
             config["quantization_config"] = _modelopt_config(directory)
@@ -106,14 +112,18 @@ def eos_token_ids(directory: Path, config: dict[str, Any]) -> frozenset[int]:
 
     Raises CheckpointError when they are not token ids of the vocabulary.
     """
-    ids = read_generation_config(directory).get("eos_token_id")
+    return _eos_token_ids(read_generation_config(directory), config)
+
+
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
+    ids = generation.get("eos_token_id")
     source = "generation_config.json"
     if ids is None:
         ids, source = config.get("eos_token_id"), "config.json"
     listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
     for token_id in listed:
         if type(token_id) is not int or not 0 <= token_id <= MAX_LENGTH:
-            raise CheckpointError(f"{source} in {directory}: eos_token_id {quoted(token_id)} is not a token id")
+            raise CheckpointError(f"{source}: eos_token_id {quoted(token_id)} is not a token id")
     return frozenset(listed)
 
 
@@ -121,7 +131,11 @@ def check_sizes(config: dict[str, Any], problems: Problems) -> None:
     """That what decides how much is allocated stays within `LIMITS`."""
     if not config:
         problems.add("config.json is an empty object")
-    for key, limit in LIMITS.items():
-        value = config.get(key)
-        if value is not None and (type(value) is not int or not 1 <= value <= limit):
-            problems.add(f"config.json: {key} is {quoted(value)}, not a whole number from 1 to {limit}")
+    for key in out_of_bounds(config):
+        problems.add(f"config.json: {key} is {quoted(config[key])}, not a whole number from 1 to {LIMITS[key]}")
+
+
+def out_of_bounds(config: Mapping[str, Any]) -> list[str]:
+    """The fields that are not within `LIMITS`."""
+    values = {key: config[key] for key in LIMITS if config.get(key) is not None}
+    return [key for key, value in values.items() if type(value) is not int or not 1 <= value <= LIMITS[key]]

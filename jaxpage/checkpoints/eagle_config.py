@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from jaxpage.checkpoints.config_file import check_sizes
-from jaxpage.checkpoints.opening import read_spec
+from jaxpage.checkpoints.opening import check_spec
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.registry import load_family
@@ -69,8 +69,8 @@ class EagleConfig:
         """Left out, it is true for speculators and false for everyone else."""
         return self.flag("norm_before_residual", "speculators_model_type" in self.outer)
 
-    def decoder(self) -> RotaryDecoderSpec:
-        """Raises CheckpointError, UnsupportedError."""
+    def decoder(self, problems: Problems) -> RotaryDecoderSpec | None:
+        """None: what is wrong is in `problems`. Raises UnsupportedError."""
         model_type = self.layers.get("model_type", "llama")
         if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
             supported = ", ".join(_ARCHITECTURES)
@@ -79,7 +79,7 @@ class EagleConfig:
         if model_type == "llama" and (window or "sliding_attention" in (self.layers.get("layer_types") or ())):
             raise UnsupportedError("config.json: layers of model_type 'llama' with a sliding window are not supported")
         family = load_family({"architectures": [_ARCHITECTURES[model_type]]})
-        return cast(RotaryDecoderSpec, read_spec(family, dict(self.layers)))
+        return cast(RotaryDecoderSpec | None, check_spec(family, self.layers, problems))
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """The hidden states of a target of so many layers that EAGLE-3 takes, by the layers that they enter.

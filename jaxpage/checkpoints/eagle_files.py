@@ -107,9 +107,11 @@ def _spec(
     map_info: TensorInfo | None,
     target: ModelFiles,
     problems: Problems,
-) -> EagleSpec:
+) -> EagleSpec | None:
     """By the config and the names of the tensors. A table that is the target's is taken out of `stored`."""
-    decoder = config.decoder()
+    decoder = config.decoder(problems)
+    if decoder is None:
+        return None
     has = {part: f"layers.0.self_attn.{part}" in stored for part in ("q_proj.bias", "o_proj.bias", "q_norm.weight")}
     decoder = replace(
         decoder,

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf_tensors import gguf_names, read_gguf_tensors, under_model_names
+from jaxpage.checkpoints.layer_counts import layers_beyond
 from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, has_safetensors, map_array, read_tensors
@@ -129,6 +130,8 @@ def fit_stored(
             problems.add(refusal)
             return plan
     files_sound, used, parameters = not problems, set[str](), []
+    names = _unexpected(stored, used, ignored)
+    is_beyond = layers_beyond(names if files_sound else (), weights, problems)
     for weight in weights:
         pieces = []
         for piece in _chosen(weight.sources, stored).pieces:
@@ -141,21 +144,19 @@ def fit_stored(
             fitting = [info for info in found if _fits(weight, piece, info, problems)]
             if fitting and compare and files_sound:
                 _check_numbers(piece, fitting[0], plan.layout, problems)
-            if not found and (
-                stored or files_sound
-            ):  # with no readable file at all, a list of every tensor tells nothing
+            # With no readable file at all, a list of every tensor tells nothing.
+            if not found and (stored or files_sound) and not is_beyond(piece.names):
                 name = plan.names.get(piece.name, piece.name)
                 problems.add(f"tensor {quoted(name)} of shape {piece.stored_shape} is missing")
             for copy in fitting[1:]:
                 if plan.layout == "orbax":
-                    problems.add(
-                        f"tensors {quoted(fitting[0].name)} and {quoted(copy.name)} are one parameter, kept twice"
-                    )
+                    problems.add(f"{_both(fitting[0], copy)} are one parameter, kept twice")
                 elif compare and files_sound:
                     _check_copy(fitting[0], copy, problems)
         parameters.append(Filled(weight, tuple(pieces)))
     for name in _unexpected(stored, used, ignored):
-        problems.add(f"tensor {quoted(name)} of shape {stored[name].shape} is unexpected")
+        if not is_beyond([name]):
+            problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
     return replace(plan, parameters=tuple(parameters))
 
 
@@ -165,7 +166,7 @@ def renamed(found: Mapping[str, TensorInfo], rename: Callable[[str], str], probl
     for name, info in found.items():
         first = stored.setdefault(rename(name), info)
         if first is not info:
-            problems.add(f"tensors {quoted(first.name)} and {quoted(info.name)} are one parameter")
+            problems.add(f"{_both(first, info)} are one parameter")
     return stored
 
 
@@ -211,10 +212,10 @@ def _fits(weight: Weight, piece: Piece, info: TensorInfo, problems: Problems) ->
     dtypes = piece.stored.dtypes if piece.stored else (weight.dtype,) if weight.dtype else FLOATS
     codes = [_CODES[name] for name in dtypes]
     if info.shape != piece.stored_shape:
-        problems.add(f"tensor {quoted(info.name)} has shape {info.shape}, and the model needs {piece.stored_shape}")
+        problems.add(f"{info.described} has shape {info.shape}, and the model needs {piece.stored_shape}")
     if info.dtype not in codes:
         problems.add(
-            f"tensor {quoted(info.name)} has dtype {info.dtype}, not {'one of ' if len(codes) > 1 else ''}{', '.join(codes)}"
+            f"{info.described} has dtype {info.dtype}, not {'one of ' if len(codes) > 1 else ''}{', '.join(codes)}"
         )
     return info.shape == piece.stored_shape and info.dtype in codes
 
@@ -227,10 +228,15 @@ def _check_numbers(piece: Piece, info: TensorInfo, layout: str, problems: Proble
         and layout == "safetensors"
         and (wrong := piece.stored.check(map_array(info)))
     ):
-        problems.add(f"tensor {quoted(info.name)} {wrong}")
+        problems.add(f"{info.described} {wrong}")
+
+
+def _both(first: TensorInfo, second: TensorInfo) -> str:
+    files = " and ".join(dict.fromkeys(info.label for info in (first, second) if info.label))
+    return f"{files}{': ' if files else ''}tensors {quoted(first.name)} and {quoted(second.name)}"
 
 
 def _check_copy(info: TensorInfo, copy: TensorInfo, problems: Problems) -> None:
     """Two names for one tensor (tied embeddings saved in full) must hold the same bytes."""
     if not same_bytes(info, copy):
-        problems.add(f"tensors {quoted(info.name)} and {quoted(copy.name)} are one parameter, but they differ")
+        problems.add(f"{_both(info, copy)} are one parameter, but they differ")

@@ -12,14 +12,13 @@ import numpy as np
 
 from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.fitting import LoadPlan, fit_stored
-from jaxpage.checkpoints.opening import ModelFiles, read_spec
+from jaxpage.checkpoints.opening import ModelFiles, describe_config
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.models.base import model_weights
 from jaxpage.models.fields import text_part
-from jaxpage.models.quantization.registry import quantization_of, without_quantization
-from jaxpage.models.registry import load_family
+from jaxpage.models.quantization.registry import quantization_of
 
 PLACE = Path("(parameters in memory)")  # where messages say that they are
 _CODES = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
@@ -34,10 +33,10 @@ def open_parameters(
     """
     problems, config = Problems(PLACE), text_part(config)
     check_sizes(config, problems)
+    described = describe_config(config, lambda: quantization_of(config, quantization), problems)
     problems.raise_if_any()
-    family, scheme = load_family(config), quantization_of(config, quantization)
-    spec = read_spec(family, without_quantization(config))
-    empty = ModelFiles(PLACE, config, family, spec, LoadPlan(PLACE, "memory"), scheme)
+    assert described is not None
+    empty = ModelFiles(plan=LoadPlan(PLACE, "memory"), directory=PLACE, **vars(described))
     return with_parameters(empty, parameters)
 
 

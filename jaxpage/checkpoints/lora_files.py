@@ -78,7 +78,7 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
             b_OR = b_OR * np.float32(_factor(config, module))
         for info, array in ((a_info, a_RI), (b_info, b_OR)):
             if not np.isfinite(array).all():
-                problems.add(f"tensor {quoted(info.name)} has NaN or infinite numbers")
+                problems.add(f"{info.described} has NaN or infinite numbers")
         if twice := filled & {(target.path, part) for part in target.parts}:
             problems.add(f"{quoted(module)} changes what another module changes ({len(twice)} products)")
         filled |= {(target.path, part) for part in target.parts}
@@ -133,13 +133,11 @@ def _pairs(
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         if not (match := _NAME.fullmatch(name)):
-            problems.add(
-                f"tensor {quoted(name)} is not one of LoRA's: base_model.model.MODULE.lora_A.weight or .lora_B."
-            )
+            problems.add(f"{info.described} is not one of LoRA's: base_model.model.MODULE.lora_A.weight or .lora_B.")
         elif match[1] not in targets:
-            problems.add(f"tensor {quoted(name)} is for a module that the model has not, or that takes no adapter")
+            problems.add(f"{info.described} is for a module that the model has not, or that takes no adapter")
         elif info.dtype not in DTYPES:
-            problems.add(f"tensor {quoted(name)} is {info.dtype}; it must be one of {', '.join(DTYPES)}")
+            problems.add(f"{info.described} is {info.dtype}; it must be one of {', '.join(DTYPES)}")
         else:
             found.setdefault(match[1], {})[match[2]] = info
     if not tensors and not problems:

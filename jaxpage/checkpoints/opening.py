@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpage.checkpoints.config_file import check_config
+from jaxpage.checkpoints.config_file import check_config, out_of_bounds
 from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
-from jaxpage.checkpoints.gguf_header import is_gguf
+from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf_tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quoted
-from jaxpage.errors import CheckpointError
+from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.base import Family, ModelSpec, model_weights
+from jaxpage.models.fields import RefusedField, WrongField
 from jaxpage.models.quantization.gguf import NAME as GGUF
 from jaxpage.models.quantization.registry import quantization_of, without_quantization
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import Rule
+
+MAX_WRONG_FIELDS = 100  # that are told of a family's
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,17 @@ class ModelFiles:
     def rule(self) -> Rule | None:
         """Of the modules that take the place of the family's."""
         return self.quantization.rule if self.quantization else None
+
+    @property
+    def rounded_before(self) -> tuple[str, ...]:
+        """The types of the tensors that were rounded when the file was made, and are rounded once more when they are loaded."""
+        rounded = {
+            info.kind
+            for filled in self.plan.parameters
+            for piece, info in filled.pieces
+            if piece.stored and isinstance(info, GGUFTensor) and info.is_quantised
+        }
+        return tuple(sorted(rounded))
 
 
 def open_model(directory: str | os.PathLike[str], quantization: str | None = None) -> ModelFiles:
@@ -123,22 +137,49 @@ def _describe(directory: Path, quantization: str | None, problems: Problems) -> 
     config = check_config(directory, problems)
     if not config:
         return None
-    sizes_are_sound, family, spec, scheme = not problems, None, None, None
+    if quantization == GGUF and is_gguf(directory):
+        return describe_config(config, lambda: gguf_scheme(directory), problems)
+    return describe_config(config, lambda: quantization_of(config, quantization), problems)
+
+
+def describe_config(
+    config: dict[str, Any], scheme_of: Callable[[], Scheme | None], problems: Problems
+) -> ModelDescription | None:
+    """What config.json says, whose sizes have been checked; None if something is wrong with it, which is added to `problems`.
+
+    scheme_of: raises CheckpointError or UnsupportedError.
+    """
+    family, spec, scheme = None, None, None
     with problems.collect():
         family = load_family(config)
     with problems.collect():
-        kept = quantization == GGUF and is_gguf(directory)
-        scheme = gguf_scheme(directory) if kept else quantization_of(config, quantization)
-    if family and sizes_are_sound:  # sizes out of bounds must not reach a family
-        with problems.collect():
-            spec = read_spec(family, without_quantization(config))
+        scheme = scheme_of()
+    if family:
+        spec = check_spec(family, without_quantization(config), problems)
     return None if problems or not family or spec is None else ModelDescription(config, family, spec, scheme)
 
 
-def read_spec(family: Family, config: dict[str, Any]) -> ModelSpec:
-    """What the family makes of config.json. Raises CheckpointError or UnsupportedError."""
-    try:
-        return family.Spec.from_config(config)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # A family checks its fields by name; what still fails is a config of an unknown form.
-        raise CheckpointError(f"config.json cannot be understood: {type(error).__name__}: {error}") from error
+def check_spec(family: Family, config: Mapping[str, Any], problems: Problems) -> ModelSpec | None:
+    """What the family makes of config.json; None if something is wrong with it, all of which is added to `problems`.
+
+    A family stops at the first field that is wrong. It is read again with a value that it can have, until all fields have been read;
+    what is wrong only because of such a value is not told.
+    """
+    wrong = set(out_of_bounds(config))  # has been told
+    config = {**config, **dict.fromkeys(wrong)}
+    for _ in range(MAX_WRONG_FIELDS):
+        try:
+            spec = family.Spec.from_config(config)
+            return None if wrong else spec
+        except (WrongField, RefusedField) as error:
+            if not wrong & error.instead.keys():
+                problems.add(str(error))
+            wrong, config = {*wrong, *error.instead}, {**config, **error.instead}
+        except (CheckpointError, UnsupportedError) as error:
+            problems.add(str(error))
+            return None
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if not wrong:  # a family checks its fields by name; what still fails is a config of an unknown form
+                problems.add(f"config.json cannot be understood: {type(error).__name__}: {error}")
+            return None
+    return None

@@ -7,7 +7,7 @@ answer how large a model is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ class TensorInfo:
     file: Path
     offset: int
     num_bytes: int
+    label: str = field(default="", kw_only=True)  # of one file of several, for messages
+
+    @property
+    def described(self) -> str:
+        """For messages: its name, behind that of its file."""
+        return f"{self.label}: tensor {quoted(self.name)}" if self.label else f"tensor {quoted(self.name)}"
 
 
 def read_header(file: Path, label: str, problems: Problems) -> dict[str, TensorInfo]:
@@ -81,7 +87,8 @@ def _tensors(
             problems.add(f"{label}: tensor {quoted(name)} {wrong}")
         else:
             begin, end = entry["data_offsets"]
-            tensors[name] = TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, start + begin, end - begin)
+            shape, place = tuple(entry["shape"]), (start + begin, end - begin)
+            tensors[name] = TensorInfo(name, entry["dtype"], shape, file, *place, label=label)
     if len(tensors) == len(header):  # with an entry lost, every other range would look like a gap
         _check_tiling(tensors, label, file_bytes, start, problems)
     return tensors

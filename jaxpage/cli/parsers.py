@@ -97,7 +97,9 @@ def _add_convert(commands: Commands[Parser]) -> None:
 
 def _add_plan(commands: Commands[Parser]) -> None:
     parser = add_command(
-        commands, "plan", "how many KV blocks and users fit in memory; needs only config.json, and with --slo a device"
+        commands,
+        "plan",
+        "how many KV blocks and users fit in memory; needs only config.json, and with --slo a device; reads no tensors",
     )
     add_model(parser, '"demo" (packaged), a directory, a config.json, a GGUF file, or a hub id')
     add = parser.add_argument

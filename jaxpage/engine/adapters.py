@@ -54,15 +54,13 @@ class Adapters:
             ValueError: lora_int_id stands for another adapter.
             ModelNotFoundError, CheckpointError: it is not there; it does not fit, with all that is wrong.
         """
-        directory, this = Path(asked.lora_path), (asked.lora_name, asked.lora_path)
+        directory, this = directory_of(asked), (asked.lora_name, asked.lora_path)
         with self._lock:
             meant, known = self._meant.get(asked.lora_int_id, this), self._read.get(asked.lora_path)
         if meant != this:
             raise ValueError(
                 f"lora_int_id={asked.lora_int_id} is {meant[0]!r} in {meant[1]}; give {asked.lora_name!r} another number"
             )
-        if not directory.is_dir():
-            raise ModelNotFoundError(f"LoRA adapter {asked.lora_name!r}: there is no directory {asked.lora_path}")
         version = _version(directory)
         if known is None or known[0] != version:
             known = version, read_adapter(directory, self.spec)
@@ -107,6 +105,13 @@ class Adapters:
         """The number may stand for another adapter."""
         with self._lock:
             self._meant.pop(lora_int_id, None)
+
+
+def directory_of(asked: LoRARequest) -> Path:
+    """Raises ModelNotFoundError if it is not there."""
+    if not (directory := Path(asked.lora_path)).is_dir():
+        raise ModelNotFoundError(f"LoRA adapter {asked.lora_name!r}: there is no directory {asked.lora_path}")
+    return directory
 
 
 def _version(directory: Path) -> _Version:

@@ -48,6 +48,7 @@ from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
 from jaxpage.models.lora import LoRASpec, adapter_weights
+from jaxpage.models.quantization.gguf import FORMATS
 from jaxpage.models.sharding import ShardedWeight, joined, kv_of_shard, sharded_weights, with_sharding
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
@@ -108,7 +109,7 @@ def build_engine(
     open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
     phase(PHASES[0])
     _use_compile_cache()
-    files = _opened(config) if files is None else files
+    files = opened_files(config) if files is None else files
     tokenizer = _tokenizer(config, files) if tokenizer is None else tokenizer
     sampling_defaults = read_sampling_defaults(files.directory)
     phase(PHASES[1])
@@ -321,11 +322,14 @@ def _use_compile_cache() -> None:
         use_compile_cache(compile_cache_directory())
 
 
-def _opened(config: EngineConfig) -> ModelFiles:
+def opened_files(config: EngineConfig) -> ModelFiles:
     """The model's files, after everything that can be refused before they are read."""
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
+    if kinds := files.rounded_before:
+        text = "quantization=%r rounds weights a second time that are in %s in the file; quantization='gguf' keeps %s as they are"
+        logger.warning(text, config.quantization, ", ".join(kinds), ", ".join(FORMATS))
     return files
 
 

@@ -27,11 +27,11 @@ def make_rope(parameters: Mapping[str, Any], *, head_width: int, max_position_em
     """
     rope_type = parameters["rope_type"]
     if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
-        raise UnsupportedError(f"config.json asks for rope_type {rope_type!r}; supported: {', '.join(_SCALINGS)}")
+        raise UnsupportedError(f"rope_type {rope_type!r} is not one of {', '.join(_SCALINGS)}")
     try:
         frequencies, factor = _SCALINGS[rope_type](parameters, head_width, max_position_embeddings)
     except ArithmeticError as error:
-        raise CheckpointError(f"config.json: rope parameters {dict(parameters)} make no sense ({error})") from error
+        raise CheckpointError(f"rope parameters {dict(parameters)} make no sense ({error})") from error
     limit = max_position_embeddings
     if rope_type == "longrope":
         # Past the original length transformers changes the frequencies of the whole sequence, cached keys included;
@@ -58,7 +58,7 @@ def _dynamic(parameters: Mapping[str, Any], width: int, max_positions: int) -> t
 def _llama3(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, float]:
     factor, low, high = (_number(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if high == low:
-        raise CheckpointError("config.json: rope high_freq_factor and low_freq_factor must differ")
+        raise CheckpointError("rope high_freq_factor and low_freq_factor must differ")
     original = _original_length(parameters)
     frequencies = np.float32(1.0) / _wavelengths(parameters, width)
     wavelengths = np.float32(2 * math.pi) / frequencies
@@ -114,7 +114,7 @@ def _longrope(parameters: Mapping[str, Any], width: int, max_positions: int) -> 
     for name in ("short_factor", "long_factor"):
         values = parameters.get(name)
         if not isinstance(values, list) or len(values) != width // 2 or not all(_is_number(v) for v in values):
-            raise CheckpointError(f"config.json: rope {name} must be a list of {width // 2} numbers")
+            raise CheckpointError(f"rope {name} must be a list of {width // 2} numbers")
     original = _original_length(parameters)
     factor = _optional_number(parameters, "factor")
     factor = max_positions / original if factor is None else factor
@@ -144,7 +144,7 @@ def _wavelengths(parameters: Mapping[str, Any], width: int) -> Floats:
 def _original_length(parameters: Mapping[str, Any]) -> int:
     value = parameters.get("original_max_position_embeddings")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: original_max_position_embeddings must be a positive integer: {value!r}")
+        raise CheckpointError(f"original_max_position_embeddings must be a positive integer: {value!r}")
     return value
 
 
@@ -155,12 +155,12 @@ def _is_number(value: object) -> bool:
 def _number(parameters: Mapping[str, Any], name: str) -> float:
     value = _optional_number(parameters, name)
     if value is None:
-        raise CheckpointError(f"config.json: rope_type {parameters['rope_type']!r} needs {name}")
+        raise CheckpointError(f"rope_type {parameters['rope_type']!r} needs {name}")
     return value
 
 
 def _optional_number(parameters: Mapping[str, Any], name: str) -> float | None:
     value = parameters.get(name)
     if value is not None and not _is_number(value):
-        raise CheckpointError(f"config.json: rope {name} must be a positive number, not {value!r}")
+        raise CheckpointError(f"rope {name} must be a positive number, not {value!r}")
     return None if value is None else float(value)

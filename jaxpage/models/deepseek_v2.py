@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import UnsupportedError
 from jaxpage.models.deepseek_v3 import latent_knobs, read_groups
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, RefusedField
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -23,10 +22,10 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         fields = Fields(config, "deepseek_v2", {"n_routed_experts": "num_experts"})
         if fields.get("norm_topk_prob", False):
-            raise UnsupportedError("config.json: norm_topk_prob = true is not supported for this family")
+            raise RefusedField("norm_topk_prob = true is not supported for this family", norm_topk_prob=False)
         method = fields.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
-            raise UnsupportedError(f"config.json: topk_method = {method!r} is not greedy or group_limited_greedy")
+            raise RefusedField(f"topk_method = {method!r} is not greedy or group_limited_greedy", topk_method="greedy")
         count, width = ("n_routed_experts", 64), ("moe_intermediate_size", 1407)
         groups = None if method == "greedy" else read_groups(fields, count, best=1)
         first = fields.integer("first_k_dense_replace", 0, least=0)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Groups
 from jaxpage.models import rotary_decoder
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, RefusedField, WrongField
 from jaxpage.models.latent import read_latent
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 ignored = (*rotary_decoder.ignored, "model.layers.61.*")  # that layer predicts a second token ahead, and drafts
 
 
@@ -63,13 +63,16 @@ def read_groups(fields: Fields, count: tuple[str, int], *, best: int, default: A
     kept = fields.optional_integer("topk_group", default[1]) or 1
     num_experts = fields.integer(*count)
     if num_experts % number or kept > number or (number > 1 and num_experts // number < best):
-        raise CheckpointError(
-            f"config.json: {num_experts} experts cannot be in n_group = {number} groups, of which topk_group = {kept} are taken"
+        raise WrongField(
+            f"{num_experts} experts cannot be in n_group = {number} groups, of which topk_group = {kept} are taken",
+            **ONE_GROUP,
         )
     per_token = fields.integer("num_experts_per_tok", 1)
     if per_token > num_experts // number * kept:
-        raise CheckpointError(
-            f"config.json: topk_group = {kept} of n_group = {number} have fewer than num_experts_per_tok = {per_token} experts"
+        raise WrongField(
+            f"topk_group = {kept} of n_group = {number} have fewer than num_experts_per_tok = {per_token} experts",
+            **ONE_GROUP,
+            num_experts_per_tok=1,
         )
     return Groups(number, kept, best) if kept < number else None
 
@@ -78,7 +81,7 @@ def latent_knobs(fields: Fields, *, longest: int, query_rank: int) -> dict[str, 
     """Arguments of `RotaryDecoderSpec._from_fields`. longest, query_rank: defaults."""
     for name, only in (("moe_layer_freq", 1), ("ep_size", 1)):
         if fields.get(name, None) not in (None, only):
-            raise UnsupportedError(f"config.json: {name} = {fields.get(name)!r} is not supported")
+            raise RefusedField(f"{name} = {fields.get(name)!r} is not supported", **{name: None})
     latent, rope, length = read_latent(fields, longest=longest, query_rank=query_rank)
     return {
         "latent": latent,

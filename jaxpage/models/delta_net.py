@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from jax.typing import DTypeLike
 
-from jaxpage.errors import CheckpointError
 from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, WrongField
 
 
 def read_delta(fields: Fields, *, grouped: bool) -> DeltaWidths:
@@ -23,9 +22,10 @@ def read_delta(fields: Fields, *, grouped: bool) -> DeltaWidths:
         grouped=grouped,
     )
     if widths.value_heads % widths.key_heads:
-        raise CheckpointError(
-            f"config.json: linear_num_key_heads = {widths.key_heads} must divide "
-            f"linear_num_value_heads = {widths.value_heads}"
+        raise WrongField(
+            f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = {widths.value_heads}",
+            linear_num_key_heads=1,
+            linear_num_value_heads=1,
         )
     return widths
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.parameter import Axis, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
-from jaxpage.models.fields import REQUIRED, Fields
+from jaxpage.models.fields import REQUIRED, Fields, WrongField
 from jaxpage.models.weights import FLOATS
 
 
@@ -60,8 +59,9 @@ def read_experts(
         **(routing or {}),
     )
     if chosen.per_token > chosen.num_experts:
-        raise CheckpointError(
-            f"config.json: num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} experts cannot be"
+        raise WrongField(
+            f"num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} experts cannot be",
+            **{"num_experts_per_tok": 1, count[0]: chosen.num_experts},
         )
     return ExpertsSpec(chosen, fields.integer(*width), **more)
 
@@ -70,7 +70,7 @@ def sparse_layers(fields: Fields) -> tuple[bool, ...]:
     """Qwen's rule: each layer whose number, from 1, divides by `decoder_sparse_step`, but those of `mlp_only_layers`."""
     every, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers", None) or []
     if not isinstance(dense, list):
-        raise CheckpointError(f"config.json: mlp_only_layers must be a list, not {dense!r}")
+        raise WrongField(f"mlp_only_layers must be a list, not {dense!r}", mlp_only_layers=None)
     num_layers = fields.integer("num_hidden_layers")
     return tuple((index + 1) % every == 0 and index not in dense for index in range(num_layers))
 

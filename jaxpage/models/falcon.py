@@ -10,7 +10,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.attention import Attention
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import token_tables
@@ -19,7 +18,7 @@ from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, RefusedField, WrongField
 
 prefix = "transformer."
 ignored = ("*rotary_emb.inv_freq",)
@@ -51,12 +50,14 @@ class Spec:
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
         fields = Fields(config, "falcon", {"hidden_size": "n_embed"})
         if fields.flag("alibi", False):
-            raise UnsupportedError("config.json: alibi = true (biases of scores by distance) is not supported")
+            raise RefusedField("alibi = true (biases of scores by distance) is not supported", alibi=False)
         num_heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
         num_kv_heads, (norms, parallel) = _kv_heads(fields, num_heads), _form(fields)
         if num_heads % num_kv_heads:
-            raise CheckpointError(
-                f"config.json: num_kv_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}"
+            raise WrongField(
+                f"num_kv_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}",
+                num_kv_heads=num_heads,
+                num_attention_heads=num_heads,
             )
         head_width = fields.divided("hidden_size", "num_attention_heads")
         rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 2048))
@@ -88,12 +89,13 @@ def _form(fields: Fields) -> tuple[tuple[str, str | None], bool]:
     """`Spec.norms` and `Spec.parallel`."""
     new, parallel = fields.flag("new_decoder_architecture", False), fields.flag("parallel_attn", True)
     if new and not parallel:
-        raise UnsupportedError("config.json: parallel_attn = false with new_decoder_architecture is not supported")
+        raise RefusedField("parallel_attn = false with new_decoder_architecture is not supported", parallel_attn=True)
     if not parallel:
         return ("input_layernorm", "post_attention_layernorm"), False
     count = fields.optional_integer("num_ln_in_parallel_attn", None) or (2 if new else 1)
     if count > 2 or (count == 2 and not new):
-        raise UnsupportedError(f"config.json: num_ln_in_parallel_attn = {count} is not supported for this form")
+        text = f"num_ln_in_parallel_attn = {count} is not supported for this form"
+        raise RefusedField(text, num_ln_in_parallel_attn=None)
     return (("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm", None)), True
 
 

@@ -12,6 +12,26 @@ from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import make_rope
 
 REQUIRED: Any = object()  # as a default: the field has none
+_ROPE_FIELDS = ("rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
+NO_ROPE: dict[str, Any] = {**dict.fromkeys(_ROPE_FIELDS), "rope_theta": 10_000.0, "rope_local_base_freq": 10_000.0}
+_SIZE = 64  # that stands for one that is missing or wrong, while the other fields are read
+
+
+class _FieldError(Exception):
+    """instead: values for the fields that are wrong, with which the others can be read. None of them reaches a model: see `check_spec`."""
+
+    def __init__(self, text: str, **instead: Any) -> None:
+        super().__init__(f"config.json: {text}")
+        self.instead = instead
+
+
+class WrongField(_FieldError, CheckpointError):
+    """A field is missing, or no model can have its value."""
+
+
+class RefusedField(_FieldError, UnsupportedError):
+    """What a field asks for is not supported."""
+
 
 # Fields of any config that would change the mathematics, and what they stand for; absent, null, false and empty pass.
 _NOT_HONOURED = {
@@ -46,31 +66,37 @@ class Fields:
         self.config = config
         self.aliases = aliases or {}
         if config.get("model_type", model_type) != model_type:
-            raise CheckpointError(
-                f"config.json: architectures {config.get('architectures')} are of model_type {model_type!r}, "
-                f"but model_type is {config['model_type']!r}"
+            raise WrongField(
+                f"architectures {config.get('architectures')} are of model_type {model_type!r}, "
+                f"but model_type is {config['model_type']!r}",
+                model_type=model_type,
             )
         for name, meaning in _NOT_HONOURED.items():
             if config.get(name):
-                raise UnsupportedError(f"config.json: {name} ({meaning}) is not supported")
+                raise RefusedField(f"{name} ({meaning}) is not supported", **{name: None})
         if config.get("is_causal", True) is not True:
-            raise UnsupportedError("config.json: is_causal = false (attention to later tokens) is not supported")
+            raise RefusedField("is_causal = false (attention to later tokens) is not supported", is_causal=True)
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
         """The raw value of a field, under its name or its alias."""
         present = [key for key in (name, self.aliases.get(name)) if key is not None and key in self.config]
         if len({repr(self.config[key]) for key in present}) > 1:
-            raise CheckpointError(f"config.json: {' and '.join(present)} contradict each other")
+            raise WrongField(f"{' and '.join(present)} contradict each other", **self._instead(name, self.config[name]))
         if present:
             return self.config[present[0]]
         if default is REQUIRED:
-            raise CheckpointError(f"config.json lacks {name}")
+            raise WrongField(f"{name} is missing", **{name: _SIZE})
         return default
+
+    def _instead(self, name: str, value: Any) -> dict[str, Any]:
+        """Of a field, under its name and its alias."""
+        return {key: value for key in (name, self.aliases.get(name)) if key is not None}
 
     def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> int:
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise CheckpointError(f"config.json: {name} must be an integer >= {least}, not {value!r}")
+            instead = self._instead(name, _SIZE if default is REQUIRED else default)
+            raise WrongField(f"{name} must be an integer >= {least}, not {value!r}", **instead)
         return value
 
     def optional_integer(self, name: str, default: int | None) -> int | None:
@@ -80,7 +106,7 @@ class Fields:
         """A finite number above zero."""
         value = self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise CheckpointError(f"config.json: {name} must be a positive number, not {value!r}")
+            raise WrongField(f"{name} must be a positive number, not {value!r}", **self._instead(name, default))
         return float(value)
 
     def optional_number(self, name: str, default: float | None) -> float | None:
@@ -93,31 +119,35 @@ class Fields:
         types = self.get("layer_types", None)
         types = list(default) if types is None else types
         if not isinstance(types, list) or len(types) != len(default):
-            raise CheckpointError(
-                f"config.json: layer_types must name each of the {len(default)} layers, not {types!r}"
+            raise WrongField(
+                f"layer_types must name each of the {len(default)} layers, not {types!r}",
+                layer_types=None,
+                num_hidden_layers=len(default),
             )
         unknown = sorted({str(kind) for kind in types} - {*kinds})
         if unknown:
-            raise UnsupportedError(f"config.json: layer_types {', '.join(unknown)} are not supported")
+            raise RefusedField(f"layer_types {', '.join(unknown)} are not supported", layer_types=None)
         return tuple(types)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: {name} must be true or false, not {value!r}")
+            raise WrongField(f"{name} must be true or false, not {value!r}", **self._instead(name, default))
         return value
 
     def activation(self, name: str, default: str) -> str:
         value = self.get(name, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise UnsupportedError(f"config.json: {name} = {value!r} is not one of {', '.join(ACTIVATIONS)}")
+            instead = self._instead(name, default)
+            raise RefusedField(f"{name} = {value!r} is not one of {', '.join(ACTIVATIONS)}", **instead)
         return value
 
     def divided(self, name: str, divisor_name: str) -> int:
         """One field over another, which must divide it: the head width, where no field gives it."""
         value, divisor = self.integer(name), self.integer(divisor_name)
         if value % divisor:
-            raise CheckpointError(f"config.json: {divisor_name} = {divisor} does not divide {name} = {value}")
+            instead = self._instead(divisor_name, divisor) | self._instead(name, divisor * _SIZE)
+            raise WrongField(f"{divisor_name} = {divisor} does not divide {name} = {value}", **instead)
         return value // divisor
 
     def rope(
@@ -144,9 +174,7 @@ class Fields:
         `rope_scaling` for the others."""
         given = self.get("rope_parameters", None) or {}
         if not isinstance(given, dict) or not all(value is None or isinstance(value, dict) for value in given.values()):
-            raise CheckpointError(
-                f"config.json: rope_parameters must have an object for each layer type, not {given!r}"
-            )
+            raise WrongField(f"rope_parameters must have an object for each layer type, not {given!r}", **NO_ROPE)
         old = {
             "full_attention": {"rope_theta": self.get("rope_theta", None), **(self.get("rope_scaling", None) or {})},
             "sliding_attention": {"rope_theta": self.get("rope_local_base_freq", self.get("rope_theta", None))},
@@ -173,26 +201,32 @@ class Fields:
         parameters["rope_type"] = aliases.get(kind, kind) if isinstance(kind, str) else kind
         factor = self.get("partial_rotary_factor", None) or parameters.get("partial_rotary_factor") or partial or 1.0
         if partial is None and factor != 1.0:
-            raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not supported for this family")
+            raise RefusedField("partial_rotary_factor other than 1 is not supported for this family", **NO_ROPE)
         if not isinstance(factor, int | float) or not 0 < factor <= 1:
-            raise CheckpointError(f"config.json: partial_rotary_factor must be above 0, up to 1, not {factor!r}")
+            raise WrongField(f"partial_rotary_factor must be above 0, up to 1, not {factor!r}", **NO_ROPE)
         if (width := int(head_width * factor)) % 2 or width == 0:
-            raise CheckpointError(f"config.json: the rotary embedding needs an even head width, not {width}")
+            instead = {**NO_ROPE, "head_dim": _SIZE, "hidden_size": _SIZE, "num_attention_heads": 1}
+            raise WrongField(f"the rotary embedding needs an even head width, not {width}", **instead)
         if parameters.get("mrope_section"):
-            raise UnsupportedError("config.json: mrope_section (positions with several axes) is not supported")
-        return make_rope(parameters, head_width=width, max_position_embeddings=longest)
+            raise RefusedField("mrope_section (positions with several axes) is not supported", **NO_ROPE)
+        try:
+            return make_rope(parameters, head_width=width, max_position_embeddings=longest)
+        except UnsupportedError as error:
+            raise RefusedField(str(error), **NO_ROPE) from error
+        except CheckpointError as error:
+            raise WrongField(str(error), **NO_ROPE) from error
 
     def _rope_parameters(self, max_position_embeddings: int, theta: float) -> dict[str, Any]:
         """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of older versions, as one dict."""
         old, new = self.get("rope_scaling", None), self.get("rope_parameters", None)
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):
             if value is not None and not isinstance(value, dict):
-                raise CheckpointError(f"config.json: {name} must be an object or null, not {value!r}")
+                raise WrongField(f"{name} must be an object or null, not {value!r}", **{name: None})
         if old and new and old != new:
-            raise CheckpointError("config.json: rope_scaling and rope_parameters contradict each other")
+            raise WrongField("rope_scaling and rope_parameters contradict each other", **NO_ROPE)
         parameters = dict(cast("dict[str, Any]", old or new or {}))
         if any(isinstance(value, dict) for value in parameters.values()):
-            raise UnsupportedError("config.json: rope_parameters by layer type are not supported for this family")
+            raise RefusedField("rope_parameters by layer type are not supported for this family", **NO_ROPE)
         parameters.setdefault("rope_theta", self.get("rope_theta", theta))
         parameters.setdefault("rope_type", parameters.get("type", "default"))
         # As in transformers, a length at the top of the file outranks the one in the dict.

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import UnsupportedError
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, RefusedField
 from jaxpage.models.gemma import ACTIVATION
 from jaxpage.models.rotary_decoder import (
     BlockForm,
@@ -46,7 +45,8 @@ class Spec(RotaryDecoderSpec):
 def gemma_knobs(fields: Fields, *, caps: tuple[float | None, float | None]) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common. caps: of attention and of logits, by default."""
     if fields.get("use_bidirectional_attention", None):
-        raise UnsupportedError("config.json: use_bidirectional_attention (attention to later tokens) is not supported")
+        text = "use_bidirectional_attention (attention to later tokens) is not supported"
+        raise RefusedField(text, use_bidirectional_attention=None)
     return {
         "num_kv_heads": key_value_heads(fields, 4),
         "head_width": fields.integer("head_dim", 256),

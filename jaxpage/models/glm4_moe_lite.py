@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import CheckpointError
 from jaxpage.models import rotary_decoder
 from jaxpage.models.deepseek_v3 import corrected_experts, latent_knobs
 from jaxpage.models.experts import DEEPSEEK_NAMES
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, WrongField
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -40,7 +39,9 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     if types is None:
         return tuple(index > 0 for index in range(num_layers))
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
-        raise CheckpointError(
-            f"config.json: mlp_layer_types must say dense or sparse of {num_layers} layers, not {types!r}"
+        raise WrongField(
+            f"mlp_layer_types must say dense or sparse of {num_layers} layers, not {types!r}",
+            mlp_layer_types=None,
+            num_hidden_layers=num_layers,
         )
     return tuple(kind == "sparse" for kind in types)

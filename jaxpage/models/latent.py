@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from jax.typing import DTypeLike
 
-from jaxpage.errors import CheckpointError
 from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, LatentWidths
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Rope
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import NO_ROPE, Fields, WrongField
 
 NORM_EPSILON = 1e-6  # of latents, whatever the config says of other norms
 
@@ -47,7 +46,7 @@ def _stretch(fields: Fields) -> float:
     factor, share = parameters.get("factor", 1.0), parameters.get("mscale_all_dim") or 0.0
     for name, value in (("factor", factor), ("mscale_all_dim", share)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise CheckpointError(f"config.json: rope {name} must be a positive number, not {value!r}")
+            raise WrongField(f"rope {name} must be a positive number, not {value!r}", **NO_ROPE)
     if parameters.get("rope_type", parameters.get("type", "default")) == "default" or not share or factor <= 1:
         return 1.0
     return 0.1 * share * math.log(factor) + 1.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import CheckpointError
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, WrongField
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -33,8 +32,9 @@ class Spec(RotaryDecoderSpec):
         parameters = fields.get("rope_parameters")
         rate, length = (parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
         if rate is not None and (not isinstance(rate, int | float) or type(length) is not int or length < 1):
-            raise CheckpointError(
-                f"config.json: llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
+            raise WrongField(
+                f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}",
+                rope_parameters={},
             )
         return cls._from_fields(
             fields,

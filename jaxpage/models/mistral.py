@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import UnsupportedError
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, RefusedField
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -29,7 +28,7 @@ class Spec(RotaryDecoderSpec):
         window = fields.optional_integer("sliding_window", 4096)
         uniform = "full_attention" if window is None else "sliding_attention"
         if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
-            raise UnsupportedError("config.json: layer_types that alternate are not part of the mistral family")
+            raise RefusedField("layer_types that alternate are not part of the mistral family", layer_types=None)
         return cls._from_fields(
             fields,
             num_kv_heads=key_value_heads(fields, 8),

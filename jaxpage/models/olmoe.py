@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import UnsupportedError
 from jaxpage.models.experts import read_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, RefusedField
 from jaxpage.models.rotary_decoder import (
     BlockForm,
     RotaryDecoder,
@@ -29,7 +28,7 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         fields = Fields(config, "olmoe")
         if fields.get("clip_qkv", None) is not None:
-            raise UnsupportedError("config.json: clip_qkv is not supported")
+            raise RefusedField("clip_qkv is not supported", clip_qkv=None)
         num_layers = fields.integer("num_hidden_layers")
         width = ("intermediate_size", 2048)
         return cls._from_fields(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import UnsupportedError
 from jaxpage.models.experts import read_experts, sparse_layers
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, RefusedField
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -28,7 +27,8 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         fields = Fields(config, "qwen2_moe")
         if fields.flag("use_sliding_window", False):
-            raise UnsupportedError("config.json: use_sliding_window = true is not supported for this family")
+            text = "use_sliding_window = true is not supported for this family"
+            raise RefusedField(text, use_sliding_window=False)
         width, shared = ("moe_intermediate_size", 1408), fields.integer("shared_expert_intermediate_size", 5632)
         return cls._from_fields(
             fields,

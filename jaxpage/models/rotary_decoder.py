@@ -15,7 +15,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.errors import CheckpointError
 from jaxpage.layers.attention import Attention, query_key_value
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
 from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
@@ -30,7 +29,7 @@ from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.delta_net import make_delta_net
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, WrongField
 from jaxpage.models.latent import LatentSpec, make_latent_attention
 
 prefix = "model."
@@ -132,8 +131,10 @@ class RotaryDecoderSpec:
         """
         num_layers, num_query_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
         if num_query_heads % num_kv_heads:
-            raise CheckpointError(
-                f"config.json: num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}"
+            raise WrongField(
+                f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}",
+                num_key_value_heads=num_query_heads,
+                num_attention_heads=num_query_heads,
             )
         head_width = head_width or head_width_or_quotient(fields)
         turned, length = rope or fields.rope(head_width, max_position_embeddings)
@@ -187,7 +188,7 @@ def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
 def windows_of(types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """Raises CheckpointError for layers with windows where there is none."""
     if window is None and "sliding_attention" in types:
-        raise CheckpointError("config.json: layer_types has sliding_attention, but there is no window in use")
+        raise WrongField("layer_types has sliding_attention, but there is no window in use", layer_types=None)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

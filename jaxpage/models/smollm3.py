@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import CheckpointError
 from jaxpage.layers.rope import Rope
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, WrongField
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -35,8 +34,10 @@ class Spec(RotaryDecoderSpec):
         rotates = fields.get("no_rope_layers", None)
         rotates = [int((index + 1) % every != 0) for index in range(num_layers)] if rotates is None else rotates
         if not isinstance(rotates, list) or len(rotates) != num_layers or set(rotates) - {0, 1}:
-            raise CheckpointError(
-                f"config.json: no_rope_layers must have 0 or 1 for each of {num_layers} layers, not {rotates!r}"
+            raise WrongField(
+                f"no_rope_layers must have 0 or 1 for each of {num_layers} layers, not {rotates!r}",
+                no_rope_layers=None,
+                num_hidden_layers=num_layers,
             )
         window = fields.optional_integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
         types = ["sliding_attention" if window and not turns else "full_attention" for turns in rotates]

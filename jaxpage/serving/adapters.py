@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from jaxpage.checkpoints import describe_model, resolve_model_config
+from jaxpage.checkpoints.lora_files import read_adapter
+from jaxpage.engine.adapters import directory_of, lora_spec
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.serving.config import MODEL_NAME, ServerConfig
@@ -23,24 +27,46 @@ from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import shown
+from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.lora_request import LoRARequest
 
 MAX_ADAPTERS = 1024  # that are served at a time
 
 
-def open_lora_modules(engine: Engine, config: ServerConfig, model_names: tuple[str, ...]) -> dict[str, LoRARequest]:
-    """The adapters of `lora_modules` by name, each of which fits the model.
+def check_lora_modules(engine: EngineConfig, config: ServerConfig, model_names: tuple[str, ...]) -> None:
+    """All adapters of `lora_modules`, before the model is loaded: from its config.json and the adapters' files.
 
-    Raises ConfigError for a name that is taken; ModelNotFoundError or CheckpointError for an adapter that is not there, or does not fit.
+    Raises ConfigError that says for each adapter what is wrong: a name that is taken, a directory that is not there, tensors that do not
+    fit; and what `describe_model` raises.
     """
-    served: dict[str, LoRARequest] = {}
-    for number, module in enumerate(config.lora_modules or (), start=1):
-        name, _, path = module.partition("=")
-        if name in served or name in model_names:
-            raise ConfigError(f"lora_modules: the name {name!r} is given twice")
-        served[name] = LoRARequest(name, number, path)
-        engine.opened_adapter(served[name])
+    modules = config.lora_modules or ()
+    if not modules:
+        return
+    described = describe_model(resolve_model_config(engine.model, engine.revision), engine.quantization)
+    spec = lora_spec(engine, described.family, described.spec)
+    assert spec is not None  # `resolve_both` has seen to it
+    errors, names = [], Counter([*model_names, *(module.partition("=")[0] for module in modules)])
+    errors += [f"the name {name!r} is given twice" for name, count in names.items() if count > 1]
+    for asked in _asked(modules):
+        try:
+            read_adapter(directory_of(asked), spec)
+        except (CheckpointError, ModelNotFoundError) as error:
+            errors.append(str(error) if asked.lora_name in str(error) else f"{asked.lora_name}: {error}")
+    if errors:
+        raise ConfigError("lora_modules:\n" + "\n".join(errors))
+
+
+def open_lora_modules(engine: Engine, config: ServerConfig) -> dict[str, LoRARequest]:
+    """The adapters of `lora_modules` by name, which `check_lora_modules` has seen."""
+    served = {asked.lora_name: asked for asked in _asked(config.lora_modules or ())}
+    for asked in served.values():
+        engine.opened_adapter(asked)
     return served
+
+
+def _asked(modules: Sequence[str]) -> list[LoRARequest]:
+    named = [module.partition("=") for module in modules]
+    return [LoRARequest(name, number, path) for number, (name, _, path) in enumerate(named, start=1)]
 
 
 class RuntimeAdapters:

@@ -11,13 +11,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
+from jaxpage.serving.adapters import check_lora_modules
 from jaxpage.serving.app import build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import read_api_keys, resolve_both
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.incidents import open_incidents
 from jaxpage.serving.metrics import ServerMetrics
-from jaxpage.serving.startup import model_context, publish_kv_events
+from jaxpage.serving.startup import model_context, model_names, publish_kv_events
 
 
 class Application:
@@ -53,6 +54,7 @@ def asgi_app(
     ours, theirs = for_engine.config, for_server.config
     logs.configure(theirs)
     api_keys = read_api_keys(theirs)
+    check_lora_modules(ours, theirs, model_names(ours, theirs))
     built = open_engine(ours, progress=False)
     publish_kv_events(built, theirs)
     incidents, context = open_incidents(built, ours, theirs), model_context(built, ours, theirs)

@@ -26,7 +26,7 @@ from jaxpage.engine.events import Both
 from jaxpage.errors import ConfigError
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
-from jaxpage.serving.adapters import open_lora_modules
+from jaxpage.serving.adapters import check_lora_modules, open_lora_modules
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.hosts.channel import Channel
@@ -86,12 +86,12 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 
 
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
-    """What the wire format has to know of the model. Raises as `open_lora_modules`."""
+    """What the wire format has to know of the model. The adapters have been checked."""
     names = model_names(engine, server)
     described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
     return ModelContext(
         model_names=names,
-        adapters=open_lora_modules(built.engine, server, names),
+        adapters=open_lora_modules(built.engine, server),
         max_model_len=built.memory.max_model_len,
         vocab_size=built.engine.builder.vocab_size,
         tokenizer=built.tokenizer,
@@ -206,7 +206,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     built, channels = _opened(engine, server, start_up)
-    adapters = open_lora_modules(built.engine, server, model_names(engine, server))
+    adapters = open_lora_modules(built.engine, server)
     start_up.ready(f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or "")
     status = Follower(built.engine, channels[0], server.host_timeout_seconds, adapters).run()
     if status:
@@ -217,6 +217,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
 
 def _opened(engine: EngineConfig, server: ServerConfig, start_up: StartUp) -> tuple[Built, dict[int, Channel]]:
     """The engine, and the channels to the other hosts, whose engines are the same."""
+    check_lora_modules(engine, server, model_names(engine, server))
     channels = join(engine, server) if server.num_hosts > 1 else {}
     sized, together = (
         functools.partial(each, channels=channels, host_rank=server.host_rank) for each in (smallest_sizes, agree)

@@ -33,11 +33,9 @@ def signed(codes: np.ndarray) -> np.ndarray:
 
 def check_scale(numbers: np.ndarray) -> str | None:
     values = np.asarray(numbers, np.float32)
-    if not np.isfinite(values).all():
-        return f"has {int((~np.isfinite(values)).sum())} scales that are not finite"
-    if not values.all():
-        return f"has {int((values == 0).sum())} scales that are zero"
-    return None
+    counts = {"not finite": int((~np.isfinite(values)).sum()), "zero": int((values == 0).sum())}
+    wrong = [f"{count} scales that are {what}" for what, count in counts.items() if count]
+    return f"has {' and '.join(wrong)}" if wrong else None
 
 
 def columns(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from jaxpage.models.quantization.decoding import (
     transposed,
     unpacked,
 )
-from jaxpage.models.quantization.scheme import Scheme, everywhere_but
+from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme, everywhere_but
 
 NAME = "gptq"
 
@@ -33,7 +33,8 @@ def read(config: Mapping[str, Any]) -> Scheme:
     size = group_size(config, "group_size")
     if config.get("desc_act") and size is not None:
         raise UnsupportedError(
-            "config.json: quantization_config.desc_act = true (inputs in the order of activations) is not supported"
+            "config.json: quantization_config.desc_act = true (inputs in the order of activations) is not supported; use a GPTQ or AWQ "
+            f"checkpoint without it, or {UNQUANTISED}"
         )
     for name in ("dynamic", "lm_head"):
         if config.get(name):

@@ -8,7 +8,7 @@ from typing import Any
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.quantization import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
 from jaxpage.models.quantization.on_load import SCHEMES
-from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 
 # By `quant_method`; each reads `quantization_config`.
 METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
@@ -43,7 +43,8 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
     method = found.get("quant_method")
     if method not in METHODS:
         raise UnsupportedError(
-            f"config.json: quantization_config.quant_method = {method!r} is not one of {', '.join(METHODS)}"
+            f"config.json: quantization_config.quant_method = {method!r} is not one of {', '.join(METHODS)}; use a checkpoint in one "
+            f"of them, or {UNQUANTISED}"
         )
     if asked not in (None, method):
         raise CheckpointError(f"quantization is {asked!r}, but the checkpoint is quantised already, by {method!r}")

@@ -17,6 +17,7 @@ from jaxpage.layers.quantized import QuantizedLinear, WeightFormat
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.models.replacing import Path, Rule
 
+UNQUANTISED = "the unquantised checkpoint with quantization='int8' or 'int4'"  # what can be used in place of any other
 KV_SCALES = ("*.k_scale", "*.v_scale")
 
 

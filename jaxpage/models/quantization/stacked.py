@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxpage.models.quantization import compressed_tensors, modelopt, mxfp4
 from jaxpage.models.quantization.registry import METHODS
-from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.models.weights import Weight
 
 _APART, _UNQUANTIZED = re.compile(r"\.experts\.\d"), re.compile(r"\.experts\.[a-z_]+_proj$")
@@ -33,5 +33,5 @@ def refused_experts(scheme: Scheme, weights: Sequence[Weight], unexpected: Seque
         advice = f"use a checkpoint that has tensors for each expert, such as {apart!r}"
     return (
         f"experts quantised by {scheme.name!r} are not loaded from {others[0]!a} and {len(others) - 1} other tensors; {advice}, "
-        "or use the unquantised checkpoint with quantization='int8' or 'int4'"
+        f"or use {UNQUANTISED}"
     )

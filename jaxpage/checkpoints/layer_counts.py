@@ -1,0 +1,42 @@
+"""A config that has another number of layers than the checkpoint: one sentence in place of a list of all tensors of those layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxpage.checkpoints.problems import Problems, quoted
+from jaxpage.models.weights import Weight
+
+_LAYER = re.compile(r"([A-Za-z_.]+\.)(\d{1,5})\.")
+
+
+def layers_beyond(
+    stored: Iterable[str], weights: Sequence[Weight], problems: Problems
+) -> Callable[[Iterable[str]], bool]:
+    """Whether one of these names is of a layer that the model or the checkpoint lacks altogether, as `problems` tells then.
+
+    stored: names of the tensors that are not ignored.
+    """
+    of_model = [name for weight in weights for piece in weight.sources[0].pieces for name in piece.names]
+    needed, found = _layers(of_model), _layers(stored)
+    both: dict[str, int] = {}
+    for stem in needed.keys() & found.keys():
+        model, checkpoint = (1 + max(numbers[stem]) for numbers in (needed, found))
+        if model != checkpoint and (len(needed[stem]), len(found[stem])) == (model, checkpoint):
+            both[stem] = min(model, checkpoint)
+            problems.add(
+                f"the number of layers is {model} in config.json and {checkpoint} in the tensors ({quoted(f'{stem}0')} to "
+                f"{quoted(f'{stem}{checkpoint - 1}')}): one of the two is of another model"
+            )
+    return lambda names: any(
+        (match := _LAYER.match(name)) is not None and int(match[2]) >= both.get(match[1], 1 << 20) for name in names
+    )
+
+
+def _layers(names: Iterable[str]) -> dict[str, set[int]]:
+    """The numbers of layers, by what stands before them."""
+    numbers: dict[str, set[int]] = {}
+    for match in filter(None, map(_LAYER.match, names)):
+        numbers.setdefault(match[1], set()).add(int(match[2]))
+    return numbers

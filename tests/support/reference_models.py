@@ -1,0 +1,172 @@
+"""The page of models in docs/reference/: what each family can be used with, as the code says it, and the tests that show it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from flax import nnx
+
+from jaxpage.cli.plan import CACHE_DTYPES
+from jaxpage.engine.capacity import ModelLayout
+from jaxpage.engine.drafting import check_windows
+from jaxpage.engine.recurrent import check_recurrent
+from jaxpage.errors import UnsupportedError
+from jaxpage.layers.expert_linear import ExpertLinear
+from jaxpage.layers.experts import Experts
+from jaxpage.layers.linear import Linear
+from jaxpage.models.base import KVSpec, make_model
+from jaxpage.models.lora import lora_targets
+from jaxpage.models.quantization.on_load import SCHEMES
+from jaxpage.models.quantization.registry import METHODS
+from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.registry import FAMILIES
+from jaxpage.settings.speculative_config import SpeculativeConfig
+from tests.support.model_configs import MODELS, config_json
+from tests.support.refused_configs import REFUSED
+from tests.test_gguf import MODELS as GGUF_MODELS
+from tests.test_quantization import FORMATS
+
+# Widths that are multiples of what shares a scale.
+_WIDE = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64}
+# The tests of each column, in tests/.
+TESTS = {
+    "cases": [
+        "test_models.py::test_logits_are_those_of_transformers",
+        "test_engine_models.py::test_tokens_and_logits_are_those_of_transformers",
+        "test_engine_models.py::test_no_bit_depends_on_the_engine",
+    ],
+    "refused": ["test_models.py::test_what_cannot_be_honoured_is_refused_by_name"],
+    "GGUF": ["test_gguf.py::test_logits_are_those_of_transformers"],
+    "experts in": [
+        "test_quantized_experts.py::test_a_checkpoint_stands_for_its_weights",
+        "test_quantized_experts.py::test_experts_are_rounded_alike_apart_and_stacked",
+        "test_quantized_experts.py::test_stacked_experts_of_other_formats_are_refused_in_one_sentence",
+        "test_experts.py::test_experts_in_mxfp4_are_multiplied_as_they_are_stored",
+    ],
+    "LoRA": [
+        "test_lora.py::test_tokens_and_logits_are_those_of_peft",
+        "test_lora.py::test_a_product_that_is_absorbed_takes_no_adapter",
+    ],
+    "drafts": [
+        "test_speculation.py::test_trees_are_refused_where_they_are_not_drafted_or_not_attended",
+        "test_recurrent.py::test_no_bit_depends_on_the_engine",
+        "test_recurrent.py::test_what_is_not_honoured_is_refused_by_name",
+    ],
+    "as a draft model": ["test_eagle.py::test_a_draft_model_has_the_logits_of_transformers"],
+    "KV cache": [
+        "test_quantized_pages.py::test_an_engine_says_nearly_the_same",
+        "test_recurrent.py::test_what_is_not_honoured_is_refused_by_name",
+    ],
+    "derivatives": [
+        "test_training.py::test_log_probabilities_and_derivatives_are_those_of_transformers",
+        "test_training.py::test_mixtures_of_experts_are_refused",
+    ],
+}
+INTRODUCTION = """\
+What `architectures` of a config.json may name, and what each can be used with. An empty cell: it is refused with an error that names it.
+All have prefix caching, preemption, chunked prefill, [several devices](../scale.md) (`tests/test_tensor_parallel.py`), linear layers in
+each format of [quantised weights](../guides/quantization.md) (`tests/test_quantization.py`), and
+[speculation](../guides/speculation.md) with chains of drafts by each method (`tests/test_speculation.py`, `tests/test_eagle.py`,
+`tests/test_medusa.py`). More: [models and formats](../guides/models.md), [adapters](../guides/lora.md), [training](../guides/weights.md).
+
+`cases` are the configs that tests compare with transformers, and the values of the parameter of the tests. `refused` are fields of
+config.json of which some values are refused with an error; for all families these are also encoders, cross attention and code of the
+model's own. `experts in` has formats of quantised weights, by the names of the tests. `LoRA` is of linear layers. `KV cache` has the
+values of `kv_cache_dtype`; `auto` is the model's dtype."""
+
+
+def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """The two tables: header and rows."""
+    families = {name: importlib.import_module(f"jaxpage.models.{name}") for name in FAMILIES.values()}
+    described, used = [], []
+    for architecture, name in FAMILIES.items():
+        family = families[name]
+        what = (family.__doc__ or "").strip().splitlines()[0]
+        cases = [case for case in MODELS if config_json(case)["architectures"] == [architecture]]
+        specs = [family.Spec.from_config(config_json(case)) for case in cases]
+        described.append((f"`{architecture}`", what, ", ".join(cases), _refused(cases)))
+        used.append(
+            (
+                f"`{architecture}`",
+                ", ".join(
+                    case for case, (config, _) in GGUF_MODELS.items() if config["architectures"] == [architecture]
+                ),
+                _experts(family, cases),
+                _lora(family, specs),
+                _drafts([spec.kv for spec in specs]),
+                "yes" if _takes(_as_draft_model, specs) else "",
+                ", ".join(dtype for dtype in CACHE_DTYPES if _takes(partial(_cache, dtype), specs)),
+                "" if _has(family, specs, Experts) else "yes",
+            )
+        )
+    yield ("architecture", "what it is", "cases", "refused"), described
+    yield ("architecture", "GGUF", "experts in", "LoRA", "drafts", "as a draft model", "KV cache", "derivatives"), used
+
+
+def _refused(cases: list[str]) -> str:
+    rows = [fields for error, case, _, fields in REFUSED if case in cases and error is UnsupportedError]
+    named = [f"`{name}`" for fields in rows for name in fields if name != "architectures"]
+    return ", ".join(dict.fromkeys(named))
+
+
+def _has(family: Any, specs: list[Any], kind: type[nnx.Module]) -> bool:
+    return any(isinstance(module, kind) for spec in specs for _, module in _modules(family, spec))
+
+
+def _modules(family: Any, spec: Any) -> list[tuple[Any, nnx.Module]]:
+    return [(path, module) for path, module in nnx.iter_modules(make_model(family, spec, "float32", None))]
+
+
+def _experts(family: Any, cases: list[str]) -> str:
+    """The formats whose rule takes an expert's place."""
+    schemes: dict[str, Scheme] = {**SCHEMES}
+    schemes |= {name: METHODS[config["quant_method"]](config) for name, (config, _) in FORMATS.items()}
+    if not _has(family, [family.Spec.from_config(config_json(cases[0]))], ExpertLinear):
+        return ""
+    spec = family.Spec.from_config(config_json(cases[0], **_WIDE))
+    experts = [(path, module) for path, module in _modules(family, spec) if isinstance(module, ExpertLinear)]
+    if not any(module.spec.modules for _, module in experts):
+        schemes = {"mxfp4 as of GPT-OSS": METHODS["mxfp4"]({}), **schemes}  # of tensors that have all experts
+    taken = [name for name, scheme in schemes.items() if all(scheme.rule(*one) is not None for one in experts)]
+    return "all formats" if len(taken) == len(schemes) else ", ".join(taken)
+
+
+def _lora(family: Any, specs: list[Any]) -> str:
+    """The linear layers that an adapter may change: all, or all but some."""
+    others = ["experts"] if _has(family, specs, ExpertLinear) else []
+    for spec in specs:
+        targets = lora_targets(family, spec)
+        names = [
+            part.name
+            for _, module in _modules(family, spec)
+            if isinstance(module, Linear)
+            for part in module.spec.parts
+        ]
+        others += [f"`{name.rsplit('.', 1)[-1]}`" for name in names if name is not None and name not in targets]
+    return f"all but {', '.join(sorted(set(others)))}" if others else "all"
+
+
+def _drafts(kvs: list[KVSpec]) -> str:
+    branching = SpeculativeConfig(method="lookahead")
+    count = sum(_takes(lambda kv: check_windows(branching, "", [kv]), [kv]) for kv in kvs)
+    return "chains, trees" if count == len(kvs) else "chains, trees without windows" if count else "chains"
+
+
+def _as_draft_model(spec: Any) -> None:
+    check_recurrent("", spec.kv, ModelLayout("float32", "auto", 1), [spec.kv])
+
+
+def _cache(dtype: str, spec: Any) -> None:
+    check_recurrent("", spec.kv, ModelLayout("float32", dtype, 1))
+
+
+def _takes(check: Callable[[Any], None], values: list[Any]) -> bool:
+    try:
+        for value in values:
+            check(value)
+    except UnsupportedError:
+        return False
+    return True
