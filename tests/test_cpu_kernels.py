@@ -320,12 +320,12 @@ def test_a_library_of_the_wheel_is_used_and_a_damaged_one_is_not(tmp_path: Path)
     (tmp_path / f"{name}.so").write_bytes(library.compiled(name, flags).read_bytes())
     program = (
         f"from pathlib import Path; from pallas_kernels.cpu import library; library.PREBUILT = Path({str(tmp_path)!r})\n"
-        "print(library.load())"
+        "print(*library.load()[:2])"
     )
     variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "CXX": "/bin/false"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
-    assert done.stdout.strip() == f"Library(instruction_set={name!r}, reason=None)", "without a compiler"
+    assert done.stdout.strip() == f"{name} None", "without a compiler"
     whole = (tmp_path / f"{name}.so").read_bytes()
     for damaged in (b"", b"ELF", whole[: len(whole) // 2], whole[:9000] + bytes(100_000) + whole[109_000:]):
         (tmp_path / f"{name}.so").write_bytes(damaged)
