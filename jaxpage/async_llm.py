@@ -7,15 +7,15 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from jaxpage.engine.calls import prepared
+from jaxpage.engine.calls import check_process, prepared
 from jaxpage.engine.prompts import normalise
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.request_handle import RequestHandle
-from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_settings import AnyPath, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -33,16 +33,17 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] = "demo",
+        model: AnyPath = "demo",
         *,
         use_tqdm: bool = False,
         max_queued_requests: int = 4096,
-        **settings: Any,
+        **settings: Unpack[LLMSettings],
     ):
-        self.config = EngineConfig(model=os.fspath(model), **settings)
+        self.config = engine_config(model, settings)
         built = open_engine(self.config, progress=use_tqdm)
         self.tokenizer, self.spec, self.memory = built.tokenizer, built.spec, built.memory
         self.sampling_defaults = built.sampling_defaults
+        self._process = os.getpid()
         self._loop = EngineLoop(built, max_queued_requests=max_queued_requests)
         self._loop.start()
         self._running: dict[str, RequestHandle] = {}
@@ -70,6 +71,7 @@ class AsyncLLM:
             TypeError, ValueError, UnsupportedError, CapacityError: naming the parameter and its value.
             QueueFull, EngineFailed, ShuttingDown.
         """
+        check_process(self._process)
         prompts = normalise(prompt)
         if len(prompts) != 1:
             raise ValueError(f"generate takes one prompt, not {len(prompts)}; call it for each")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, get_args
+from typing import Any, Self, Unpack, get_args
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.replay.opening import open_engine
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.settings.sources import resolve_config
@@ -55,13 +56,13 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] = "demo",
+        model: AnyPath = "demo",
         *,
         use_tqdm: bool = True,
         verbose: bool | None = None,
-        **settings: Any,
+        **settings: Unpack[LLMSettings],
     ):
-        config = EngineConfig(model=os.fspath(model), **settings)
+        config = engine_config(model, settings)
         self._use(config, open_engine(config, progress=use_tqdm, verbose=verbose))
 
     def _use(self, config: EngineConfig, built: Built) -> None:
@@ -77,7 +78,7 @@ class LLM:
 
     @classmethod
     def from_config(
-        cls, path: str | os.PathLike[str], *, use_tqdm: bool = True, verbose: bool | None = None, **overrides: Any
+        cls, path: AnyPath, *, use_tqdm: bool = True, verbose: bool | None = None, **overrides: Unpack[LLMSettings]
     ) -> Self:
         """An LLM with the settings of a YAML file; `overrides` win over the file. Raises ConfigError, which names the line."""
         config = resolve_config(path, overrides).config
@@ -92,7 +93,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
         verbose: bool | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> Self:
         """An LLM of weights that are in memory, as those of a trainer are. No file is read or written.
 
@@ -104,15 +105,14 @@ class LLM:
 
         Raises CheckpointError with all that does not fit, and the errors of the constructor.
         """
-        path = os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else None
-        wanted = EngineConfig(model="parameters", tokenizer=path, **settings)
+        path = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
+        wanted = engine_config("parameters", LLMSettings(**settings, tokenizer=path))
         if wanted.event_log is not None:
             raise UnsupportedError(
                 "event_log is not supported with from_parameters: a replay could not find the weights"
             )
         files = open_parameters(config, parameters, wanted.quantization)
-        made = cls.__new__(cls)
-        own = None if path else tokenizer
+        made, own = cls.__new__(cls), None if path else tokenizer
         made._use(wanted, open_engine(wanted, progress=use_tqdm, verbose=verbose, files=files, tokenizer=own))
         return made
 

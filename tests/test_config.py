@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,7 @@ from jaxpage.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat, open_completion
 from jaxpage.settings.engine_config import EngineConfig, attention_backends
+from jaxpage.settings.engine_settings import LLMSettings
 from jaxpage.settings.sources import resolve_config
 from jaxpage.settings.yaml_file import load_mapping, parse_scalar
 from tests.support.wire import context
@@ -495,3 +496,17 @@ def test_engine_flags_cover_every_setting() -> None:
 
     assert {flag.setting for flag in ENGINE_FLAGS} == set(EngineConfig.model_fields)
     assert inspect.getdoc(EngineConfig)
+
+
+def test_keyword_arguments_are_the_settings():
+    """With the same choices. That type checkers see them, tests/typed_settings.py shows."""
+    hints = get_type_hints(LLMSettings)
+    assert {"model", *hints} == EngineConfig.model_fields.keys()
+    for name, hint in hints.items():
+        choices, wanted = (_choices(each) for each in (hint, EngineConfig.model_fields[name].annotation))
+        assert choices - {"half", "float"} == wanted, name
+
+
+def _choices(hint: Any) -> set[Any]:
+    arguments = get_args(hint)
+    return set(arguments) if get_origin(hint) is Literal else {value for each in arguments for value in _choices(each)}

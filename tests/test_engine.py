@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import signal
 import threading
 
@@ -569,6 +570,20 @@ def test_settings_that_are_not_honoured_are_refused(directory):
         LLM(str(directory), use_tqdm=False, attention_backend="cuda")
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
         LLM(str(directory), use_tqdm=False, max_num_seq=3)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_so(directory, llm, capfd):
+    one(llm, [1, 2, 3], GREEDY)
+    if (child := os.fork()) == 0:
+        try:
+            one(llm, [1, 2, 3], GREEDY)
+        except RuntimeError as error:
+            os.write(2, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert f"this LLM was made in process {os.getpid()}, from which this one was forked" in capfd.readouterr().err
 
 
 def test_the_reference_backend_gives_the_same_tokens(directory, llm):

@@ -298,7 +298,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
 def test_who_rounds_what_has_been_rounded_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "model.gguf", kind="Q4_1")
     opened_files(EngineConfig(model=str(path), quantization="int4"))
-    assert "'int4' rounds weights a second time that are in Q4_1" in caplog.text
+    assert "'int4' rounds weights a second time that the file has in Q4_1" in caplog.text
     caplog.clear()
     for kind, quantization in (("Q4_1", "gguf"), ("Q4_1", None), ("F16", "int4")):
         opened_files(EngineConfig(model=str(write(path, kind=kind)), quantization=quantization))

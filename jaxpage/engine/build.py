@@ -48,7 +48,6 @@ from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
 from jaxpage.models.lora import LoRASpec, adapter_weights
-from jaxpage.models.quantization.gguf import FORMATS
 from jaxpage.models.sharding import ShardedWeight, joined, kv_of_shard, sharded_weights, with_sharding
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
@@ -328,8 +327,8 @@ def opened_files(config: EngineConfig) -> ModelFiles:
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
     if kinds := files.rounded_before:
-        text = "quantization=%r rounds weights a second time that are in %s in the file; quantization='gguf' keeps %s as they are"
-        logger.warning(text, config.quantization, ", ".join(kinds), ", ".join(FORMATS))
+        text = "quantization=%r rounds weights a second time that the file has in %s; quantization='gguf' keeps them as they are"
+        logger.warning(text, config.quantization, ", ".join(kinds))
     return files
 
 

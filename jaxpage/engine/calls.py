@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -44,6 +45,15 @@ def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
         )
 
 
+def check_process(made_in: int) -> None:
+    """Raises RuntimeError in a process that was forked from that in which an LLM was made: a step would wait for XLA's threads for ever."""
+    if os.getpid() != made_in:
+        raise RuntimeError(
+            f"this LLM was made in process {made_in}, from which this one was forked, and works only there: make one after the "
+            "fork, or start processes by multiprocessing's method 'spawn'"
+        )
+
+
 class Calls:
     """Lets several calls, of one thread or of several, take turns with one engine, step by step."""
 
@@ -52,9 +62,10 @@ class Calls:
         self._lock = threading.RLock()
         self._numbers = itertools.count()  # of requests
         self._changed: set[str] = set()  # requests with updates that were not read yet
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
 
     def check_open(self) -> None:
+        check_process(self._process)
         if self._closed:
             raise RuntimeError("This LLM was shut down")
 

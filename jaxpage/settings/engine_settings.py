@@ -1,0 +1,62 @@
+"""The settings of `EngineConfig` as keyword arguments that editors and type checkers see. What each means stands there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, cast
+
+from numpy.typing import DTypeLike
+
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.speculative_config import SpeculativeConfig
+
+AnyPath = str | os.PathLike[str]
+
+
+class EngineSettings(TypedDict, total=False):
+    """All of them but `model` and `tokenizer`, with what may be given for each (tests/test_config.py compares them)."""
+
+    revision: str | None
+    load_format: Literal["auto", "safetensors", "orbax", "gguf"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "float"] | DTypeLike
+    quantization: (
+        Literal["int8", "int4", "gguf", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "modelopt"] | None
+    )
+    kv_cache_dtype: Literal["auto", "int8", "fp8"]
+    max_model_len: int | None
+    block_size: int
+    num_blocks: int | None
+    kv_cache_memory_bytes: int | str | None
+    gpu_memory_utilization: float
+    swap_space_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    num_scheduler_steps: int
+    enable_mixed_steps: bool | None
+    scheduling_policy: Literal["fcfs", "priority", "fair"]
+    preemption_mode: Literal["auto", "recompute", "swap"]
+    new_requests_wait_until: Literal["readmitted", "completed"]
+    enable_prefix_caching: bool
+    prefix_cache_directory: AnyPath | None
+    prefix_cache_disk_bytes: int | str
+    attention_backend: str
+    seed: int
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    tensor_parallel_size: int
+    tensor_parallel_reduction: Literal["auto", "invariant", "fast"]
+    event_log: AnyPath | None
+
+
+class LLMSettings(EngineSettings, total=False):
+    """Those of `LLM`."""
+
+    tokenizer: AnyPath | None
+
+
+def engine_config(model: AnyPath, settings: EngineSettings) -> EngineConfig:
+    """Raises what `EngineConfig` raises."""
+    return EngineConfig(model=os.fspath(model), **cast("dict[str, Any]", settings))
