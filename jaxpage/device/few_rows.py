@@ -65,6 +65,6 @@ def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
 
 
 def described() -> str:
-    """For which types the kernel takes products of few rows, asked of one shape."""
+    """For which types the kernel takes products of few rows. The answer may be another for another shape of a weight."""
     taken = [dtype for dtype in library.load().few_rows if has_xlas_bits(768, 4096, dtype, dtype)]
-    return f"products of up to {MOST_ROWS} rows: {' and '.join(taken) or 'none'}"
+    return f"products of up to {MOST_ROWS} rows: {' and '.join(taken) or 'none'}, asked of a weight of 4096 x 768"
