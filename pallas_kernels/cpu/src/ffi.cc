@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "attention.h"
 #include "few_rows.h"
@@ -54,7 +55,8 @@ void pause() {
 #endif
 }
 
-// Waits at work for `until()`, for a while that is shorter than it takes to sleep and to be woken some times. Returns whether it came.
+// Looks for `until()` for a while, which is longer than the pause between two products of a step and shorter than sleeping and being woken
+// some times. Other threads that could run on this core go first. Returns whether it came.
 template <typename Until>
 bool soon(std::chrono::microseconds while_, const Until& until) {
   const auto end = std::chrono::steady_clock::now() + while_;
@@ -63,6 +65,7 @@ bool soon(std::chrono::microseconds while_, const Until& until) {
       if (until()) return true;
       pause();
     }
+    std::this_thread::yield();
   } while (std::chrono::steady_clock::now() < end);
   return false;
 }
