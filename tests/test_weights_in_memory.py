@@ -21,7 +21,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.engine.build import Built
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.serving.config import resolve_both
-from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
+from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import Running, metrics, serving, wait_until
 
@@ -92,6 +92,21 @@ def test_requests_that_run_are_finished_with_the_old_weights(llm: LLM, from_file
     thread.join(60)
     assert token_ids == from_files[0][0][0] and found == [first.weights_version + 1]
     assert texts(llm) == from_files[1]
+
+
+def test_requests_that_run_are_ended_where_that_is_asked_for(llm: LLM, from_files: list[list[Any]]) -> None:
+    version = llm.update_parameters(random_tensors(LLAMA))
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    token_ids = list(next(stream).outputs[0].token_ids)
+    assert llm.update_parameters(random_tensors(LLAMA, seed=1), mode="abort") == version + 1
+    last = next(stream)
+    token_ids += last.outputs[0].token_ids
+    assert last.outputs[0].finish_reason == "abort" and last.weights_version == version
+    assert token_ids == from_files[0][0][0][: len(token_ids)] and len(token_ids) < 12
+    assert texts(llm) == from_files[1] and not list(stream)
+    with pytest.raises(ValueError, match="mode must be one of wait, abort, not 'now'"):
+        llm.update_parameters(random_tensors(LLAMA), mode="now")  # type: ignore[arg-type]
+    invariants(llm)
 
 
 def test_what_does_not_fit_leaves_the_old_weights_in_use(llm: LLM, from_files: list[list[Any]]) -> None:
