@@ -13,6 +13,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from jaxpage.checkpoints import Parameters
 from jaxpage.engine.admission import PreparedRequest
 from jaxpage.engine.calls import check_process, prepared
 from jaxpage.engine.embedding import Pooling, check_pooling, normalized
@@ -139,7 +140,7 @@ class AsyncLLM:
         return normalized(vectors) if normalize else vectors
 
     async def update_parameters(
-        self, parameters: Mapping[str, Any], *, check_finite: bool = False, mode: Mode = "wait"
+        self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
     ) -> int:
         """As `LLM.update_parameters`. Requests that come in meanwhile wait, and have the new weights. With the mode "abort" those that run
         raise WeightsReplaced. Raises what `LLM.update_parameters` raises; RuntimeError during another update; EngineFailed, ShuttingDown.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from jaxpage.checkpoints import named_parameters, open_parameters
+from jaxpage.checkpoints import Parameters, named_parameters, open_parameters
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.build import Built, whole_weights
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
@@ -88,7 +88,7 @@ class LLM:
     def from_parameters(
         cls,
         config: Mapping[str, Any],
-        parameters: Mapping[str, Any],
+        parameters: Parameters,
         tokenizer: Any | None = None,
         *,
         use_tqdm: bool = False,
@@ -100,6 +100,7 @@ class LLM:
         Args:
             config: what config.json of the model says, as a dict.
             parameters: arrays of numpy or JAX under the names of Hugging Face, weights as [out, in]; a flat dict, or nested at the dots.
+                Or a Flax NNX module of `jaxpage.models` that has its arrays. Those of JAX are copied on their device, not through the host.
             tokenizer: a tokenizer of transformers, or a directory with its files; None: prompts are token ids.
             settings: fields of `EngineConfig`, by name.
 
@@ -131,9 +132,7 @@ class LLM:
         weights = whole_weights(self._model, self.spec, self._engine.runner.parameters["target"])
         return named_parameters(self._model.plan, weights)
 
-    def update_parameters(
-        self, parameters: Mapping[str, Any], *, check_finite: bool = False, mode: Mode = "wait"
-    ) -> int:
+    def update_parameters(self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait") -> int:
         """Takes other weights, without compiling anything. The prefix cache is emptied. If anything is wrong, the old weights stay in use.
 
         Args:

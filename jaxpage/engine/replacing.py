@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxpage.checkpoints import ModelFiles, with_parameters
+from jaxpage.checkpoints import ModelFiles, Parameters, with_parameters
 from jaxpage.device.mesh import make_mesh
 from jaxpage.engine.build import load_model
 from jaxpage.engine.engine_spec import EngineSpec
@@ -31,7 +30,7 @@ def given_weights(
     model: ModelFiles,
     spec: EngineSpec,
     event_log: str | None,
-    parameters: Mapping[str, Any],
+    parameters: Parameters,
     *,
     check_finite: bool,
     mode: Mode,
