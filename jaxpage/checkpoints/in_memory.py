@@ -18,11 +18,10 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.parameter import tensor
 from jaxpage.models.base import model_weights
 from jaxpage.models.fields import text_part
 from jaxpage.models.quantization.registry import quantization_of
-from jaxpage.models.weights import Weight
+from jaxpage.models.weights import Weight, tensor
 
 PLACE = Path("(parameters in memory)")  # where messages say that they are
 Parameters = Mapping[str, Any] | nnx.Module

@@ -34,14 +34,15 @@ def load_weights(
     `array` has the parameter's shape and `dtype` (or its own), is row major and owns its memory, so `put` may keep it.
     Parameters are read and converted one at a time, of GGUF one for each core, so the host never holds two copies of the
     model (an Orbax checkpoint is restored whole, and given away piece by piece). dtype None keeps each tensor as it is stored.
-    A parameter that is in memory as an array of JAX, as it is needed, is copied on its devices and does not come to the host.
+    A parameter that is in memory as an array of JAX, as it is needed, is copied on its device and does not come to the host.
     A progress bar counts bytes on standard error. Raises CheckpointError when the data is damaged.
     """
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         wanted, array = filled.dtype(dtype), arrays[0]
-        if isinstance(array, jax.Array) and array.dtype == wanted and _is_whole(filled):
-            array = jax.device_put(array, array.sharding, may_alias=False)  # its owner may donate it
+        if isinstance(array, jax.Array) and array.dtype == wanted and _is_whole(filled) and len(array.devices()) == 1:
+            own = array.addressable_data(0)  # without the mesh of its owner, who may donate it
+            array = jax.device_put(own, own.sharding, may_alias=False)
         else:
             array = _assembled(filled, [np.asarray(array) for array in arrays], wanted, _whole(filled))
         return {filled.weight.path: put(array)}, array.nbytes
