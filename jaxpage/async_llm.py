@@ -114,6 +114,7 @@ class AsyncLLM:
         continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
     ) -> list[float] | list[list[float]]:
         """As `LLM.score`. Raises what it raises, and QueueFull, EngineFailed and ShuttingDown."""
+        check_process(self._process)
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         engine = self._loop.engine
         requests = [engine.prepare(None, (*prompt, *continuation), SCORING) for prompt, continuation in pairs]
@@ -128,6 +129,7 @@ class AsyncLLM:
         self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True
     ) -> npt.NDArray[np.float32]:
         """As `LLM.embed`, one prompt after another between two steps of the engine. Raises its errors, EngineFailed and ShuttingDown."""
+        check_process(self._process)
         check_pooling(pooling)
         engine, embedder = self._loop.engine, self._embedder
         checked = engine.admission.check_params(SamplingParams(max_tokens=1))
@@ -145,6 +147,7 @@ class AsyncLLM:
         """As `LLM.update_parameters`. Requests that come in meanwhile wait, and have the new weights. With the mode "abort" those that run
         raise WeightsReplaced. Raises what `LLM.update_parameters` raises; RuntimeError during another update; EngineFailed, ShuttingDown.
         """
+        check_process(self._process)
         built = self._loop.built
         load = partial(given_weights, built.model, built.spec, self.config.event_log, parameters)
         weights = await asyncio.to_thread(load, check_finite=check_finite, mode=mode)

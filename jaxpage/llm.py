@@ -149,6 +149,7 @@ class LLM:
             UnsupportedError: the weights are quantised, or events are logged.
             RuntimeError: a prefix is pinned.
         """
+        self._calls.check_open()
         built = self._model, self.spec, self.config.event_log
         weights = given_weights(*built, parameters, check_finite=check_finite, mode=mode)
         with self._calls.alone():
