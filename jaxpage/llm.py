@@ -100,7 +100,7 @@ class LLM:
         Args:
             config: what config.json of the model says, as a dict.
             parameters: arrays of numpy or JAX under the names of Hugging Face, weights as [out, in]; a flat dict, or nested at the dots.
-                Or a Flax NNX module of `jaxpage.models` that has its arrays. Those of JAX are copied on their device, not through the host.
+                Or a Flax NNX module of `jaxpage.models` that has its arrays.
             tokenizer: a tokenizer of transformers, or a directory with its files; None: prompts are token ids.
             settings: fields of `EngineConfig`, by name.
 
