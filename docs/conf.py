@@ -12,5 +12,6 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "jaxpage"
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["tunix"]
 autodoc_typehints = "signature"
 autodoc_class_signature = "separated"

@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, Unpack
 
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.checkpoints import Parameters
+from jaxpage.engine.admission import PreparedRequest
 from jaxpage.engine.calls import check_process, prepared
+from jaxpage.engine.embedding import Pooling, check_pooling, normalized
+from jaxpage.engine.engine import Engine
 from jaxpage.engine.prompts import normalise
+from jaxpage.engine.replacing import Mode, given_weights
+from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving.engine_loop import EngineLoop
@@ -45,6 +55,7 @@ class AsyncLLM:
         self.sampling_defaults = built.sampling_defaults
         self._process = os.getpid()
         self._loop = EngineLoop(built, max_queued_requests=max_queued_requests)
+        self._embedder = built.new_embedder()
         self._loop.start()
         self._running: dict[str, RequestHandle] = {}
         self._numbers = itertools.count()
@@ -96,6 +107,51 @@ class AsyncLLM:
         finally:
             del self._running[request_id]
             handle.cancel()
+
+    async def score(
+        self,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]],
+        continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
+    ) -> list[float] | list[list[float]]:
+        """As `LLM.score`. Raises what it raises, and QueueFull, EngineFailed and ShuttingDown."""
+        check_process(self._process)
+        single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
+        engine = self._loop.engine
+        requests = [engine.prepare(None, (*prompt, *continuation), SCORING) for prompt, continuation in pairs]
+        handles = await self._loop.submit(requests, stream=False)
+        try:
+            return scores_of([await handle.whole() for handle in handles], pairs, single=single)
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    async def embed(
+        self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """As `LLM.embed`, one prompt after another between two steps of the engine. Raises its errors, EngineFailed and ShuttingDown."""
+        check_process(self._process)
+        check_pooling(pooling)
+        engine, embedder = self._loop.engine, self._embedder
+        checked = engine.admission.check_params(SamplingParams(max_tokens=1))
+        requests = [await asyncio.to_thread(prepared, engine, prompt, checked) for prompt in normalise(prompts)]
+
+        def vector(engine: Engine, request: PreparedRequest) -> npt.NDArray[np.float32]:
+            return embedder.embed(engine.runner.parameters["target"], request.token_ids, pooling)
+
+        vectors = np.stack([await self._loop.snapshot(partial(vector, request=request)) for request in requests])
+        return normalized(vectors) if normalize else vectors
+
+    async def update_parameters(
+        self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
+    ) -> int:
+        """As `LLM.update_parameters`. Requests that come in meanwhile wait, and have the new weights. With the mode "abort" those that run
+        raise WeightsReplaced. Raises what `LLM.update_parameters` raises; RuntimeError during another update; EngineFailed, ShuttingDown.
+        """
+        check_process(self._process)
+        built = self._loop.built
+        load = partial(given_weights, built.model, built.spec, self.config.event_log, parameters)
+        weights = await asyncio.to_thread(load, check_finite=check_finite, mode=mode)
+        return await self._loop.replace_weights(weights, abort=mode == "abort")
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; who reads it gets a last output, with the finish reason "abort". An id that is not running is ignored."""

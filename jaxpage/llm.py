@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, Unpack, get_args
+from typing import Any, Self, Unpack
 
 import jax
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from jaxpage.checkpoints import named_parameters, open_parameters, with_parameters
+from jaxpage.checkpoints import Parameters, named_parameters, open_parameters
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.build import Built, whole_weights
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
-from jaxpage.engine.embedding import Pooling, normalized
+from jaxpage.engine.embedding import Pooling, check_pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.engine.prompts import chat_prompt, normalise, one_each
-from jaxpage.engine.replacing import check_replaceable, weights_on_device
+from jaxpage.engine.replacing import Mode, check_replaceable, given_weights
 from jaxpage.engine.reporting import Reporter
-from jaxpage.engine.scoring import SCORING, continuation_logprobs, scored_pairs
+from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.errors import UnsupportedError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
@@ -88,7 +88,7 @@ class LLM:
     def from_parameters(
         cls,
         config: Mapping[str, Any],
-        parameters: Mapping[str, Any],
+        parameters: Parameters,
         tokenizer: Any | None = None,
         *,
         use_tqdm: bool = False,
@@ -100,6 +100,7 @@ class LLM:
         Args:
             config: what config.json of the model says, as a dict.
             parameters: arrays of numpy or JAX under the names of Hugging Face, weights as [out, in]; a flat dict, or nested at the dots.
+                Or a Flax NNX module of `jaxpage.models` that has its arrays.
             tokenizer: a tokenizer of transformers, or a directory with its files; None: prompts are token ids.
             settings: fields of `EngineConfig`, by name.
 
@@ -131,27 +132,28 @@ class LLM:
         weights = whole_weights(self._model, self.spec, self._engine.runner.parameters["target"])
         return named_parameters(self._model.plan, weights)
 
-    def update_parameters(self, parameters: Mapping[str, Any], *, check_finite: bool = False) -> int:
-        """Takes other weights, without compiling anything. Requests of other threads are finished first, with the old ones.
-
-        The prefix cache is emptied. If anything is wrong, the old weights stay in use.
+    def update_parameters(self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait") -> int:
+        """Takes other weights, without compiling anything. The prefix cache is emptied. If anything is wrong, the old weights stay in use.
 
         Args:
             parameters: all of them, as of `from_parameters`.
             check_finite: refuse numbers that are NaN or infinite.
+            mode: requests of other threads are finished first, with the old weights ("wait"), or end with what they have and the finish
+                reason "abort" ("abort").
 
         Returns the version of the weights, which each later output has too (`RequestOutput.weights_version`).
 
         Raises:
+            ValueError: the mode is unknown.
             CheckpointError: with all names, shapes and types that do not fit.
             UnsupportedError: the weights are quantised, or events are logged.
             RuntimeError: a prefix is pinned.
         """
-        check_replaceable(self._model, self.config.event_log, "update_parameters")
-        files = with_parameters(self._model, parameters, check_finite=check_finite)
-        weights = weights_on_device(files, self.spec)
+        self._calls.check_open()
+        built = self._model, self.spec, self.config.event_log
+        weights = given_weights(*built, parameters, check_finite=check_finite, mode=mode)
         with self._calls.alone():
-            self._calls.drain()
+            self._calls.drain(abort=mode == "abort")
             return self._engine.replace_weights(weights)
 
     def generate(
@@ -236,11 +238,7 @@ class LLM:
         """
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         outputs = self.generate([prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm)
-        scores = [
-            [one.logprob for one in continuation_logprobs(output, len(prompt))]
-            for (prompt, _), output in zip(pairs, outputs, strict=True)
-        ]
-        return scores[0] if single else scores
+        return scores_of(outputs, pairs, single=single)
 
     def embed(
         self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True, use_tqdm: bool = True
@@ -257,8 +255,7 @@ class LLM:
 
         Raises TypeError, ValueError or CapacityError before anything runs.
         """
-        if pooling not in get_args(Pooling):
-            raise ValueError(f"pooling must be one of {', '.join(get_args(Pooling))}, not {pooling!r}")
+        check_pooling(pooling)
         requests = self._prepare(prompts, SamplingParams(max_tokens=1))
         with self._calls.alone():
             weights = self._engine.runner.parameters["target"]

@@ -170,13 +170,15 @@ def test_a_planted_mistake_is_seen(directory, want, mistake, monkeypatch):
 
 
 def test_one_engine_in_every_other_way(directory, want, tmp_path):
-    """Alone as together, `parameters`, `update_parameters`, `embed`, a log and its replay."""
+    """Alone as together, `score`, `parameters`, `update_parameters`, `embed`, a log and its replay."""
     prompts, log = prompts_of(257), tmp_path / "log"
     stored = load_file(directory / "model.safetensors")
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
     with when_used(), LLM(str(directory), **{**SETTINGS, **ON_4}) as llm:
         alone = [tokens_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt in prompts]
         assert alone == want
+        reported = [[entry[id_] for entry, id_ in zip(entries, ids, strict=True)] for ids, entries in want]
+        assert llm.score(prompts, [ids for ids, _ in want]) == reported
         held = {name: np.asarray(array) for name, array in llm.parameters().items()}
         assert held.keys() == stored.keys()
         for name, array in stored.items():

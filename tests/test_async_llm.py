@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpage import AsyncLLM, BeamSearchParams, SamplingParams
+from jaxpage.serving.request_handle import WeightsReplaced
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
-from tests.support.random_checkpoints import random_checkpoint
+from tests.support.random_checkpoints import random_checkpoint, random_tensors
 
 PROMPTS = [[1, 2, 3, 4] * 12, [7, 8, 9], [100] * 30]
 PARAMS: list[Any] = [
@@ -17,6 +20,7 @@ PARAMS: list[Any] = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, prompt_logprobs=0),
     BeamSearchParams(beam_width=2, max_tokens=6),
 ]
+CONTINUATIONS = [[5, 6], [7], [8]]
 
 
 def test_coroutines_share_an_engine(tmp_path: Any) -> None:
@@ -67,5 +71,40 @@ def test_coroutines_share_an_engine(tmp_path: Any) -> None:
             stats = await llm.stats()
             assert stats["num_blocks_free"] == stats["num_blocks_total"] and not llm._running
         await llm.shutdown()
+
+    asyncio.run(run())
+
+
+def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) -> None:
+    model = random_checkpoint(tmp_path, LLAMA)
+    weights = [random_tensors(LLAMA, seed=seed) for seed in (0, 1)]
+    scores: list[Any] = []
+    with make_llm(model) as llm:
+        wanted = llm.generate(PROMPTS[0], PARAMS[1], use_tqdm=False)[0].outputs[0].token_ids
+        vectors = llm.embed(PROMPTS, pooling="mean", use_tqdm=False)
+        for each in weights:
+            llm.update_parameters(each)
+            scores.append(llm.score(PROMPTS, CONTINUATIONS))
+
+    async def run() -> None:
+        async with AsyncLLM(model, **BLOCKS_OF_16, preemption_mode="recompute") as llm:
+            assert await llm.score(PROMPTS[0], CONTINUATIONS[0]) == scores[0][0]
+            np.testing.assert_array_equal(await llm.embed(PROMPTS, pooling="mean"), vectors)
+            with pytest.raises(ValueError, match="pooling must be one of last, mean, not 'max'"):
+                await llm.embed(PROMPTS, pooling="max")  # type: ignore[arg-type]
+            runner, run_step = llm._loop.engine.runner, llm._loop.engine.runner.run
+            runner.run = lambda batch: (time.sleep(0.01), run_step(batch))[1]  # type: ignore[method-assign]
+            running = llm.generate(PROMPTS[0], PARAMS[1])
+            await anext(running)
+            update = asyncio.create_task(llm.update_parameters(weights[1]))
+            last = [output async for output in running][-1]
+            assert (last.outputs[0].token_ids, last.weights_version) == (wanted, 0)
+            assert await update == 1 and await llm.score(PROMPTS, CONTINUATIONS) == scores[1]
+            running = llm.generate([5], SamplingParams(max_tokens=200, ignore_eos=True))
+            await anext(running)
+            update = asyncio.create_task(llm.update_parameters(weights[0], mode="abort"))
+            with pytest.raises(WeightsReplaced):
+                [output async for output in running]
+            assert await update == 2 and await llm.score(PROMPTS, CONTINUATIONS) == scores[0]
 
     asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,32 @@ def test_scores_are_those_of_transformers(model: tuple[Path, Any], llm: LLM) -> 
     assert llm.score(prompts()[0], [5, 6, 7]) == scores[0]
 
 
-def test_scores_are_what_generation_reports_to_the_last_bit(model: tuple[Path, Any], llm: LLM) -> None:
-    """Also in an engine that has another pool, other chunks and other blocks, and a cached prefix."""
+def test_scores_are_what_generation_reports_to_the_last_bit(
+    model: tuple[Path, Any], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a cached prefix, and in an engine with another pool, other chunks and other blocks where each is preempted."""
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=20, ignore_eos=True, logprobs=0)
-    outputs = [output.outputs[0] for output in llm.generate(prompts(), params, use_tqdm=False)]
-    reported = [
-        [entry[id_].logprob for entry, id_ in zip(one.logprobs or [], one.token_ids, strict=True)] for one in outputs
-    ]
-    texts = [list(one.token_ids) for one in outputs]
-    assert llm.score(prompts(), texts) == reported
+    llm.reset_prefix_cache()
+    for is_cached in (False, True):
+        outputs = llm.generate(prompts(), params, use_tqdm=False)
+        assert any(output.metrics.num_cached_tokens for output in outputs) == is_cached
+        texts = [list(output.outputs[0].token_ids) for output in outputs]
+        reported = [
+            [entry[id_].logprob for entry, id_ in zip(output.outputs[0].logprobs or [], text, strict=True)]
+            for output, text in zip(outputs, texts, strict=True)
+        ]
+        assert llm.score(prompts(), texts) == reported
     with make_llm(model[0], **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65, "max_model_len": 128}) as other:
+        engine, step, numbers = other._engine, other._engine.step, itertools.count(1)
+
+        def preempting() -> Any:
+            if next(numbers) % 3 == 0:
+                engine.scheduler.preempt_all()
+            return step()
+
+        monkeypatch.setattr(engine, "step", preempting)
         assert other.score(prompts(), texts) == reported
+        assert other.stats()["num_preemptions_total"]["recompute"] >= 3
 
 
 def test_embeddings_are_hidden_states_of_transformers(model: tuple[Path, Any], llm: LLM) -> None:

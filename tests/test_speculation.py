@@ -428,6 +428,17 @@ def test_its_own_proposer_changes_nothing_either(engine, engines, lone):
         watched.engine.speculator = watched._speculator
         assert watched.generate(prompts, requests) == want
     assert watched.counts["right"] > 0 and (watched.counts["branching"] > 0) == (engine == "trees")
+    texts = [outputs[0].token_ids for _, outputs, *_ in want]
+    reported = [
+        [entry[id_].logprob for entry, id_ in zip(outputs[0].logprobs, text, strict=True)]
+        for (_, outputs, *_), text in zip(want, texts, strict=True)
+    ]
+    llm, name = engines(engine), "spec_decode_num_accepted_tokens_total"
+    accepted = llm.stats()[name]
+    with llm.stream(prompts[0], requests[0]) as beside:
+        next(beside)
+        assert llm.score(prompts, texts) == reported
+    assert llm.stats()[name] > accepted
 
 
 def test_trees_are_refused_where_they_are_not_drafted_or_not_attended(directories):

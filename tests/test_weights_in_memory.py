@@ -12,20 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.checkpoints import load_weights, loading, named_parameters, open_parameters, with_parameters
 from jaxpage.engine.build import Built
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.serving.config import resolve_both
-from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
+from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import Running, metrics, serving, wait_until
 
 SETTINGS: dict[str, Any] = {**BLOCKS_OF_16, "preemption_mode": "recompute"}
+MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 48,
+    "n_head": 4,
+    "n_layer": 1,
+    "vocab_size": 99,
+}
 PROMPTS = [[1, 2, 3, 4] * 12, [7, 8, 9]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 
@@ -78,6 +90,58 @@ def test_weights_go_in_and_come_back_and_are_replaced(llm: LLM, from_files: list
     assert llm.stats()["compile_total"] == compiled
 
 
+class NoHostCopies:
+    """numpy, but that an array of JAX is not read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def asarray(self, array: Any, *rest: Any) -> Any:
+        assert not isinstance(array, jax.Array), "it comes to the host"
+        return np.asarray(array, *rest)
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL, GPT2], ids=lambda config: config["model_type"])
+def test_a_module_does_not_come_to_the_host(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the numbers of the same tensors by name, and shares no array with its owner. Of tensors by name, the whole ones stay."""
+    files = open_parameters(config, random_tensors(config))
+    module = files.family.Model(files.spec, dtype="float32")
+    nnx.update(module, load_weights(files.plan, "float32", jnp.asarray))
+    want = load_weights(files.plan, "float32", lambda array: array)
+    given = with_parameters(files, module)
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "np", NoHostCopies())
+        found = load_weights(given.plan, "float32", lambda array: array)
+        with pytest.raises(AssertionError, match="it comes to the host"):
+            load_weights(given.plan, "bfloat16", lambda array: array)
+    named = named_parameters(given.plan, found)
+    for array in jax.tree.leaves(nnx.to_pure_dict(nnx.state(module))):
+        array.delete()  # as a trainer that donates them does
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    assert named.keys() == random_tensors(config).keys()
+    by_name = with_parameters(files, {name: jnp.asarray(array) for name, array in random_tensors(config).items()})
+    kinds = load_weights(by_name.plan, "float32", lambda array: array)
+    assert isinstance(kinds["tokens"]["table"], jax.Array)
+    jax.tree.map(np.testing.assert_array_equal, kinds, want)
+
+
+def test_a_module_serves(llm: LLM, from_files: list[list[Any]]) -> None:
+    files = open_parameters(LLAMA, random_tensors(LLAMA, seed=1))
+    module = files.family.Model(files.spec, dtype="float32")
+    with pytest.raises(CheckpointError, match="'tokens.table' of shape .* is missing"):
+        llm.update_parameters(module)
+    nnx.update(module, load_weights(files.plan, "float32", jnp.asarray))
+    compiled = llm.stats()["compile_total"]
+    llm.update_parameters(module)
+    assert texts(llm) == from_files[1] and llm.stats()["compile_total"] == compiled
+    with pytest.raises(UnsupportedError, match="a module cannot be quantised"):
+        LLM.from_parameters(LLAMA, module, quantization="int8")
+    with LLM.from_parameters(LLAMA, module, **SETTINGS) as made:
+        assert texts(made) == from_files[1]
+        for name, array in random_tensors(LLAMA, seed=1).items():
+            np.testing.assert_array_equal(made.parameters()[name], array)
+
+
 def test_requests_that_run_are_finished_with_the_old_weights(llm: LLM, from_files: list[list[Any]]) -> None:
     llm.update_parameters(random_tensors(LLAMA))
     found: list[Any] = []
@@ -92,6 +156,21 @@ def test_requests_that_run_are_finished_with_the_old_weights(llm: LLM, from_file
     thread.join(60)
     assert token_ids == from_files[0][0][0] and found == [first.weights_version + 1]
     assert texts(llm) == from_files[1]
+
+
+def test_requests_that_run_are_ended_where_that_is_asked_for(llm: LLM, from_files: list[list[Any]]) -> None:
+    version = llm.update_parameters(random_tensors(LLAMA))
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    token_ids = list(next(stream).outputs[0].token_ids)
+    assert llm.update_parameters(random_tensors(LLAMA, seed=1), mode="abort") == version + 1
+    last = next(stream)
+    token_ids += last.outputs[0].token_ids
+    assert last.outputs[0].finish_reason == "abort" and last.weights_version == version
+    assert token_ids == from_files[0][0][0][: len(token_ids)] and len(token_ids) < 12
+    assert texts(llm) == from_files[1] and not list(stream)
+    with pytest.raises(ValueError, match="mode must be one of wait, abort, not 'now'"):
+        llm.update_parameters(random_tensors(LLAMA), mode="now")  # type: ignore[arg-type]
+    invariants(llm)
 
 
 def test_what_does_not_fit_leaves_the_old_weights_in_use(llm: LLM, from_files: list[list[Any]]) -> None:

@@ -6,7 +6,7 @@ Nothing here unpickles, runs code that comes with a model, or touches a device b
 from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_generation_config, stated_dtype
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.fitting import LoadPlan, check_weights
-from jaxpage.checkpoints.in_memory import named_parameters, open_parameters, with_parameters
+from jaxpage.checkpoints.in_memory import Parameters, named_parameters, open_parameters, with_parameters
 from jaxpage.checkpoints.loading import load_sharded, load_shards, load_weights
 from jaxpage.checkpoints.opening import (
     ModelDescription,
@@ -22,6 +22,7 @@ __all__ = [
     "LoadPlan",
     "ModelDescription",
     "ModelFiles",
+    "Parameters",
     "check_weights",
     "convert",
     "describe_model",

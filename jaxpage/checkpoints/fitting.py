@@ -52,7 +52,7 @@ class LoadPlan:
     """Which stored tensors fill which parameter; made by `check_weights`, so all of it fits."""
 
     directory: Path
-    layout: str  # "safetensors", "orbax", "gguf" or "memory"
+    layout: str  # "safetensors", "orbax", "gguf", "memory" or "module"
     parameters: tuple[Filled, ...] = ()
     # In a GGUF file, of the tensors that the model's family has other names for.
     names: Mapping[str, str] = field(default_factory=dict)

@@ -27,21 +27,28 @@ from jaxpage.models.weights import Piece, Weight
 
 
 def load_weights(
-    plan: LoadPlan, dtype: str | None, put: Callable[[np.ndarray], Any], *, progress: bool = False
+    plan: LoadPlan, dtype: str | None, put: Callable[[Any], Any], *, progress: bool = False
 ) -> dict[Any, Any]:
     """The parameters as a nested dict keyed by `Weight.path`, each one `put(array)`.
 
     `array` has the parameter's shape and `dtype` (or its own), is row major and owns its memory, so `put` may keep it.
     Parameters are read and converted one at a time, of GGUF one for each core, so the host never holds two copies of the
     model (an Orbax checkpoint is restored whole, and given away piece by piece). dtype None keeps each tensor as it is stored.
+    A parameter that is in memory as an array of JAX, as it is needed, is copied on its device and does not come to the host.
     A progress bar counts bytes on standard error. Raises CheckpointError when the data is damaged.
     """
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
-        array = _assembled(filled, arrays, filled.dtype(dtype), _whole(filled))
+        wanted, array = filled.dtype(dtype), arrays[0]
+        if isinstance(array, jax.Array) and array.dtype == wanted and _is_whole(filled) and len(array.devices()) == 1:
+            own = array.addressable_data(0)  # without the mesh of its owner, who may donate it
+            array = jax.device_put(own, own.sharding, may_alias=False)
+        else:
+            array = _assembled(filled, [np.asarray(array) for array in arrays], wanted, _whole(filled))
         return {filled.weight.path: put(array)}, array.nbytes
 
-    return _loaded(plan, dtype, load, stored_arrays(plan), progress)
+    read = (lambda info: plan.arrays[info.name]) if plan.arrays else stored_arrays(plan)
+    return _loaded(plan, dtype, load, read, progress)
 
 
 def load_sharded(
@@ -57,8 +64,8 @@ def load_sharded(
     targets: dict[str, Any] = {}
     if plan.layout == "orbax":
         for filled in plan.parameters:
-            piece, info = filled.pieces[0]
-            if len(filled.pieces) == 1 and not piece.transpose and piece.stored_shape == filled.weight.shape:
+            _, info = filled.pieces[0]
+            if _is_whole(filled):
                 sharding = sharding_of(filled.weight)
                 targets[info.name] = jax.ShapeDtypeStruct(info.shape, filled.dtype(dtype), sharding=sharding)
 
@@ -119,6 +126,12 @@ def _shard(sharded: ShardedWeight, place: Place, part_of: Callable[[Box], np.nda
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=sharded.axis)
 
 
+def _is_whole(filled: Filled) -> bool:
+    """Whether it is one stored tensor, as it is stored."""
+    piece, _ = filled.pieces[0]
+    return len(filled.pieces) == 1 and not piece.transpose and piece.stored_shape == filled.weight.shape
+
+
 def _whole(filled: Filled) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in filled.weight.shape)
 
@@ -132,7 +145,7 @@ def stored_arrays(plan: LoadPlan, targets: Mapping[str, Any] | None = None) -> C
         return map_array
     if plan.layout == "gguf":
         return read_gguf_array
-    if plan.layout == "memory":
+    if plan.arrays:
         return lambda info: np.asarray(plan.arrays[info.name])
     wanted: dict[str, Any] = {}
     for info in plan.tensors.values():

@@ -104,12 +104,13 @@ class Calls:
             self._changed -= updates
             return updates
 
-    def drain(self) -> None:
-        """Steps the engine until nothing is left to do. Whoever waits for requests finds them finished."""
+    def drain(self, *, abort: bool = False) -> None:
+        """Steps the engine until nothing is left to do; abort: ends everything at once. Whoever waits for requests finds them finished."""
         with self._lock:
             while self._engine.has_unfinished:
                 self.check_open()
-                self._changed.update(group.request.request_id for group in self._engine.step())
+                groups = self._engine.abort_all() if abort else self._engine.step()
+                self._changed.update(group.request.request_id for group in groups)
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Aborts what has not finished: an error, an interrupt or a closed stream leaves no block behind."""

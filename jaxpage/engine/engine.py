@@ -211,10 +211,12 @@ class Engine:
         if (report.result.token_ids == NOT_FINITE).any():
             self.reset_prefix_cache()  # numbers that are none may be in the pages too, and must not outlive their request
 
-    def abort_all(self) -> None:
-        """Ends every request."""
-        for group in (*self.scheduler.running, *self.scheduler.waiting):
+    def abort_all(self) -> list[SequenceGroup]:
+        """Ends every request, and returns them."""
+        groups = [*self.scheduler.running, *self.scheduler.waiting]
+        for group in groups:
             self.abort(group.request.request_id)
+        return groups
 
     def recover(self) -> None:
         """After an interrupted step: if it took pages with it or did not fill some, the pool is made anew and what ran starts over."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
-from jaxpage.checkpoints import ModelFiles
+from jaxpage.checkpoints import ModelFiles, Parameters, with_parameters
 from jaxpage.device.mesh import make_mesh
 from jaxpage.engine.build import load_model
 from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import UnsupportedError
+
+Mode = Literal["wait", "abort"]  # what happens to requests that run
 
 
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
@@ -22,3 +24,19 @@ def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> No
 def weights_on_device(files: ModelFiles, spec: EngineSpec) -> Any:
     """For `Engine.replace_weights`. The old weights are on the device, too."""
     return load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
+
+
+def given_weights(
+    model: ModelFiles,
+    spec: EngineSpec,
+    event_log: str | None,
+    parameters: Parameters,
+    *,
+    check_finite: bool,
+    mode: Mode,
+) -> Any:
+    """As `weights_on_device`, of what `update_parameters` is given. Raises what that raises."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, not {mode!r}")
+    check_replaceable(model, event_log, "update_parameters")
+    return weights_on_device(with_parameters(model, parameters, check_finite=check_finite), spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxpage.outputs import Logprob, RequestOutput
@@ -17,6 +18,17 @@ def continuation_logprobs(output: RequestOutput, num_prompt_tokens: int) -> list
     entries = (output.prompt_logprobs or [])[num_prompt_tokens:]
     token_ids = output.prompt_token_ids[num_prompt_tokens:]
     return [entry[token_id] for entry, token_id in zip(entries, token_ids, strict=True) if entry]
+
+
+def scores_of(
+    outputs: Sequence[RequestOutput], pairs: Sequence[tuple[list[int], list[int]]], *, single: bool
+) -> list[float] | list[list[float]]:
+    """What `LLM.score` returns, of the outputs of `scored_pairs`."""
+    scores = [
+        [one.logprob for one in continuation_logprobs(output, len(prompt))]
+        for (prompt, _), output in zip(pairs, outputs, strict=True)
+    ]
+    return scores[0] if single else scores
 
 
 def scored_pairs(prompts: Any, continuations: Any) -> tuple[bool, list[tuple[list[int], list[int]]]]:

@@ -10,9 +10,9 @@ from typing import Any, cast
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.layers.parameter import Axis, Piece, Source, sources_of
+from jaxpage.layers.parameter import Axis, Piece, Source, sources_of, tensor
 
-__all__ = ["Piece", "Source", "Weight", "num_bytes", "weights_of"]
+__all__ = ["Piece", "Source", "Weight", "num_bytes", "tensor", "weights_of"]
 
 FLOATS = ("float32", "bfloat16", "float16")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.checkpoints import with_weights_of
-from jaxpage.engine.replacing import check_replaceable, weights_on_device
+from jaxpage.engine.replacing import Mode, check_replaceable, weights_on_device
 from jaxpage.errors import CheckpointError
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.directories import directory_inside
@@ -27,7 +27,7 @@ from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import shown
 
-MODES = ("wait", "abort")  # what happens to requests that run
+MODES = get_args(Mode)
 MAX_PROBLEMS_CHARACTERS = 100_000
 
 
