@@ -31,19 +31,22 @@ def divisions(option_of: Callable[[ModelLayout], Planned], layout: ModelLayout, 
 
 
 def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
+    lengths = (length, 4 * length)
+    users_of = [f"users of {each:,}" for each in lengths]
     rows: list[tuple[str, ...]] = [
-        ("tensor parallel", "replicas", "weights of a device", "KV tokens of a replica", "users of all", "")
+        ("tensor parallel", "replicas", "weights of a device", "KV tokens of a replica", *users_of, "")
     ]
     for option in options:
         size, plan = option.layout.tensor_parallel_size, option.plan
-        numbers = ("", "", "", "does not fit" if isinstance(option.error, CapacityError) else str(option.error))
+        reason = "does not fit" if isinstance(option.error, CapacityError) else str(option.error)
+        numbers: tuple[str, ...] = ("", "", *("" for _ in lengths), reason)
         if plan is not None:
-            users = num_devices // size * option.num_users(length)
-            numbers = (gib(plan.weights_bytes), f"{plan.num_slots:,}", f"{users:,}", "")
+            users = (f"{num_devices // size * option.num_users(each):,}" for each in lengths)
+            numbers = (gib(plan.weights_bytes), f"{plan.num_slots:,}", *users, "")
         rows.append((str(size), str(num_devices // size), *numbers))
     title = (
-        f"{num_devices} devices as replicas, each on one or more of them (tensor_parallel_size), with users of {length:,} tokens"
-        " for whom there is memory:"
+        f"{num_devices} devices as replicas, each on one or more of them (tensor_parallel_size), with the users of all by the tokens"
+        " of each, for whom there is memory:"
     )
     return ["", title, *aligned(rows)]
 
