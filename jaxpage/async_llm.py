@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jaxpage.checkpoints import Parameters
 from jaxpage.engine.admission import PreparedRequest
 from jaxpage.engine.calls import check_process, prepared
-from jaxpage.engine.embedding import Pooling, check_pooling, normalized
+from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.prompts import normalise
 from jaxpage.engine.replacing import Mode, given_weights
@@ -25,6 +25,7 @@ from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.request_handle import RequestHandle
+from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.engine_settings import AnyPath, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -130,7 +131,7 @@ class AsyncLLM:
     ) -> npt.NDArray[np.float32]:
         """As `LLM.embed`, one prompt after another between two steps of the engine. Raises its errors, EngineFailed and ShuttingDown."""
         check_process(self._process)
-        check_pooling(pooling)
+        check_choice("pooling", pooling, get_args(Pooling))
         engine, embedder = self._loop.engine, self._embedder
         checked = engine.admission.check_params(SamplingParams(max_tokens=1))
         requests = [await asyncio.to_thread(prepared, engine, prompt, checked) for prompt in normalise(prompts)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, get_args
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jaxpage.checkpoints import Parameters, named_parameters, open_parameters
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.build import Built, whole_weights
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
-from jaxpage.engine.embedding import Pooling, check_pooling, normalized
+from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.engine.prompts import chat_prompt, normalise, one_each
 from jaxpage.engine.replacing import Mode, check_replaceable, given_weights
@@ -25,6 +25,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.replay.opening import open_engine
+from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
@@ -255,7 +256,7 @@ class LLM:
 
         Raises TypeError, ValueError or CapacityError before anything runs.
         """
-        check_pooling(pooling)
+        check_choice("pooling", pooling, get_args(Pooling))
         requests = self._prepare(prompts, SamplingParams(max_tokens=1))
         with self._calls.alone():
             weights = self._engine.runner.parameters["target"]

@@ -110,7 +110,7 @@ def texts(directory: Any, together: list[str], **settings: Any) -> dict[str, Any
 
 
 def test_texts_are_those_of_one_device(directory, monkeypatch):
-    """Whether logits are gathered for them or not; it is seen where they are not gathered for a cut-off."""
+    """With logits gathered or not. A missing gather for a cut-off would be found."""
     together = ["greedy", "random", "cut off", "penalised", "scored"]
     one = texts(directory, together, **INVARIANT)
     assert one["together"] == [one[name][0] for name in together]

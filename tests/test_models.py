@@ -445,7 +445,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(error, name, says, overrides
 
 @pytest.mark.parametrize("case", [case for case in REFUSED if "architectures" not in case[3]], ids=lambda case: case[2])
 def test_the_fields_behind_a_wrong_one_are_read_too(case):
-    """Each is told, and nothing that is wrong only because of it."""
+    """Each is reported, and no error that only the first one causes."""
     _, name, says, overrides = case
     config = config_json(name) | overrides | {"tie_word_embeddings": "yes"}
     problems = Problems(Path("somewhere"))

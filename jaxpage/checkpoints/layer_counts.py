@@ -14,7 +14,7 @@ _LAYER = re.compile(r"([A-Za-z_.]+\.)(\d{1,5})\.")
 def layers_beyond(
     stored: Iterable[str], weights: Sequence[Weight], problems: Problems
 ) -> Callable[[Iterable[str]], bool]:
-    """Whether one of these names is of a layer that the model or the checkpoint lacks altogether, as `problems` tells then.
+    """Whether one of these names is of a layer that the model or the checkpoint lacks altogether; that is then in `problems`.
 
     stored: names of the tensors that are not ignored.
     """

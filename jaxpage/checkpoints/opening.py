@@ -22,7 +22,7 @@ from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import Rule
 
-MAX_WRONG_FIELDS = 100  # that are told of a family's
+MAX_WRONG_FIELDS = 100  # reported of one config.json
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ def check_spec(family: Family, config: Mapping[str, Any], problems: Problems) ->
     """What the family makes of config.json; None if something is wrong with it, all of which is added to `problems`.
 
     A family stops at the first field that is wrong. It is read again with a value that it can have, until all fields have been read;
-    what is wrong only because of such a value is not told.
+    an error that only such a value causes is not reported.
     """
-    wrong = set(out_of_bounds(config))  # has been told
+    wrong = set(out_of_bounds(config))  # already in `problems`
     config = {**config, **dict.fromkeys(wrong)}
     for _ in range(MAX_WRONG_FIELDS):
         try:

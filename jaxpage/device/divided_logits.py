@@ -37,7 +37,7 @@ def need_whole_rows(inputs: StepInputs, vocab_size: int) -> Bool[Array, ""]:
 
 
 def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[Array, "R"]:
-    """What `sampler.draw` gives in a step that does not need whole rows. Each device tells the largest that it has and where that is.
+    """What `sampler.draw` gives in a step that does not need whole rows. The devices exchange the largest that each has, and its place.
 
     The noise is that of a whole row, of which each device takes its part.
     """

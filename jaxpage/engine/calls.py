@@ -105,7 +105,7 @@ class Calls:
             return updates
 
     def drain(self, *, abort: bool = False) -> None:
-        """Steps the engine until nothing is left to do; abort: ends everything at once. Whoever waits for requests finds them finished."""
+        """Steps the engine until nothing is left to do; abort: ends all at once. Callers that wait for requests find them finished."""
         with self._lock:
             while self._engine.has_unfinished:
                 self.check_open()

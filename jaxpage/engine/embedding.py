@@ -6,7 +6,7 @@ A prompt runs by itself, in chunks of one shape, over pages of its own: nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -82,12 +82,6 @@ class Embedder:
         packed = self._mesh.whole(np.zeros(packed_size(self._bucket, tables), np.int32))
         whole_step = self._mesh.on_each(step, (self._parameters, pages, None), (None, pages))
         return compiled(jax.jit(whole_step, donate_argnums=1), self._parameters, pages, packed)
-
-
-def check_pooling(pooling: str) -> None:
-    """Raises ValueError."""
-    if pooling not in get_args(Pooling):
-        raise ValueError(f"pooling must be one of {', '.join(get_args(Pooling))}, not {pooling!r}")
 
 
 def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

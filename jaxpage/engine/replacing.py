@@ -9,6 +9,7 @@ from jaxpage.device.mesh import make_mesh
 from jaxpage.engine.build import load_model
 from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import UnsupportedError
+from jaxpage.settings.argument_checks import check_choice
 
 Mode = Literal["wait", "abort"]  # what happens to requests that run
 
@@ -36,7 +37,6 @@ def given_weights(
     mode: Mode,
 ) -> Any:
     """As `weights_on_device`, of what `update_parameters` is given. Raises what that raises."""
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, not {mode!r}")
+    check_choice("mode", mode, get_args(Mode))
     check_replaceable(model, event_log, "update_parameters")
     return weights_on_device(with_parameters(model, parameters, check_finite=check_finite), spec)

@@ -37,12 +37,12 @@ class Grouped(NamedTuple):
 class ProductKernels(NamedTuple):
     """multiply: `x @ weight.T` in the type of x. numbers: the weight in float32 [O, I].
 
-    few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`; None, where it does not take them.
+    few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`, or None for a product that it does not take.
     """
 
     multiply: Callable[[jax.Array, Grouped], jax.Array]
     numbers: Callable[[Grouped], jax.Array]
-    few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None]
+    few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None] | None
 
 
 Weight = jax.Array | Scaled | Grouped
@@ -76,8 +76,11 @@ def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | No
     if isinstance(weight, Grouped):
         return _for_grouped().multiply(x_TI.astype(result or x_TI.dtype), weight)
     kernels = _kernels.get()
-    y_TO = None if kernels is None else kernels.few_rows(x_TI, weight, result or x_TI.dtype)
-    return xla_product(x_TI, weight, result) if y_TO is None else y_TO
+    if kernels is not None and kernels.few_rows is not None:
+        y_TO = kernels.few_rows(x_TI, weight, result or x_TI.dtype)
+        if y_TO is not None:
+            return y_TO
+    return xla_product(x_TI, weight, result)
 
 
 def xla_product(

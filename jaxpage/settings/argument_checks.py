@@ -43,6 +43,12 @@ def refuse(name: str, value: object, wanted: str) -> NoReturn:
     raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
 
 
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises ValueError."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
 def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         refuse(name, value, "True or False")

@@ -1,7 +1,7 @@
 """`x @ w.T` of a few rows of x and a weight as it is stored, in C++. XLA's own product reads weights at half of the memory's speed or less.
 
 It adds in the order of YNNPACK, which takes XLA's products of more rows where there is YNNPACK: so a row has the same bits on both paths,
-and whoever uses both asks for each shape whether that is so (`jaxpage.device.few_rows`).
+and a caller of both has to check that for each shape (`jaxpage.device.few_rows`).
 """
 
 from __future__ import annotations
