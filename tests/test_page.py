@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -147,17 +146,18 @@ def free_blocks(page: Any) -> int:
     return counts["cached"] + counts["free"]
 
 
-def test_a_text_streams_while_its_blocks_fill(page: Any, server: str) -> None:
+def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: EngineLoop) -> None:
     open_live(page, server)
     before = free_blocks(page)
     assert before == POOL["num_blocks"] - 1
     page.fill("#n", "2")
     page.fill("#max_tokens", "90")
     page.fill("#seed", "1")
-    page.click("#send")
-    expect(page.locator(".state").first).to_have_text("running")
-    expect(page.locator(".column")).to_have_count(2)
-    expect(page.locator(".note")).to_have_text(re.compile(r"^180 tokens · [\d.]+ tokens/s · first after \d+ ms$"))
+    with loop.pace.held(0.02):  # so that the text comes in parts on a busy machine too
+        page.click("#send")
+        expect(page.locator(".state").first).to_have_text("running")
+        expect(page.locator(".column")).to_have_count(2)
+        expect(page.locator(".note")).to_have_text(re.compile(r"^180 tokens · [\d.]+ tokens/s · first after \d+ ms$"))
     first, second = (page.locator(".column .text").nth(index).inner_text() for index in range(2))
     assert len(first) > 100 and len(second) > 100 and first != second
     expect(page.locator(".state").first).to_have_text("finished")
@@ -165,30 +165,23 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str) -> None:
     assert free_blocks(page) == before, "all blocks came back"
 
 
-def test_stop_ends_the_request_in_the_engine(
-    page: Any, server: str, built: Built, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, step = threading.Semaphore(8), built.engine.step
-    monkeypatch.setattr(
-        built.engine, "step", lambda: gate.acquire() and step()
-    )  # it is still running when it is stopped
+def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: EngineLoop) -> None:
     open_live(page, server)
     first = page.locator(".requests button").first
     before = page.locator(".requests .name").all_inner_texts()[:1]
     page.fill("#max_tokens", "230")
-    page.click("#send")
-    expect(page.locator(".token").nth(3)).to_be_visible()
-    expect(page.locator("#send")).to_be_disabled()
-    page.click("#stop")
-    expect(page.locator(".note")).to_contain_text("stopped")
-    expect(page.locator("#send")).to_be_enabled()
-    gate.release(500)
+    with loop.pace.held(0.25):  # nearly a minute, if nobody stops it
+        page.click("#send")
+        expect(page.locator(".token").nth(3)).to_be_visible()
+        expect(page.locator("#send")).to_be_disabled()
+        page.click("#stop")
+        expect(page.locator(".note")).to_contain_text("stopped")
+        expect(page.locator("#send")).to_be_enabled()
     expect(first).not_to_contain_text(before[0] if before else "none")  # no snapshot of a moment before
     expect(first).to_contain_text("finished")
     expect(page.locator("#numbers")).to_contain_text("0 in use")
     first.focus()
     expect(page.locator("#detail")).to_contain_text("ended: abort")
-    assert gate._value > 400, "the engine went on behind the stop"
 
 
 def test_a_cell_for_every_block(page: Any, server: str) -> None:
