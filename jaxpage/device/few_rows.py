@@ -1,7 +1,7 @@
 """Which products of few rows the kernel for CPUs takes: those that have the bits of XLA's own product, which takes them of more rows.
 
 A token's bits must not depend on how many tokens are computed beside it. The order in which XLA adds is that of a library, and of its
-version: so it is not known but asked, once for each shape of a weight, when a step that has it is traced.
+version: so it is asked, once for each shape of a weight, when a step that has it is traced. Sums of int8 are exact in any order.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxpage.layers.product import xla_product
+from jaxpage.layers.product import Scaled, xla_product
 from pallas_kernels.cpu import library
-from pallas_kernels.cpu.few_rows import MOST_ROWS, multiply_few, takes
+from pallas_kernels.cpu.few_rows import MOST_ROWS, multiply_few, multiply_scaled, takes
 
 SMALLEST_WEIGHT = 1 << 16  # numbers; to ask costs more than smaller ones gain
 ROWS_ASKED, MOST_OUTPUTS_ASKED = 8 * MOST_ROWS, 512
 _ASKING = threading.Lock()
 
 
-def few_rows_product(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> jax.Array | None:
-    """`x @ w.T` by the kernel; None: XLA has to take it."""
+def few_rows_product(x_TI: jax.Array, weight: jax.Array | Scaled, result: DTypeLike) -> jax.Array | None:
+    """`x @ weight.T` by the kernel; None: XLA has to take it."""
+    w_OI = weight.values_OI if isinstance(weight, Scaled) else weight
     (num_rows, num_in), num_out = x_TI.shape, w_OI.shape[0]
-    if (
-        num_in * num_out < SMALLEST_WEIGHT
-        or x_TI.dtype != w_OI.dtype
-        or not takes(num_rows, num_in, num_out, x_TI.dtype, result)
-    ):
+    if num_in * num_out < SMALLEST_WEIGHT:
+        return None
+    if isinstance(weight, Scaled):
+        takes_it = takes(num_rows, num_in, num_out, jnp.int8, jnp.float32)
+        return multiply_scaled(x_TI, *weight).astype(result) if takes_it else None
+    if x_TI.dtype != w_OI.dtype or not takes(num_rows, num_in, num_out, x_TI.dtype, result):
         return None
     with _ASKING:  # steps are traced by several threads
         same = has_xlas_bits(num_in, num_out, x_TI.dtype.name, jnp.dtype(result).name)
@@ -66,5 +68,6 @@ def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
 
 def described() -> str:
     """For which types the kernel takes products of few rows. The answer may be another for another shape of a weight."""
-    taken = [dtype for dtype in library.load().few_rows if has_xlas_bits(768, 4096, dtype, dtype)]
+    types = library.load().few_rows
+    taken = [dtype for dtype in types if dtype == "int8" or has_xlas_bits(768, 4096, dtype, dtype)]
     return f"products of up to {MOST_ROWS} rows: {' and '.join(taken) or 'none'}, asked of a weight of 4096 x 768"

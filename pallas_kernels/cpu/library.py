@@ -22,7 +22,13 @@ _LOADING = threading.Lock()
 
 PREBUILT = Path(__file__).parent / "prebuilt"  # of a wheel that was built with JAXPAGE_BUILD_KERNELS=1
 _FORM = "with a digest"  # of the files; those of another form have another name
-FUNCTIONS = ("jaxpage_attend", "jaxpage_write_and_attend", "jaxpage_multiply", "jaxpage_multiply_few")
+FUNCTIONS = (
+    "jaxpage_attend",
+    "jaxpage_write_and_attend",
+    "jaxpage_multiply",
+    "jaxpage_multiply_few",
+    "jaxpage_multiply_scaled",
+)
 
 
 class Library(NamedTuple):
@@ -56,7 +62,8 @@ def _load() -> Library:
 def _types_of_few_rows(name: str) -> tuple[str, ...]:
     if name != "avx512":
         return ()
-    return ("float32", "bfloat16") if "avx512_bf16" in _processor_flags() else ("float32",)
+    needed = {"bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
+    return ("float32", *(dtype for dtype, flag in needed.items() if flag in _processor_flags()))
 
 
 def _whole(path: Path) -> Path:

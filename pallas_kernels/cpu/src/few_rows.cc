@@ -1,6 +1,8 @@
 // x @ w.T for a few rows of x. A vector has one output of each of 16 rows of the weight, so that the sum of an output is made in the order
 // of its inputs, as a product of many rows by YNNPACK makes it (XLA's library for them): in parts of 512 words (a float, or two numbers of
 // bfloat16), each part from zero on, and the parts one after the other. Its bits are those of that product, for any number of rows.
+//
+// Sums of whole numbers of eight bits are exact in any order: these go the same way, by words of four numbers.
 #include "few_rows.h"
 
 #include "vec.h"
@@ -10,7 +12,7 @@ namespace JAXPAGE_ISA {
 
 #if defined(__AVX512F__)
 // Where the processor has it: the caller asks. What is called from such a function and inlined has to be one, too.
-#define JAXPAGE_BF16 __attribute__((target("avx512bf16")))
+#define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
 
 namespace {
 
@@ -43,32 +45,52 @@ static inline void transpose(Bits* v) {
   for (int i = 0; i < 16; ++i) v[i] = u[i];
 }
 
-// total + x * w, of words.
+// Of words: total + x * w. And the outputs from `first` on of row t, when all its words are in the total.
 template <typename Stored>
-struct Add;
+struct Dot;
 
 template <>
-struct Add<F32> {
+struct Dot<F32> {
   static constexpr int kNumbersOfWord = 1;
-  static Vec to(Vec total, Bits x, Bits w) { return multiply_add(as_float(x), as_float(w), total); }
+  typedef Vec Total;
+  static Vec result(Vec total, const FewRows&, int64_t, int64_t) { return total; }
+  static Vec add(Vec total, Bits x, Bits w) { return multiply_add(as_float(x), as_float(w), total); }
 };
 
 template <>
-struct Add<BF16> {
+struct Dot<BF16> {
   static constexpr int kNumbersOfWord = 2;
-  JAXPAGE_BF16 static Vec to(Vec total, Bits x, Bits w) {
+  typedef Vec Total;
+  static Vec result(Vec total, const FewRows&, int64_t, int64_t) { return total; }
+  JAXPAGE_DOT static Vec add(Vec total, Bits x, Bits w) {
     return (Vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)w);
   }
 };
 
+// The instruction takes one factor without a sign: w + 128, which is w with its highest bit turned. So a total has 128 * sum(x) too much.
+template <>
+struct Dot<I8> {
+  static constexpr int kNumbersOfWord = 4;
+  typedef Int Total;
+  JAXPAGE_DOT static Int add(Int total, Bits x, Bits w) {
+    return (Int)_mm512_dpbusd_epi32((__m512i)total, (__m512i)(w ^ 0x80808080u), (__m512i)x);
+  }
+  static Vec result(Int total, const FewRows& p, int64_t t, int64_t first) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < p.num_in; ++i) sum += static_cast<const int8_t*>(p.x)[t * p.num_in + i];
+    return __builtin_convertvector(total - 128 * sum, Vec) * splat(p.x_scale[t]) * raw_at<Vec>(p.w_scale + first);
+  }
+};
+
 template <typename Stored, typename Result, int kRows>
-JAXPAGE_BF16 void outputs(const FewRows& p, int64_t first) {
-  const int64_t num_words = p.num_in / Add<Stored>::kNumbersOfWord;
+JAXPAGE_DOT void outputs(const FewRows& p, int64_t first) {
+  typedef typename Dot<Stored>::Total Total;
+  const int64_t num_words = p.num_in / Dot<Stored>::kNumbersOfWord;
   const uint32_t *x = static_cast<const uint32_t*>(p.x), *w = static_cast<const uint32_t*>(p.w) + first * num_words;
-  Vec total[kRows] = {};
+  Total total[kRows] = {};
   for (int64_t begin = 0; begin < num_words; begin += kWordsOfPart) {
     const int64_t end = begin + kWordsOfPart < num_words ? begin + kWordsOfPart : num_words;
-    Vec part[kRows] = {};
+    Total part[kRows] = {};
     for (int64_t i = begin; i < end; i += kLanes) {
       Bits words[kOutputsOfUnit];
       for (int o = 0; o < kOutputsOfUnit; ++o) words[o] = raw_at<Bits>(w + o * num_words + i);
@@ -76,11 +98,14 @@ JAXPAGE_BF16 void outputs(const FewRows& p, int64_t first) {
       for (int o = 0; o < kOutputsOfUnit; ++o) __builtin_prefetch(w + (kOutputsOfUnit + o) * num_words + i, 0, 2);
       transpose(words);
       for (int k = 0; k < kLanes; ++k)
-        for (int t = 0; t < kRows; ++t) part[t] = Add<Stored>::to(part[t], Bits{} + x[t * num_words + i + k], words[k]);
+        for (int t = 0; t < kRows; ++t) part[t] = Dot<Stored>::add(part[t], Bits{} + x[t * num_words + i + k], words[k]);
     }
     for (int t = 0; t < kRows; ++t) total[t] = begin ? total[t] + part[t] : part[t];
   }
-  for (int t = 0; t < kRows; ++t) Store<Result>::at(static_cast<typename Result::type*>(p.out) + t * p.num_out + first, total[t]);
+  for (int t = 0; t < kRows; ++t) {
+    const Vec result = Dot<Stored>::result(total[t], p, t, first);
+    Store<Result>::at(static_cast<typename Result::type*>(p.out) + t * p.num_out + first, result);
+  }
 }
 
 template <typename Stored, typename Result>
@@ -98,8 +123,11 @@ void any_rows(const FewRows& p, int64_t first) {
 }
 
 void multiply_few(const FewRows& p, int64_t first) {
-  if (!p.is_bfloat16) return any_rows<F32, F32>(p, first);
-  p.out_is_bfloat16 ? any_rows<BF16, BF16>(p, first) : any_rows<BF16, F32>(p, first);
+  switch (p.type) {
+    case Type::kBF16: return p.out_is_float ? any_rows<BF16, F32>(p, first) : any_rows<BF16, BF16>(p, first);
+    case Type::kI8: return any_rows<I8, F32>(p, first);
+    default: return any_rows<F32, F32>(p, first);
+  }
 }
 
 }  // namespace
@@ -108,6 +136,32 @@ extern const MultiplyFew kMultiplyFew = multiply_few;
 #else
 extern const MultiplyFew kMultiplyFew = nullptr;
 #endif
+
+namespace {
+
+// As `rounded_inputs` of jaxpage/layers/product.py, with the same operations. A number that is none makes the scale none.
+void round_row(const float* x, int64_t num_in, int8_t* rounded, float* scale) {
+  Vec most = {};
+  for (int64_t i = 0; i < num_in; i += kLanes) {
+    const Vec size = as_float(as_bits(raw_at<Vec>(x + i)) & 0x7fffffffu);
+    most = select((size > most) | (size != size), size, most);
+  }
+  float largest = 0;
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
+  *scale = largest * (1.0f / 127);
+  if (*scale < 0x1p-100f) *scale = 0x1p-100f;
+  const Vec inverse = splat(1.0f / *scale), magic = splat(12582912.0f);  // 1.5 * 2^23: the sum rounds to an integer
+  for (int64_t i = 0; i < num_in; i += kLanes) {
+    const Vec whole = raw_at<Vec>(x + i) * inverse;
+    const Byte bytes = __builtin_convertvector(__builtin_convertvector(select(whole == whole, (whole + magic) - magic, Vec{}), Int), Byte);
+    std::memcpy(rounded + i, &bytes, sizeof(bytes));
+  }
+}
+
+}  // namespace
+
+extern const RoundRow kRoundRow = round_row;
 
 }  // namespace JAXPAGE_ISA
 }  // namespace jaxpage

@@ -3,20 +3,28 @@
 
 #include <cstdint>
 
+#include "attention.h"
+
 namespace jaxpage {
 
 constexpr int kMostFewRows = 8, kOutputsOfUnit = 16;
 
-// Letters as in pallas_kernels: T rows, I inputs, O outputs. Numbers are float, or bfloat16 as its bits.
+// Letters as in pallas_kernels: T rows, I inputs, O outputs.
 struct FewRows {
+  Type type;      // of x and w: kF32, kBF16 or kI8
   const void* x;  // [T, I]
-  const void* w;  // [O, I], of the type of x
+  const void* w;  // [O, I]
   void* out;      // [T, O]
+  bool out_is_float;  // else bfloat16
+  const float* x_scale;  // [T], with kI8
+  const float* w_scale;  // [O], with kI8
   int64_t num_rows, num_in, num_out;
-  bool is_bfloat16, out_is_bfloat16;
 };
 
 // The unit of work: kOutputsOfUnit outputs of all rows, from `first` on. Null where there is no kernel for this instruction set.
 typedef void (*MultiplyFew)(const FewRows&, int64_t first);
+
+// To eight bits, with a scale of its own.
+typedef void (*RoundRow)(const float* x, int64_t num_in, int8_t* rounded, float* scale);
 
 }  // namespace jaxpage

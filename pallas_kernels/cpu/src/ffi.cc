@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "attention.h"
 #include "few_rows.h"
@@ -22,6 +23,7 @@ namespace JAXPAGE_ISA {
 extern const Kernels kKernels;
 extern const Multiply kMultiply;
 extern const MultiplyFew kMultiplyFew;
+extern const RoundRow kRoundRow;
 }
 
 namespace {
@@ -262,20 +264,47 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   return ffi::Error::Success();
 }
 
-ffi::Error multiply_few(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
-  const auto xd = x.dimensions(), wd = w.dimensions(), od = out->dimensions();
-  FewRows p{};
-  p.is_bfloat16 = x.element_type() == ffi::DataType::BF16, p.out_is_bfloat16 = out->element_type() == ffi::DataType::BF16;
-  if (w.element_type() != x.element_type() || (!p.is_bfloat16 && x.element_type() != ffi::DataType::F32) ||
-      (out->element_type() != ffi::DataType::F32 && out->element_type() != x.element_type()))
-    return ffi::Error::InvalidArgument("no kernel for a product of these types");
-  if (!JAXPAGE_ISA::kMultiplyFew) return ffi::Error::InvalidArgument("no kernel for this instruction set");
-  if (xd.size() != 2 || wd.size() != 2 || od.size() != 2 || xd[1] != wd[1] || od[0] != xd[0] || od[1] != wd[0] || xd[0] < 1 ||
-      xd[0] > kMostFewRows || xd[1] % (p.is_bfloat16 ? 32 : 16) || wd[0] % kOutputsOfUnit)
-    return ffi::Error::InvalidArgument("no kernel for a product of these shapes");
-  p.x = x.untyped_data(), p.w = w.untyped_data(), p.out = out->untyped_data();
-  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = wd[0];
+// Whether these are x [T, I], w [O, I] and the product, for the kernel.
+template <typename X, typename W, typename Out>
+bool fit(X x, W w, Out out, int64_t inputs_of_vector, FewRows* p) {
+  const auto xd = x.dimensions(), wd = w.dimensions(), od = out.dimensions();
+  if (!JAXPAGE_ISA::kMultiplyFew || xd.size() != 2 || wd.size() != 2 || od.size() != 2 || xd[1] != wd[1] || od[0] != xd[0] ||
+      od[1] != wd[0] || xd[0] < 1 || xd[0] > kMostFewRows || xd[1] % inputs_of_vector || wd[0] % kOutputsOfUnit)
+    return false;
+  p->x = x.untyped_data(), p->w = w.untyped_data(), p->out = out.untyped_data();
+  p->num_rows = xd[0], p->num_in = xd[1], p->num_out = wd[0];
+  return true;
+}
+
+void multiply_few(ffi::ThreadPool& pool, const FewRows& p) {
   in_parallel(pool, p.num_out / kOutputsOfUnit, 4, [&](int64_t unit) { JAXPAGE_ISA::kMultiplyFew(p, unit * kOutputsOfUnit); });
+}
+
+ffi::Error multiply_few_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
+  FewRows p{};
+  p.out_is_float = out->element_type() == ffi::DataType::F32;
+  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 || w.element_type() != x.element_type() ||
+      (!p.out_is_float && out->element_type() != x.element_type()))
+    return ffi::Error::InvalidArgument("no kernel for a product of these types");
+  if (!fit(x, w, *out, p.type == Type::kF32 ? 16 : 32, &p)) return ffi::Error::InvalidArgument("no kernel for a product of these shapes");
+  multiply_few(pool, p);
+  return ffi::Error::Success();
+}
+
+ffi::Error multiply_scaled(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scale,
+                           ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  FewRows p{};
+  if (!fit(x, w, *out, 64, &p) || scale.element_count() != static_cast<size_t>(p.num_out))
+    return ffi::Error::InvalidArgument("no kernel for a product of these shapes");
+  static thread_local std::vector<int8_t> rounded;
+  rounded.resize(p.num_rows * p.num_in);
+  float x_scale[kMostFewRows];
+  FlushedSubnormals flushed;
+  for (int64_t t = 0; t < p.num_rows; ++t)
+    JAXPAGE_ISA::kRoundRow(x.typed_data() + t * p.num_in, p.num_in, rounded.data() + t * p.num_in, x_scale + t);
+  p.type = Type::kI8, p.out_is_float = true;
+  p.x = rounded.data(), p.x_scale = x_scale, p.w_scale = scale.typed_data();
+  multiply_few(pool, p);
   return ffi::Error::Success();
 }
 
@@ -323,8 +352,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<int64_t>("value_width"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jaxpage_multiply_few, multiply_few,
+    jaxpage_multiply_few, multiply_few_rows,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_scaled, multiply_scaled,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
                               ffi::Ffi::Bind()
