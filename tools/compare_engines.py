@@ -34,6 +34,7 @@ CASES = {
     "jaxpage": ("jaxpage", "float32"),
     "jaxpage bfloat16": ("jaxpage", "bfloat16"),
     "jaxpage int8": ("jaxpage", "int8"),
+    "jaxpage int4": ("jaxpage", "int4"),
     "transformers": ("transformers", "float32"),
     "CTranslate2": ("ctranslate2", "float32"),
     "CTranslate2 bfloat16": ("ctranslate2", "bfloat16"),
@@ -41,6 +42,7 @@ CASES = {
     "llama.cpp": ("llama_cpp", "float32"),
     "llama.cpp bfloat16": ("llama_cpp", "bfloat16"),
     "llama.cpp int8 (Q8_0)": ("llama_cpp", "int8"),
+    "llama.cpp int4 (Q4_1)": ("llama_cpp", "int4"),
 }
 PEERS = sorted({peer for peer, _ in CASES.values()})
 BEGIN, END = "<!-- written by tools/compare_engines.py -->", "<!-- end of what tools/compare_engines.py wrote -->"

@@ -13,9 +13,8 @@ from tools.peers.task import Prompts, answer, read_task
 
 def main() -> None:
     task = read_task()
-    weights: dict[str, Any] = (
-        {"dtype": "bfloat16", "quantization": "int8"} if task.dtype == "int8" else {"dtype": task.dtype}
-    )
+    quantized = {"dtype": "bfloat16", "quantization": task.dtype}
+    weights: dict[str, Any] = quantized if task.dtype in ("int8", "int4") else {"dtype": task.dtype}
     llm = LLM(task.model, **weights, max_num_seqs=max(64, *task.rows), enable_prefix_caching=False, **task.settings)
 
     def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:

@@ -21,6 +21,7 @@ TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,
     "bfloat16": gguf.GGMLQuantizationType.BF16,
     "int8": gguf.GGMLQuantizationType.Q8_0,
+    "int4": gguf.GGMLQuantizationType.Q4_1,
 }
 BATCH = 512  # tokens
 _NAMES = {
