@@ -224,10 +224,10 @@ class LLM:
         continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
         use_tqdm: bool = False,
     ) -> list[float] | list[list[float]]:
-        """Log probabilities of continuations: of each of their tokens, behind the prompt and those before it.
+        """Log probabilities of continuations: of each of their tokens, given the prompt and the tokens before it.
 
-        The executables of generation compute them, so they are those that `generate` reports for the same tokens (in float32 on a CPU to
-        the last bit). Their sum says how likely a continuation is.
+        The executables of generation compute them, so they are those that `generate` reports for the same tokens (on a CPU to the last
+        bit, in float32 and bfloat16). Their sum says how likely a continuation is.
 
         Args:
             prompt_token_ids: token ids, at least one; or a list of those.
@@ -244,7 +244,7 @@ class LLM:
     def embed(
         self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True, use_tqdm: bool = True
     ) -> npt.NDArray[np.float32]:
-        """A vector [N, D] of each of N prompts: hidden states behind the final norm.
+        """A vector [N, D] of each of N prompts: hidden states after the final norm.
 
         The first call compiles, and so does the first with a prompt of more than 512 tokens, 1,024, and so on.
 

@@ -81,7 +81,7 @@ def test_the_commands_of_a_tutorial_run(tutorial: Path, tmp_path: Path) -> None:
 
 
 def jaxpage_commands(script: str) -> Iterator[list[str]]:
-    """The words behind `jaxpage` of each such command in lines of shell; prompts, assignments and redirections are left out."""
+    """The words after `jaxpage` of each such command in lines of shell; prompts, assignments and redirections are left out."""
     for line in HEREDOC.sub("", script).replace("\\\n", " ").splitlines():
         if "jaxpage" not in line:
             continue  # the output of a command may have any quotes
