@@ -17,7 +17,7 @@ from jaxpage.engine.build import Built, whole_weights
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
-from jaxpage.engine.prompts import chat_prompt, normalise, one_each
+from jaxpage.engine.prompts import chat_prompt, named_params, normalise, one_each
 from jaxpage.engine.replacing import Mode, check_replaceable, given_weights
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
@@ -157,6 +157,7 @@ class LLM:
             self._calls.drain(abort=mode == "abort")
             return self._engine.replace_weights(weights)
 
+    @named_params
     def generate(
         self,
         prompts: Any,
@@ -264,6 +265,7 @@ class LLM:
             vectors = np.stack([self._embedder.embed(weights, request.token_ids, pooling) for request in bar])
         return normalized(vectors) if normalize else vectors
 
+    @named_params
     def chat(
         self,
         messages: Messages | Sequence[Messages],
