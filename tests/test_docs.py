@@ -36,10 +36,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_commands_have_flags_that_exist(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whole commands in blocks; in the text those that leave something out are fine."""
     text, parser = path.read_text(encoding="utf-8"), make_parser()
-    blocks = [body for language, body in FENCE.findall(text) if language in ("", "bash")]
     spans = re.findall(r"`(jaxpage [^`]*)`", FENCE.sub("", text))
     wrong = []
-    for source, whole in [(block, True) for block in blocks] + [(span, False) for span in spans]:
+    for source, whole in [(block, True) for block in shell_blocks(text)] + [(span, False) for span in spans]:
         for words in jaxpage_commands(source):
             try:
                 parser.parse_args(words)
@@ -51,12 +50,18 @@ def test_commands_have_flags_that_exist(path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_commands_are_found_in_shell() -> None:
-    script = """$ A=1 srun -n 2 jaxpage serve x \\
+    page = """```{eval-rst}
+jaxpage no
+```
+```
+$ A=1 srun -n 2 jaxpage serve x \\
         --port 1 2>err.txt > out.txt &
     cat <<'END'
     jaxpage no
 END
-    echo 'jaxpage no' | FOO="b c" jaxpage generate "a | b" && (jaxpage doctor) # jaxpage no"""
+    echo 'jaxpage no' | FOO="b c" jaxpage generate "a | b" && (jaxpage doctor) # jaxpage no
+```"""
+    (script,) = shell_blocks(page)
     assert list(jaxpage_commands(script)) == [["serve", "x", "--port", "1"], ["generate", "a | b"], ["doctor"]]
 
 
@@ -78,6 +83,10 @@ def test_the_commands_of_a_tutorial_run(tutorial: Path, tmp_path: Path) -> None:
         ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def shell_blocks(page: str) -> list[str]:
+    return [body for language, body in FENCE.findall(page) if language in ("", "bash")]
 
 
 def jaxpage_commands(script: str) -> Iterator[list[str]]:
