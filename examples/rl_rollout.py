@@ -78,15 +78,20 @@ def main(words: Sequence[str] | None = None) -> list[tuple[float, int, int, floa
     """Returns of each step the mean reward and what `compare` found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="default: 8")
+    parser.add_argument(
+        "--dtype", default="float32", help="of both forward passes; the optimizer's weights are float32"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam; default: 1e-3")
     arguments = parser.parse_args(words)
     table = []
-    with LLM("demo", dtype="float32", max_num_seqs=32, max_model_len=64, use_tqdm=False) as llm:
-        model, weights = TrainableModel.load(llm.hf_config, llm.parameters())
+    with LLM("demo", dtype=arguments.dtype, max_num_seqs=32, max_model_len=64, use_tqdm=False) as llm:
+        model, rounded = TrainableModel.load(llm.hf_config, llm.parameters(), dtype=arguments.dtype)
+        weights = jax.tree.map(lambda array: array.astype(jnp.float32), rounded)
         optimizer = optax.adam(arguments.learning_rate)
         state = optimizer.init(weights)
 
         def loss(weights: Any, tokens_RC: jax.Array, advantage_RC: jax.Array) -> tuple[jax.Array, jax.Array]:
+            weights = jax.tree.map(lambda array, like: array.astype(like.dtype), weights, rounded)
             logprobs_RC = model.log_probabilities(weights, tokens_RC)
             return -jnp.mean(logprobs_RC * advantage_RC), logprobs_RC
 

@@ -18,7 +18,7 @@ from jaxpage.engine.admission import PreparedRequest
 from jaxpage.engine.calls import check_process, prepared
 from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.prompts import normalise
+from jaxpage.engine.prompts import named_params, normalise
 from jaxpage.engine.replacing import Mode, given_weights
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.outputs import CompletionOutput, RequestOutput
@@ -61,6 +61,7 @@ class AsyncLLM:
         self._running: dict[str, RequestHandle] = {}
         self._numbers = itertools.count()
 
+    @named_params
     async def generate(
         self,
         prompt: Any,

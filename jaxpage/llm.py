@@ -17,7 +17,7 @@ from jaxpage.engine.build import Built, whole_weights
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
-from jaxpage.engine.prompts import chat_prompt, normalise, one_each
+from jaxpage.engine.prompts import chat_prompt, named_params, normalise, one_each
 from jaxpage.engine.replacing import Mode, check_replaceable, given_weights
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
@@ -157,6 +157,7 @@ class LLM:
             self._calls.drain(abort=mode == "abort")
             return self._engine.replace_weights(weights)
 
+    @named_params
     def generate(
         self,
         prompts: Any,
@@ -224,10 +225,10 @@ class LLM:
         continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
         use_tqdm: bool = False,
     ) -> list[float] | list[list[float]]:
-        """Log probabilities of continuations: of each of their tokens, behind the prompt and those before it.
+        """Log probabilities of continuations: of each of their tokens, given the prompt and the tokens before it.
 
-        The executables of generation compute them, so they are those that `generate` reports for the same tokens (in float32 on a CPU to
-        the last bit). Their sum says how likely a continuation is.
+        The executables of generation compute them, so they are those that `generate` reports for the same tokens (on a CPU to the last
+        bit, in float32 and bfloat16). Their sum says how likely a continuation is.
 
         Args:
             prompt_token_ids: token ids, at least one; or a list of those.
@@ -244,7 +245,7 @@ class LLM:
     def embed(
         self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True, use_tqdm: bool = True
     ) -> npt.NDArray[np.float32]:
-        """A vector [N, D] of each of N prompts: hidden states behind the final norm.
+        """A vector [N, D] of each of N prompts: hidden states after the final norm.
 
         The first call compiles, and so does the first with a prompt of more than 512 tokens, 1,024, and so on.
 
@@ -264,6 +265,7 @@ class LLM:
             vectors = np.stack([self._embedder.embed(weights, request.token_ids, pooling) for request in bar])
         return normalized(vectors) if normalize else vectors
 
+    @named_params
     def chat(
         self,
         messages: Messages | Sequence[Messages],

@@ -61,7 +61,7 @@ class TrainableModel:
         return named_parameters(self._files.plan, parameters)
 
     def logits(self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C V"]:
-        """Of rows of C tokens, each from position 0, as float32. What stands behind a row's end changes nothing before it."""
+        """Of rows of C tokens, each from position 0, as float32. Tokens after the end of a row (padding) change nothing before it."""
         num_rows, length = token_ids_RC.shape
         model = nnx.merge(self._graph, parameters)
         positions_T = jnp.tile(jnp.arange(length), num_rows)
@@ -72,7 +72,7 @@ class TrainableModel:
         return logits_RCV
 
     def log_probabilities(self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C-1"]:
-        """Of each token behind those before it, from the second on: natural logarithms at temperature 1."""
+        """Of each token given those before it, from the second on: natural logarithms at temperature 1."""
         logprobs_RCV = jax.nn.log_softmax(self.logits(parameters, token_ids_RC)[:, :-1])
         return jnp.take_along_axis(logprobs_RCV, jnp.asarray(token_ids_RC)[:, 1:, None], axis=-1)[..., 0]
 

@@ -1,18 +1,25 @@
-"""The documentation: its site builds without a warning, and the commands of the tutorials run as they stand there."""
+"""The documentation: its site builds without a warning, its commands have flags that exist, and those of the tutorials run."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jaxpage.cli.parsers import make_parser
+
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+HEREDOC = re.compile(r"<< *'?(\w+)'?\n.*?^\1$", re.MULTILINE | re.DOTALL)
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -23,6 +30,39 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "LLM.generate" in (tmp_path / "reference" / "python.html").read_text()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_commands_have_flags_that_exist(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole commands in blocks; in the text those that leave something out are fine."""
+    text, parser = path.read_text(encoding="utf-8"), make_parser()
+    spans = re.findall(r"`(jaxpage [^`]*)`", FENCE.sub("", text))
+    wrong = []
+    for source, whole in [(block, True) for block in shell_blocks(text)] + [(span, False) for span in spans]:
+        for words in jaxpage_commands(source):
+            try:
+                parser.parse_args(words)
+            except SystemExit as end:
+                message = capsys.readouterr().err.rpartition("error: ")[2].strip()
+                if end.code and (whole or re.search("unknown|unexpected|invalid choice", message)):
+                    wrong.append(f"jaxpage {shlex.join(words)}: {message}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_commands_are_found_in_shell() -> None:
+    page = """```{eval-rst}
+jaxpage no
+```
+```
+$ A=1 srun -n 2 jaxpage serve x \\
+        --port 1 2>err.txt > out.txt &
+    cat <<'END'
+    jaxpage no
+END
+    echo 'jaxpage no' | FOO="b c" jaxpage generate "a | b" && (jaxpage doctor) # jaxpage no
+```"""
+    (script,) = shell_blocks(page)
+    assert list(jaxpage_commands(script)) == [["serve", "x", "--port", "1"], ["generate", "a | b"], ["doctor"]]
 
 
 @pytest.mark.sweep
@@ -43,6 +83,27 @@ def test_the_commands_of_a_tutorial_run(tutorial: Path, tmp_path: Path) -> None:
         ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def shell_blocks(page: str) -> list[str]:
+    return [body for language, body in FENCE.findall(page) if language in ("", "bash")]
+
+
+def jaxpage_commands(script: str) -> Iterator[list[str]]:
+    """The words after `jaxpage` of each such command in lines of shell; prompts, assignments and redirections are left out."""
+    for line in HEREDOC.sub("", script).replace("\\\n", " ").splitlines():
+        if "jaxpage" not in line:
+            continue  # the output of a command may have any quotes
+        lexer = shlex.shlex(re.sub(r"\d*[<>]+&? *[^\s(]+", "", line), posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if not set(word) <= set("();<>|&"):
+                words.append(word)
+            else:
+                if "jaxpage" in words:
+                    yield words[words.index("jaxpage") + 1 :]
+                words = []
 
 
 def environment() -> dict[str, str]:

@@ -13,7 +13,7 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.buckets import make_menu
 from jaxpage.engine.interrupts import held_interrupts
@@ -105,6 +105,16 @@ def test_bad_arguments_are_refused_before_anything_runs(llm, prompts, params, er
     with pytest.raises((error, ValueError)):  # at the call, not at the first chunk
         llm.stream(prompts, params)
     assert llm.stats()["engine_steps_total"] == steps
+
+
+def test_the_keyword_of_vllm_is_answered_with_ours(llm):
+    for call in (llm.generate, llm.chat, AsyncLLM.generate):
+        with pytest.raises(
+            TypeError, match=f"^{call.__qualname__} has no argument sampling_params; its name here is params"
+        ):
+            call([5], sampling_params=GREEDY)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sampling_param'"):
+        llm.generate([5], sampling_param=GREEDY)
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(directory, llm):

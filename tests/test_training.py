@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.training import TrainableModel
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.support.hf_models import MODELS, save_model  # noqa: E402
 
@@ -85,6 +88,21 @@ def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
     assert "olmoe-many" in MODELS
     with pytest.raises(UnsupportedError, match="mixtures of experts"):
         loaded(tmp_path, save_model("olmoe-many", tmp_path))
+
+
+def test_the_example_of_the_reference(tmp_path: Path) -> None:
+    page = Path(__file__).parents[1] / "docs" / "reference" / "python.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "example.py").write_text(code)
+    found = runpy.run_path(str(tmp_path / "example.py"))
+    oracle = AutoModelForCausalLM.from_pretrained(found["directory"], dtype=torch.float32)
+    rows = torch.tensor(np.asarray(found["rows"]), dtype=torch.long)
+    logprobs = oracle(rows).logits[:, :-1].log_softmax(-1).gather(-1, rows[:, 1:, None])
+    loss = -logprobs.mean()
+    loss.backward()
+    np.testing.assert_allclose(found["value"], loss.item(), atol=2e-5)
+    for name, parameter in oracle.named_parameters():
+        np.testing.assert_allclose(found["named"][name], parameter.grad.numpy(), atol=1e-4, err_msg=name)
 
 
 def test_a_rollout_and_its_trainer_agree() -> None:

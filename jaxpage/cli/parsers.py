@@ -29,7 +29,7 @@ def make_parser() -> Parser:
         "--print-completion",
         action=PrintCompletion,
         choices=("bash", "zsh"),
-        help="print a completion script: source <(jaxpage --print-completion bash)",
+        help='print a completion script: eval "$(jaxpage --print-completion bash)"',
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)

@@ -189,8 +189,8 @@ def _bytes_per_token(plan: MemoryPlan) -> int:
 
 
 def _bytes_per_token_text(plan: MemoryPlan) -> str:
-    behind = f"; {plan.first_block_bytes // plan.block_size:,} behind the windows" if plan.windows else ""
-    return f"{_bytes_per_token(plan):,}{behind}"
+    older = f"; {plan.first_block_bytes // plan.block_size:,} outside the windows" if plan.windows else ""
+    return f"{_bytes_per_token(plan):,}{older}"
 
 
 def _kept_text(kv: KVSpec) -> str:
@@ -201,7 +201,7 @@ def _kept_text(kv: KVSpec) -> str:
     if not states:
         return kept
     shape = " x ".join(map(str, states[0].shape))
-    return f"{kept}; {len(states)} layers, a state of {shape} behind each block and {states[0].input_width} numbers of each token"
+    return f"{kept}; {len(states)} layers, a state of {shape} after each block and {states[0].input_width} numbers of each token"
 
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
 
 FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of those"
 _Params = TypeVar("_Params")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,18 @@ class Prompt:
 
     text: str | None
     token_ids: tuple[int, ...] | None
+
+
+def named_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The method, with an error for `sampling_params`, vLLM's keyword, that names its own."""
+
+    @functools.wraps(method)
+    def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
+        if "sampling_params" in keywords:
+            raise TypeError(f"{method.__qualname__} has no argument sampling_params; its name here is params")
+        return method(*arguments, **keywords)
+
+    return checked
 
 
 def normalise(prompts: Any) -> list[Prompt]:

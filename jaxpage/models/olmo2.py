@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo et al., 2025): norms behind both halves of a layer and none before them; queries and keys normed over all heads."""
+"""OLMo 2 (OLMo et al., 2025): norms after both halves of a layer and none before them; queries and keys normed over all heads."""
 
 from __future__ import annotations
 
