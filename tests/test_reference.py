@@ -29,11 +29,14 @@ def test_the_tests_of_the_page_of_models_exist() -> None:
         assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), name
 
 
-def test_the_walkthrough_prints_what_it_shows(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("name", "page"), [("walkthrough.ipynb", "walkthrough.md"), ("weights.ipynb", "tutorials/weights.md")]
+)
+def test_a_notebook_prints_what_it_shows(name: str, page: str, request: pytest.FixtureRequest) -> None:
     """Its assertions hold, and the notebook and the page have what its cells print."""
-    path, page = ROOT / "examples" / "walkthrough.ipynb", ROOT / "docs" / "walkthrough.md"
+    path = ROOT / "examples" / name
     notebook = executed(path)
-    for file, text in ((path, as_text(notebook)), (page, as_page(notebook, path.name))):
+    for file, text in ((path, as_text(notebook)), (ROOT / "docs" / page, as_page(notebook, name))):
         if request.config.getoption("--write-reference"):
             file.write_text(text)
         assert file.read_text() == text, f"{file.name} is old: pytest tests/test_reference.py --write-reference"

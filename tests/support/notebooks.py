@@ -1,4 +1,4 @@
-"""Runs the notebook of examples/ without Jupyter, and writes it as a page of docs/."""
+"""Runs a notebook of examples/ without Jupyter, and writes it as a page of docs/."""
 
 from __future__ import annotations
 
