@@ -1,6 +1,6 @@
-"""Times one layer's mixture of experts by how many experts there are, beside every expert for every token: milliseconds, least of some rounds.
+"""Times a mixture of experts by how many there are, beside every expert for every token: milliseconds of a layer, least of some rounds.
 
-    python tools/bench_experts.py --experts 8 32 128 --rows 1 8 64 512
+python tools/bench_experts.py --experts 8 32 128 --rows 1 8 64 512
 """
 
 from __future__ import annotations
