@@ -18,7 +18,7 @@ from jaxpage.checkpoints.gguf_tensors import gguf_names, read_gguf_tensors, unde
 from jaxpage.checkpoints.layer_counts import layers_beyond
 from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quoted
-from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, has_safetensors, map_array, read_tensors
+from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, has_safetensors, map_array, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.quantization.stacked import refused_experts
@@ -129,7 +129,7 @@ def fit_stored(
         if refusal := refused_experts(scheme, weights, _unexpected(stored, known, ignored)):
             problems.add(refusal)
             return plan
-    files_sound, used, parameters = not problems, set[str](), []
+    files_sound, used, parameters, searched = not problems, set[str](), [], _searched(stored)
     names = _unexpected(stored, used, ignored)
     is_beyond = layers_beyond(names if files_sound else (), weights, problems)
     for weight in weights:
@@ -147,7 +147,7 @@ def fit_stored(
             # With no readable file at all, a list of every tensor tells nothing.
             if not found and (stored or files_sound) and not is_beyond(piece.names):
                 name = plan.names.get(piece.name, piece.name)
-                problems.add(f"tensor {quoted(name)} of shape {piece.stored_shape} is missing")
+                problems.add(f"tensor {quoted(name)} of shape {piece.stored_shape} is missing{searched}")
             for copy in fitting[1:]:
                 if plan.layout == "orbax":
                     problems.add(f"{_both(fitting[0], copy)} are one parameter, kept twice")
@@ -189,6 +189,14 @@ def same_bytes(info: TensorInfo, copy: TensorInfo) -> bool:
     first, second = (map_array(tensor).reshape(-1).view(np.uint8) for tensor in (info, copy))
     chunks = range(0, len(first), COMPARED_BYTES)
     return all(np.array_equal(first[at : at + COMPARED_BYTES], second[at : at + COMPARED_BYTES]) for at in chunks)
+
+
+def _searched(stored: Mapping[str, TensorInfo]) -> str:
+    """Where a tensor that is missing was looked for, behind that it is; nothing where the list of problems names the one place."""
+    files = {info.label for info in stored.values() if info.label}
+    if not files:
+        return ""
+    return f" in {files.pop()}" if len(files) == 1 else f" in {INDEX} and its {len(files)} files"
 
 
 def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Source:
