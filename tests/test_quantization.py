@@ -23,6 +23,7 @@ from jaxpage import LLM, cli
 from jaxpage.checkpoints import convert, load_shards, load_weights, open_model
 from jaxpage.checkpoints.config_file import read_config
 from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.safetensors_files import map_array, read_tensors
 from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
@@ -580,6 +581,21 @@ def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) ->
         "'model.layers.1.self_attn.o_proj.qweight' has dtype F32, not I32",
     ):
         assert wanted in text, text
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8 by output", "nvfp4 of modelopt"])
+def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_path: Path) -> None:
+    quantized_checkpoint(tmp_path, name)
+    tensors = {key: np.array(map_array(info)) for key, info in read_tensors(tmp_path, Problems(tmp_path)).items()}
+    tensors["model.norm.weight"] = np.ones(3, np.float32)
+    write_tensors(tmp_path, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for quantization in (None, "int8"):
+        with pytest.raises(CheckpointError) as caught:
+            open_model(tmp_path, quantization)
+        text = str(caught.value)
+        assert "(2 problems)" in text and "tensor 'model.norm.weight' has shape (3,)" in text
+        assert "the weights of 14 modules are quantised ('model.safetensors': tensor 'model.layers." in text
 
 
 def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
