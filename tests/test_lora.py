@@ -275,7 +275,13 @@ BAD = {
         {},
         [
             *("use_dora = True", "lora_bias", "alora_invocation_tokens", "layer_replication", "modules_to_save"),
-            *("init_lora_weights = 'pissa'", "bias = 'all'", "'new_thing' = 1 is not known", "rank_pattern", "(9 problems)"),
+            *(
+                "init_lora_weights = 'pissa'",
+                "bias = 'all'",
+                "'new_thing' = 1 is not known",
+                "rank_pattern",
+                "(9 problems)",
+            ),
         ],
     ),
     "init": ({"init_lora_weights": "olora"}, {}, ["init_lora_weights = 'olora'"]),

@@ -595,7 +595,7 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
             open_model(tmp_path, quantization)
         text = str(caught.value)
         assert "(2 problems)" in text and "tensor 'model.norm.weight' has shape (3,)" in text
-        assert "the weights of 14 modules are quantised ('model.safetensors': tensor 'model.layers." in text
+        assert "quantised weights (14 modules have some), but config.json has no quantization_config" in text
 
 
 def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:

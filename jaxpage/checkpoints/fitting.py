@@ -209,8 +209,8 @@ def _quantized_modules(stored: Mapping[str, TensorInfo], weights: Sequence[Weigh
     modules = {_module(info.name) for info in codes}
     if modules:
         problems.add(
-            f"the weights of {len(modules)} modules are quantised ({codes[0].described}), but config.json has no quantization_config "
-            f"that says how: add the one that belongs to the checkpoint, or use {UNQUANTISED}"
+            f"{codes[0].described} has dtype {codes[0].dtype}, which is of quantised weights ({len(modules)} modules have some), but "
+            f"config.json has no quantization_config: add the one that belongs to the checkpoint, or use {UNQUANTISED}"
         )
     return modules
 
