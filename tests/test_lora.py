@@ -352,6 +352,8 @@ def test_requests_that_cannot_be(model, llm, tmp_path):
             LoRARequest(wrong, 1, "x")
     with pytest.raises(ValueError, match="lora_int_id must be at least 1, got 0"):
         LoRARequest("x", 0, "x")
+    with pytest.raises(ValueError, match="lora_path must not be empty"):
+        LoRARequest("x", 1, "")
 
 
 def test_settings_that_cannot_be():

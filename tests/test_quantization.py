@@ -610,6 +610,9 @@ def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
         CheckpointError, match="quantization is 'awq', but the checkpoint is not quantised; use int8 or int4"
     ):
         open_model(tmp_path / "plain", "awq")
+    for model in (5, None):
+        with pytest.raises(JaxpageError, match="model: must be a valid string"):
+            LLM(model=model)  # type: ignore[arg-type]
     with pytest.raises(JaxpageError, match="quantization"):
         LLM(model=str(tmp_path / "plain"), quantization="int3")
 
