@@ -207,9 +207,7 @@ class Fields:
         if not isinstance(factor, int | float) or not 0 < factor <= 1:
             wrong.append(f"partial_rotary_factor must be above 0, up to 1, not {factor!r}")
             factor = 1.0
-        if (width := int(head_width * factor)) % 2 or width == 0:
-            instead = {**NO_ROPE, "head_dim": _SIZE, "hidden_size": _SIZE, "num_attention_heads": 1}
-            raise WrongField(f"the rotary embedding needs an even head width, not {width}", **instead)
+        width = int(head_width * factor)
         if parameters.get("mrope_section"):
             refused.append("mrope_section (positions with several axes) is not supported")
         if (kind := parameters["rope_type"]) in (*SCALINGS,):
@@ -218,6 +216,10 @@ class Fields:
             refused.append(f"rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
         if refused or wrong:
             raise (RefusedField if refused else WrongField)(*refused, *wrong, **NO_ROPE)
+        if width % 2 or width == 0:
+            instead = {"head_dim": _SIZE, "hidden_size": _SIZE, "num_attention_heads": 1}
+            instead |= NO_ROPE if factor != 1.0 else {}
+            raise WrongField(f"the rotary embedding needs an even head width, not {width}", **instead)
         try:
             return make_rope(parameters, head_width=width, max_position_embeddings=longest)
         except CheckpointError as error:

@@ -36,7 +36,7 @@ def read(config: QuantizationFields) -> Scheme:
     """Of `quantization_config`."""
     config.absent("sparsity_config", "transform_config")
     ignore, groups = config.names("ignore"), config.part("config_groups")
-    if not groups.config:
+    if config.config.get("config_groups") is None:
         config.refuse("config_groups", "must be an object of groups", CheckpointError)
     parts = [groups.part(name) for name in groups.config]
     forms = [(group.names("targets"), _form(group, config)) for group in parts]
