@@ -466,8 +466,9 @@ def test_nothing_is_loaded_where_no_directory_is_given(model, llm):
 def test_settings_of_a_server_that_cannot_be():
     with pytest.raises(ValueError, match="lora_modules: needs enable_lora"):
         resolve_both(None, {}, {"lora_modules": ["a=b"]}, environment={})
-    with pytest.raises(ValueError, match="lora_modules"):
-        ServerConfig(lora_modules=("no path",))
+    for wrong in ("no path", "nothing=", "=path", "a name=path"):
+        with pytest.raises(ValueError, match=f"lora_modules.1: must be NAME=DIRECTORY, .*got '{wrong}'"):
+            ServerConfig(lora_modules=("a=b", wrong))
 
 
 def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_model_is_loaded(
