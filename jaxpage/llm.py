@@ -258,7 +258,8 @@ class LLM:
         Raises TypeError, ValueError or CapacityError before anything runs.
         """
         check_choice("pooling", pooling, get_args(Pooling))
-        requests = self._prepare(prompts, SamplingParams(max_tokens=1))
+        if not (requests := self._prepare(prompts, SamplingParams(max_tokens=1))):
+            raise ValueError("embed needs at least one prompt")
         with self._calls.alone():
             weights = self._engine.runner.parameters["target"]
             bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)

@@ -235,8 +235,8 @@ def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path: Path) -
     text = refusal(tmp_path)
     assert "(6 problems)" in text
     for line in (
-        "tensor 'model.layers.0.mlp.up_proj.weight' of shape (48, 32) is missing",
-        "tensor 'lm_head.weight' of shape (64, 32) is missing",
+        "tensor 'model.layers.0.mlp.up_proj.weight' of shape (48, 32) is missing in 'model.safetensors'",
+        "tensor 'lm_head.weight' of shape (64, 32) is missing in 'model.safetensors'",
         "'model.safetensors': tensor 'model.norm.weight' has shape (33,), and the model needs (32,)",
         "'model.safetensors': tensor 'model.layers.1.mlp.up_proj.weight' has shape (32, 48), and the model needs (48, 32)",
         "'model.safetensors': tensor 'model.layers.1.mlp.gate_proj.weight' has dtype I64, not one of F32, BF16, F16",
@@ -277,6 +277,13 @@ def test_another_number_of_layers_is_one_sentence(tmp_path: Path, of_config: int
     del tensors[next(name for name in tensors if ".0." in name)]
     write_tensors(tmp_path, tensors)
     assert "(2 problems)" in (text := refusal(tmp_path)) and "of shape" in text and "is missing" in text
+
+
+def test_a_missing_tensor_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
+    tensors = random_tensors(LLAMA)
+    del tensors["model.norm.weight"]
+    write_tensors(random_checkpoint(tmp_path, LLAMA, shards=3), tensors, shards=3)
+    assert f"'model.norm.weight' of shape (32,) is missing in {INDEX} and its 3 files" in refusal(tmp_path)
 
 
 def test_every_missing_tensor_is_listed_even_when_all_are(tmp_path: Path) -> None:

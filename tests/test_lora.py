@@ -275,7 +275,13 @@ BAD = {
         {},
         [
             *("use_dora = True", "lora_bias", "alora_invocation_tokens", "layer_replication", "modules_to_save"),
-            *("init_lora_weights = 'pissa'", "bias = 'all'", "new_thing", "rank_pattern", "(9 problems)"),
+            *(
+                "init_lora_weights = 'pissa'",
+                "bias = 'all'",
+                "'new_thing' = 1 is not known",
+                "rank_pattern",
+                "(9 problems)",
+            ),
         ],
     ),
     "init": ({"init_lora_weights": "olora"}, {}, ["init_lora_weights = 'olora'"]),
@@ -346,6 +352,8 @@ def test_requests_that_cannot_be(model, llm, tmp_path):
             LoRARequest(wrong, 1, "x")
     with pytest.raises(ValueError, match="lora_int_id must be at least 1, got 0"):
         LoRARequest("x", 0, "x")
+    with pytest.raises(ValueError, match="lora_path must not be empty"):
+        LoRARequest("x", 1, "")
 
 
 def test_settings_that_cannot_be():
@@ -458,8 +466,9 @@ def test_nothing_is_loaded_where_no_directory_is_given(model, llm):
 def test_settings_of_a_server_that_cannot_be():
     with pytest.raises(ValueError, match="lora_modules: needs enable_lora"):
         resolve_both(None, {}, {"lora_modules": ["a=b"]}, environment={})
-    with pytest.raises(ValueError, match="lora_modules"):
-        ServerConfig(lora_modules=("no path",))
+    for wrong in ("no path", "nothing=", "=path", "a name=path"):
+        with pytest.raises(ValueError, match=f"lora_modules.1: must be NAME=DIRECTORY, .*got '{wrong}'"):
+            ServerConfig(lora_modules=("a=b", wrong))
 
 
 def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_model_is_loaded(

@@ -470,6 +470,34 @@ def test_all_wrong_fields_of_a_config_are_told_at_once():
     assert len(problems.lines) == 8, problems.lines
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "wanted"),
+    [
+        (
+            "llama-grouped",
+            {"rope_type": "llama3", "factor": "8", "high_freq_factor": 0, "original_max_position_embeddings": 1.5}
+            | {"partial_rotary_factor": 0.5, "mrope_section": [2, 4]},
+            ["partial_rotary", "mrope_section", "needs low_freq", "rope factor", "high_freq", "original_max_position"],
+        ),
+        (
+            "phi3-longrope",
+            {"rope_type": "longrope", "short_factor": [1], "attention_factor": -1, "partial_rotary_factor": "half"},
+            ["partial_rotary", "short_factor", "long_factor", "attention_factor"],
+        ),
+        ("gemma3-types", {"full_attention": {"rope_type": "yarn", "factor": [], "beta_fast": -1}}, ["factor", "beta"]),
+        ("llama-grouped", {"rope_type": "spiral", "mrope_section": [2, 4]}, ["'spiral'", "mrope_section"]),
+    ],
+)
+def test_all_that_is_wrong_with_a_rotary_embedding_is_told_at_once(name, parameters, wanted):
+    config = config_json(name) | {"rope_parameters": parameters, "rope_scaling": None}
+    if name == "llama-grouped":
+        config["head_dim"], wanted = 7, [*wanted, "even head width, not 7"]
+    problems = Problems(Path("somewhere"))
+    assert check_spec(load_family(config), config, problems) is None
+    assert [any(each in line for line in problems.lines) for each in wanted] == [True] * len(wanted), problems.lines
+    assert len(problems.lines) == len(wanted), problems.lines
+
+
 def test_a_missing_size_is_named():
     for name, field in (("llama-grouped", "intermediate_size"), ("opt-plain", "ffn_dim"), ("gpt2-usual", "n_embd")):
         config = config_json(name)

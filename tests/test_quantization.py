@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import json
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,15 @@ from safetensors.numpy import load_file
 from jaxpage import LLM, cli
 from jaxpage.checkpoints import convert, load_shards, load_weights, open_model
 from jaxpage.checkpoints.config_file import read_config
+from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.safetensors_files import map_array, read_tensors
 from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
 from jaxpage.layers.product import Scaled, product, product_kernels, weight_numbers
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import abstract_model, make_model
+from jaxpage.models.quantization.registry import quantization_of
 from jaxpage.models.sharding import Place, ShardedWeight, sharded_weights, with_sharding
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, make_llm
 from tests.support.gguf_files import write_gguf
@@ -445,16 +451,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**FORMATS["gptq"][0], "desc_act": True},
         "use a GPTQ or AWQ checkpoint without it, or the unquantised checkpoint with quantization='int8' or 'int4'",
     ),
-    "three bits": ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "GPTQ with 3 bits"),
-    "a version of AWQ": ({**FORMATS["awq"][0], "version": "gemv"}, "version = 'gemv'"),
+    "three bits": (
+        {"quant_method": "gptq", "bits": 3, "group_size": 32},
+        "quantization_config.bits = 3 is not one of 4, 8",
+    ),
+    "a version of AWQ": ({**FORMATS["awq"][0], "version": "gemv"}, "version = 'gemv' is not one of 'gemm'"),
     "another format": (_compressed("marlin-24", INT4_WEIGHTS), "format = 'marlin-24' is not one of"),
     "eight bits of ModelOpt": (
         {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"},
-        "'W8A8_SQ_PER_CHANNEL' is not supported, only FP8 and NVFP4",
+        "quantization_config.quant_algo = 'W8A8_SQ_PER_CHANNEL' is not one of 'FP8', 'NVFP4'",
     ),
     "static inputs": (
         _compressed("int-quantized", INT8_WEIGHTS, {**INT8_INPUTS, "dynamic": False}),
-        "dynamic per token, not",
+        "'dynamic': False, 'symmetric': True} is not supported: inputs can be int8 for",
     ),
     "a cache in int8": (
         {**FORMATS["W4A16"][0], "kv_cache_scheme": {"num_bits": 8, "type": "int"}},
@@ -465,6 +474,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "kv_cache_quant_algo = 'NVFP4' is not supported, only FP8",
     ),
     "groups without a size": (_compressed("pack-quantized", {**INT4_WEIGHTS, "group_size": None}), "group_size = None"),
+    "a list that is a name": ({**FORMATS["awq"][0], "modules_to_not_convert": "lm_head"}, "must be a list of names"),
     "parts that differ": (
         {**FORMATS["W4A16"][0], "ignore": ["re:.*k_proj"]},
         "q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj are one product, and must be quantised alike",
@@ -480,6 +490,41 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, tmp_path: Path) -> N
     with pytest.raises(JaxpageError) as caught:
         open_model(tmp_path)
     assert text in str(caught.value)
+
+
+def test_all_wrong_fields_of_a_quantisation_are_told_at_once(tmp_path: Path) -> None:
+    weights = {"num_bits": 3, "type": "int", "strategy": "row", "symmetric": "yes", "actorder": "group"}
+    groups = {"a": {"targets": ["re:("], "weights": weights, "input_activations": 8}, "b": {"weights": INT8_WEIGHTS}}
+    stated = {"config_groups": groups, "ignore": "lm_head", "format": "marlin-24", "kv_cache_scheme": {"num_bits": 4}}
+    (random_checkpoint(tmp_path, CONFIG) / "config.json").write_text(
+        json.dumps({**CONFIG, "quantization_config": {"quant_method": "compressed-tensors", **stated}})
+    )
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    for field in (
+        *("config_groups.a.targets", "config_groups.a.input_activations", "ignore", "format", "kv_cache_scheme"),
+        *(f"config_groups.a.weights.{name}" for name in ("num_bits", "strategy", "symmetric", "actorder")),
+    ):
+        assert str(caught.value).count(f"  - config.json: quantization_config.{field} = ") == 1, str(caught.value)
+    assert "(9 problems)" in str(caught.value)
+
+
+def _places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield (*path, key)
+        yield from _places(inner, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["W8A8", "fp8 blocks", "awq", "gptq", "nvfp4 of modelopt"])
+def test_no_value_of_a_field_is_a_crash(name: str) -> None:
+    """Whatever a field is, the scheme is read or refused as users see it."""
+    for *parents, last in _places(FORMATS[name][0]):
+        for value in (None, True, -1, 1.5, "re:(", [], [None], ["a"], {"a": 1}, {"a": {}}):
+            stated = copy.deepcopy(FORMATS[name][0])
+            functools.reduce(operator.getitem, parents, stated)[last] = value
+            problems = Problems(Path("somewhere"))
+            with problems.collect():
+                quantization_of({"quantization_config": stated}, None)
 
 
 @pytest.mark.parametrize(
@@ -538,6 +583,21 @@ def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) ->
         assert wanted in text, text
 
 
+@pytest.mark.parametrize("name", ["awq", "fp8 by output", "nvfp4 of modelopt"])
+def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_path: Path) -> None:
+    quantized_checkpoint(tmp_path, name)
+    tensors = {key: np.array(map_array(info)) for key, info in read_tensors(tmp_path, Problems(tmp_path)).items()}
+    tensors["model.norm.weight"] = np.ones(3, np.float32)
+    write_tensors(tmp_path, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for quantization in (None, "int8"):
+        with pytest.raises(CheckpointError) as caught:
+            open_model(tmp_path, quantization)
+        text = str(caught.value)
+        assert "(2 problems)" in text and "tensor 'model.norm.weight' has shape (3,)" in text
+        assert "quantised weights (14 modules have some), but config.json has no quantization_config" in text
+
+
 def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, "awq")
     assert open_model(tmp_path, "awq").quantization.name == "awq"
@@ -550,6 +610,9 @@ def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
         CheckpointError, match="quantization is 'awq', but the checkpoint is not quantised; use int8 or int4"
     ):
         open_model(tmp_path / "plain", "awq")
+    for model in (5, None):
+        with pytest.raises(JaxpageError, match="model: must be a valid string"):
+            LLM(model=model)  # type: ignore[arg-type]
     with pytest.raises(JaxpageError, match="quantization"):
         LLM(model=str(tmp_path / "plain"), quantization="int3")
 

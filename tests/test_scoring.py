@@ -105,3 +105,11 @@ def test_scores_that_cannot_be_had(arguments: Any, text: str, llm: LLM) -> None:
 def test_a_pooling_that_is_unknown(llm: LLM) -> None:
     with pytest.raises(ValueError, match="pooling must be one of last, mean, not 'max'"):
         llm.embed([1, 2], pooling="max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="embed needs at least one prompt"):
+        llm.embed([])
+
+
+@pytest.mark.parametrize("given", [("a", "b"), ("a", [1]), (["a"], [[1]]), ([1], ["b"])])
+def test_scores_of_texts_are_refused(llm: LLM, given: Any) -> None:
+    with pytest.raises(TypeError, match="score takes token ids, and no texts"):
+        llm.score(*given)

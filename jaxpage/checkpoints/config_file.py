@@ -18,6 +18,7 @@ from jaxpage.models.fields import text_part
 
 MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 4096
+MAX_EXPERTS = 65536
 MAX_WIDTH = 2**24
 MAX_LENGTH = 2**31 - 1  # token ids and positions are int32 on the device
 
@@ -26,6 +27,8 @@ LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), MAX_LAYERS),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "head_dim"), MAX_WIDTH),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), MAX_WIDTH),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), MAX_WIDTH),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MAX_EXPERTS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), MAX_WIDTH),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), MAX_LENGTH),
 }

@@ -18,13 +18,14 @@ from jaxpage.checkpoints.gguf_tensors import gguf_names, read_gguf_tensors, unde
 from jaxpage.checkpoints.layer_counts import layers_beyond
 from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quoted
-from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, has_safetensors, map_array, read_tensors
+from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, has_safetensors, map_array, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.models.quantization.stacked import refused_experts
 from jaxpage.models.weights import FLOATS, Piece, Source, Weight
 
 COMPARED_BYTES = 1 << 26  # of two copies of a tensor, at a time
+CODES = ("I8", "U8", "I32", "F8_E4M3")  # the types that quantised weights are stored in
 _CODES = {dtype.name: code for code, dtype in NUMPY_DTYPES.items()}
 
 
@@ -129,12 +130,15 @@ def fit_stored(
         if refusal := refused_experts(scheme, weights, _unexpected(stored, known, ignored)):
             problems.add(refusal)
             return plan
-    files_sound, used, parameters = not problems, set[str](), []
+    files_sound, used, parameters, searched = not problems, set[str](), [], _searched(stored)
     names = _unexpected(stored, used, ignored)
     is_beyond = layers_beyond(names if files_sound else (), weights, problems)
+    quantized = _quantized_modules(stored, weights, problems)
     for weight in weights:
         pieces = []
         for piece in _chosen(weight.sources, stored).pieces:
+            if _module(piece.name) in quantized:
+                continue
             found = [stored[name] for name in piece.names if name in stored]
             if found:
                 pieces.append((piece, found[0]))
@@ -147,7 +151,7 @@ def fit_stored(
             # With no readable file at all, a list of every tensor tells nothing.
             if not found and (stored or files_sound) and not is_beyond(piece.names):
                 name = plan.names.get(piece.name, piece.name)
-                problems.add(f"tensor {quoted(name)} of shape {piece.stored_shape} is missing")
+                problems.add(f"tensor {quoted(name)} of shape {piece.stored_shape} is missing{searched}")
             for copy in fitting[1:]:
                 if plan.layout == "orbax":
                     problems.add(f"{_both(fitting[0], copy)} are one parameter, kept twice")
@@ -155,7 +159,7 @@ def fit_stored(
                     _check_copy(fitting[0], copy, problems)
         parameters.append(Filled(weight, tuple(pieces)))
     for name in _unexpected(stored, used, ignored):
-        if not is_beyond([name]):
+        if not is_beyond([name]) and _module(name) not in quantized:
             problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
     return replace(plan, parameters=tuple(parameters))
 
@@ -189,6 +193,34 @@ def same_bytes(info: TensorInfo, copy: TensorInfo) -> bool:
     first, second = (map_array(tensor).reshape(-1).view(np.uint8) for tensor in (info, copy))
     chunks = range(0, len(first), COMPARED_BYTES)
     return all(np.array_equal(first[at : at + COMPARED_BYTES], second[at : at + COMPARED_BYTES]) for at in chunks)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _quantized_modules(stored: Mapping[str, TensorInfo], weights: Sequence[Weight], problems: Problems) -> set[str]:
+    """Modules with codes in place of a weight, where the model wants none: one sentence in place of a list of all their tensors."""
+    pieces = [piece for weight in weights for source in weight.sources for piece in source.pieces]
+    if any(piece.stored and not {*piece.stored.dtypes} <= {*FLOATS} for piece in pieces):
+        return set()
+    known = {name for piece in pieces for name in piece.names}
+    codes = [info for info in stored.values() if info.dtype in CODES and f"{_module(info.name)}.weight" in known]
+    modules = {_module(info.name) for info in codes}
+    if modules:
+        problems.add(
+            f"{codes[0].described} has dtype {codes[0].dtype}, which is of quantised weights ({len(modules)} modules have some), but "
+            f"config.json has no quantization_config: add the one that belongs to the checkpoint, or use {UNQUANTISED}"
+        )
+    return modules
+
+
+def _searched(stored: Mapping[str, TensorInfo]) -> str:
+    """Where a tensor that is missing was looked for, behind that it is; nothing where the list of problems names the one place."""
+    files = {info.label for info in stored.values() if info.label}
+    if not files:
+        return ""
+    return f" in {files.pop()}" if len(files) == 1 else f" in {INDEX} and its {len(files)} files"
 
 
 def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Source:

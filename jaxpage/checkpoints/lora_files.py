@@ -111,7 +111,8 @@ def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
         )
     for name in sorted(config.keys() - REFUSED.keys() - KNOWN):
         if config[name]:
-            add(quoted(name), "is not known, and may change what the adapter computes")
+            what = f"{quoted(name)} = {quoted(config[name])}"
+            problems.add(f"{CONFIG}: {what} is not known, and may change what the adapter computes")
     if not _is_count(config.get("r")):
         add("r", "must be an integer of at least 1")
     if not _is_number(config.get("lora_alpha")):

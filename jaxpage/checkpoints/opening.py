@@ -173,7 +173,8 @@ def check_spec(family: Family, config: Mapping[str, Any], problems: Problems) ->
             return None if wrong else spec
         except (WrongField, RefusedField) as error:
             if not wrong & error.instead.keys():
-                problems.add(str(error))
+                for text in error.texts:
+                    problems.add(text)
             wrong, config = {*wrong, *error.instead}, {**config, **error.instead}
         except (CheckpointError, UnsupportedError) as error:
             problems.add(str(error))

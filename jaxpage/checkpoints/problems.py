@@ -33,11 +33,12 @@ class Problems:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Run the body; what it refuses becomes a line of this list instead of an error of its own."""
+        """Run the body; what it refuses becomes a line of this list, or a line each, instead of an error of its own."""
         try:
             yield
-        except (CheckpointError, UnsupportedError) as error:
-            self.add(str(error))
+        except* (CheckpointError, UnsupportedError) as group:
+            for error in group.exceptions:
+                self.add(str(error))
 
     def raise_if_any(self) -> None:
         """Raises CheckpointError with every line, when there is one."""

@@ -32,7 +32,9 @@ def scores_of(
 
 
 def scored_pairs(prompts: Any, continuations: Any) -> tuple[bool, list[tuple[list[int], list[int]]]]:
-    """Whether one prompt was given and no list of them, and each prompt with its continuation. Raises ValueError."""
+    """Whether one prompt was given and no list of them, and each prompt with its continuation. Raises TypeError or ValueError."""
+    if any(isinstance(each, str) for given in (prompts, continuations) for each in (given, *given[:1])):
+        raise TypeError("score takes token ids, and no texts: use those of llm.tokenizer")
     single = not len(prompts) or not hasattr(prompts[0], "__len__")
     prompts, continuations = ([prompts], [continuations]) if single else (prompts, continuations)
     if len(prompts) != len(continuations):

@@ -11,33 +11,52 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.errors import CheckpointError
 from jaxpage.layers.rope import Rope
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+LENGTH = "original_max_position_embeddings"
 _Scaling = Callable[[Mapping[str, Any], int, int], tuple[Floats, float]]
 
 
 def make_rope(parameters: Mapping[str, Any], *, head_width: int, max_position_embeddings: int) -> tuple[Rope, int]:
     """The rope of a config and the number of positions for which it holds.
 
-    parameters: `rope_parameters` of transformers 5, standardised: `rope_type`, `rope_theta`, and what the type needs.
-    The second value is less than `max_position_embeddings` only for "longrope".
-    Raises UnsupportedError for an unknown type, CheckpointError for a missing or senseless parameter.
+    parameters: `rope_parameters` of transformers 5, standardised: `rope_type`, `rope_theta`, and what the type needs, in which
+    `wrong_parameters` finds nothing. The second value is less than `max_position_embeddings` only for "longrope".
+    Raises CheckpointError for numbers that make no sense together.
     """
     rope_type = parameters["rope_type"]
-    if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
-        raise UnsupportedError(f"rope_type {rope_type!r} is not one of {', '.join(_SCALINGS)}")
     try:
-        frequencies, factor = _SCALINGS[rope_type](parameters, head_width, max_position_embeddings)
+        frequencies, factor = SCALINGS[rope_type](parameters, head_width, max_position_embeddings)
     except ArithmeticError as error:
         raise CheckpointError(f"rope parameters {dict(parameters)} make no sense ({error})") from error
     limit = max_position_embeddings
     if rope_type == "longrope":
         # Past the original length transformers changes the frequencies of the whole sequence, cached keys included;
         # a cache of rotated keys cannot follow, so the model is served up to there, where the short factors hold.
-        limit = min(limit, _original_length(parameters))
+        limit = min(limit, parameters[LENGTH])
     return Rope(tuple(float(f) for f in frequencies), float(factor)), limit
+
+
+def wrong_parameters(parameters: Mapping[str, Any], head_width: int) -> list[str]:
+    """All that is wrong with what the type, one of `SCALINGS`, makes use of."""
+    kind = parameters["rope_type"]
+    needed, optional = ("rope_theta", *_NEEDED.get(kind, ())), _OPTIONAL.get(kind, ())
+    wrong = [f"rope_type {kind!r} needs {name}" for name in needed if parameters.get(name) is None]
+    for name in (*needed, *optional):
+        if (value := parameters.get(name)) is not None and not _is_number(value):
+            wrong.append(f"rope {name} must be a positive number, not {value!r}")
+    if kind == "llama3" and not wrong and parameters["high_freq_factor"] == parameters["low_freq_factor"]:
+        wrong.append("rope high_freq_factor and low_freq_factor must differ")
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        values = parameters.get(name)
+        if not isinstance(values, list) or len(values) != head_width // 2 or not all(map(_is_number, values)):
+            wrong.append(f"rope {name} must be a list of {head_width // 2} numbers")
+    length = parameters.get(LENGTH)
+    if kind in ("llama3", "yarn", "longrope") and (type(length) is not int or length < 1):
+        wrong.append(f"{LENGTH} must be a positive integer: {length!r}")
+    return wrong
 
 
 def _plain(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, float]:
@@ -45,21 +64,18 @@ def _plain(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, f
 
 
 def _linear(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, float]:
-    return np.float32(1.0) / _wavelengths(parameters, width) / np.float32(_number(parameters, "factor")), 1.0
+    return np.float32(1.0) / _wavelengths(parameters, width) / np.float32(parameters["factor"]), 1.0
 
 
 def _dynamic(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
     # NTK scaling starts only past `max_position_embeddings`, where no sequence of this engine goes: there it would
     # turn each key by the length at the time it was computed, which depends on how the prompt was chunked.
-    _number(parameters, "factor")
     return _plain(parameters, width, max_positions)
 
 
 def _llama3(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, float]:
-    factor, low, high = (_number(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    if high == low:
-        raise CheckpointError("rope high_freq_factor and low_freq_factor must differ")
-    original = _original_length(parameters)
+    factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = parameters[LENGTH]
     frequencies = np.float32(1.0) / _wavelengths(parameters, width)
     wavelengths = np.float32(2 * math.pi) / frequencies
     scaled = np.where(wavelengths > original / low, frequencies / np.float32(factor), frequencies)
@@ -70,8 +86,7 @@ def _llama3(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, 
 
 
 def _yarn(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
-    original = _original_length(parameters)
-    factor = _optional_number(parameters, "factor")
+    original, factor = parameters[LENGTH], parameters.get("factor")
     factor = max_positions / original if factor is None else factor
     wavelengths = _wavelengths(parameters, width)
     low, high = _yarn_range(parameters, width, original)
@@ -85,13 +100,10 @@ def _yarn(parameters: Mapping[str, Any], width: int, max_positions: int) -> tupl
 def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tuple[float, float]:
     """Between which pairs of the head the scaling ramps from none to full."""
 
-    theta = _number(parameters, "rope_theta")
-
     def pair_of(rotations: float) -> float:
-        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(parameters["rope_theta"]))
 
-    low = pair_of(_optional_number(parameters, "beta_fast") or 32.0)
-    high = pair_of(_optional_number(parameters, "beta_slow") or 1.0)
+    low, high = pair_of(parameters.get("beta_fast") or 32.0), pair_of(parameters.get("beta_slow") or 1.0)
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = float(max(low, 0)), float(min(high, width - 1))
@@ -99,33 +111,28 @@ def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tup
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    given = _optional_number(parameters, "attention_factor")
+    given = parameters.get("attention_factor")
     if given is not None:
-        return given
+        return float(given)
 
     def magnitude(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    mscale, mscale_all_dim = (_optional_number(parameters, name) for name in ("mscale", "mscale_all_dim"))
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
 
 
 def _longrope(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
-    for name in ("short_factor", "long_factor"):
-        values = parameters.get(name)
-        if not isinstance(values, list) or len(values) != width // 2 or not all(_is_number(v) for v in values):
-            raise CheckpointError(f"rope {name} must be a list of {width // 2} numbers")
-    original = _original_length(parameters)
-    factor = _optional_number(parameters, "factor")
+    original, factor = parameters[LENGTH], parameters.get("factor")
     factor = max_positions / original if factor is None else factor
-    attention = _optional_number(parameters, "attention_factor")
+    attention = parameters.get("attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
     short = np.asarray(parameters["short_factor"], np.float32)
     return np.float32(1.0) / (short * _wavelengths(parameters, width)), attention
 
 
-_SCALINGS: dict[str, _Scaling] = {
+SCALINGS: dict[str, _Scaling] = {
     "default": _plain,
     "linear": _linear,
     "dynamic": _dynamic,
@@ -133,34 +140,23 @@ _SCALINGS: dict[str, _Scaling] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
+# Numbers that a type needs beside `rope_theta`, and that it may have.
+_NEEDED = {
+    **dict.fromkeys(("linear", "dynamic"), ("factor",)),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_OPTIONAL = {
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "longrope": ("factor", "attention_factor"),
+}
 
 
 def _wavelengths(parameters: Mapping[str, Any], width: int) -> Floats:
     """Positions per radian of each pair, unscaled: `theta ** (2 i / width)`."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    return np.float32(_number(parameters, "rope_theta")) ** exponents
-
-
-def _original_length(parameters: Mapping[str, Any]) -> int:
-    value = parameters.get("original_max_position_embeddings")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"original_max_position_embeddings must be a positive integer: {value!r}")
-    return value
+    return np.float32(parameters["rope_theta"]) ** exponents
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _number(parameters: Mapping[str, Any], name: str) -> float:
-    value = _optional_number(parameters, name)
-    if value is None:
-        raise CheckpointError(f"rope_type {parameters['rope_type']!r} needs {name}")
-    return value
-
-
-def _optional_number(parameters: Mapping[str, Any], name: str) -> float | None:
-    value = parameters.get(name)
-    if value is not None and not _is_number(value):
-        raise CheckpointError(f"rope {name} must be a positive number, not {value!r}")
-    return None if value is None else float(value)
+    """Whether it is one in float32 too, positive."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 < value < 1e30

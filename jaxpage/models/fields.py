@@ -9,7 +9,7 @@ from typing import Any, cast
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.rope import Rope
-from jaxpage.layers.rope_scaling import make_rope
+from jaxpage.layers.rope_scaling import SCALINGS, make_rope, wrong_parameters
 
 REQUIRED: Any = object()  # as a default: the field has none
 _ROPE_FIELDS = ("rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
@@ -20,9 +20,9 @@ _SIZE = 64  # that stands for one that is missing or wrong, while the other fiel
 class _FieldError(Exception):
     """instead: values for the fields that are wrong, with which the others can be read. None of them reaches a model: see `check_spec`."""
 
-    def __init__(self, text: str, **instead: Any) -> None:
-        super().__init__(f"config.json: {text}")
-        self.instead = instead
+    def __init__(self, *texts: str, **instead: Any) -> None:
+        self.texts, self.instead = [f"config.json: {text}" for text in texts], instead
+        super().__init__("; ".join(self.texts))
 
 
 class WrongField(_FieldError, CheckpointError):
@@ -200,19 +200,28 @@ class Fields:
         kind = parameters["rope_type"]
         parameters["rope_type"] = aliases.get(kind, kind) if isinstance(kind, str) else kind
         factor = self.get("partial_rotary_factor", None) or parameters.get("partial_rotary_factor") or partial or 1.0
+        refused, wrong = [], []
         if partial is None and factor != 1.0:
-            raise RefusedField("partial_rotary_factor other than 1 is not supported for this family", **NO_ROPE)
+            refused.append("partial_rotary_factor other than 1 is not supported for this family")
+            factor = 1.0
         if not isinstance(factor, int | float) or not 0 < factor <= 1:
-            raise WrongField(f"partial_rotary_factor must be above 0, up to 1, not {factor!r}", **NO_ROPE)
-        if (width := int(head_width * factor)) % 2 or width == 0:
-            instead = {**NO_ROPE, "head_dim": _SIZE, "hidden_size": _SIZE, "num_attention_heads": 1}
-            raise WrongField(f"the rotary embedding needs an even head width, not {width}", **instead)
+            wrong.append(f"partial_rotary_factor must be above 0, up to 1, not {factor!r}")
+            factor = 1.0
+        width = int(head_width * factor)
         if parameters.get("mrope_section"):
-            raise RefusedField("mrope_section (positions with several axes) is not supported", **NO_ROPE)
+            refused.append("mrope_section (positions with several axes) is not supported")
+        if (kind := parameters["rope_type"]) in (*SCALINGS,):
+            wrong += wrong_parameters(parameters, width)
+        else:
+            refused.append(f"rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
+        if refused or wrong:
+            raise (RefusedField if refused else WrongField)(*refused, *wrong, **NO_ROPE)
+        if width % 2 or width == 0:
+            instead = {"head_dim": _SIZE, "hidden_size": _SIZE, "num_attention_heads": 1}
+            instead |= NO_ROPE if factor != 1.0 else {}
+            raise WrongField(f"the rotary embedding needs an even head width, not {width}", **instead)
         try:
             return make_rope(parameters, head_width=width, max_position_embeddings=longest)
-        except UnsupportedError as error:
-            raise RefusedField(str(error), **NO_ROPE) from error
         except CheckpointError as error:
             raise WrongField(str(error), **NO_ROPE) from error
 

@@ -38,7 +38,11 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     types = fields.get("mlp_layer_types", None)
     if types is None:
         return tuple(index > 0 for index in range(num_layers))
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(kind not in ("dense", "sparse") for kind in types)
+    ):
         raise WrongField(
             f"mlp_layer_types must say dense or sparse of {num_layers} layers, not {types!r}",
             mlp_layer_types=None,

@@ -45,7 +45,7 @@ def _stretch(fields: Fields) -> float:
     parameters = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
     factor, share = parameters.get("factor", 1.0), parameters.get("mscale_all_dim") or 0.0
     for name, value in (("factor", factor), ("mscale_all_dim", share)):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e30:
             raise WrongField(f"rope {name} must be a positive number, not {value!r}", **NO_ROPE)
     if parameters.get("rope_type", parameters.get("type", "default")) == "default" or not share or factor <= 1:
         return 1.0

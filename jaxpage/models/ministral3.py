@@ -29,7 +29,7 @@ class Spec(RotaryDecoderSpec):
         head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
         longest = fields.integer("max_position_embeddings", 262_144)
         rope = fields.rope(head_width, longest, theta=1_000_000.0)
-        parameters = fields.get("rope_parameters")
+        parameters = fields.get("rope_parameters", None) or {}
         rate, length = (parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
         if rate is not None and (not isinstance(rate, int | float) or type(length) is not int or length < 1):
             raise WrongField(

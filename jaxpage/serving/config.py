@@ -24,7 +24,7 @@ _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 # Goes into paths (/v1/models/NAME), metric labels and every answer.
 MODEL_NAME = r"[^\x00-\x20\x7f]+"
 _ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^{MODEL_NAME}$")]
-_LoRAModule = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x20\x7f=]{1,256}=[^\x00]+$")]
+_LORA_MODULE = re.compile(r"[^\x00-\x20\x7f=]{1,256}=[^\x00]+")
 _ADDRESS = re.compile(r"[^\x00-\x20/]+:([0-9]{1,5})")
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
@@ -43,6 +43,13 @@ def _coordinator(value: str) -> str:
     return value
 
 
+def _lora_module(value: str) -> str:
+    if not _LORA_MODULE.fullmatch(value):
+        raise ValueError("must be NAME=DIRECTORY, with a name of up to 256 characters and no spaces")
+    return value
+
+
+_LoRAModule = Annotated[str, Field(max_length=4096), AfterValidator(_lora_module)]
 _Endpoint = Annotated[str, Field(max_length=256), AfterValidator(_endpoint)]
 
 

@@ -59,4 +59,4 @@ class LLMSettings(EngineSettings, total=False):
 
 def engine_config(model: AnyPath, settings: EngineSettings) -> EngineConfig:
     """Raises what `EngineConfig` raises."""
-    return EngineConfig(model=os.fspath(model), **cast("dict[str, Any]", settings))
+    return EngineConfig(model=cast(str, model), **cast("dict[str, Any]", settings))

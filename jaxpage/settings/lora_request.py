@@ -34,3 +34,5 @@ class LoRARequest:
         if not isinstance(self.lora_path, str | os.PathLike):
             raise TypeError(f"lora_path must be a path, got {self.lora_path!r:.80}")
         object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
+        if not self.lora_path:
+            raise ValueError("lora_path must not be empty")

@@ -19,6 +19,7 @@ from jaxpage.layers.experts import Experts
 from jaxpage.layers.linear import Linear
 from jaxpage.models.base import KVSpec, make_model
 from jaxpage.models.lora import lora_targets
+from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.registry import METHODS
 from jaxpage.models.quantization.scheme import Scheme
@@ -123,13 +124,18 @@ def _modules(family: Any, spec: Any) -> list[tuple[Any, nnx.Module]]:
 def _experts(family: Any, cases: list[str]) -> str:
     """The formats whose rule takes an expert's place."""
     schemes: dict[str, Scheme] = {**SCHEMES}
-    schemes |= {name: METHODS[config["quant_method"]](config) for name, (config, _) in FORMATS.items()}
+    schemes |= {
+        name: METHODS[config["quant_method"]](QuantizationFields(config)) for name, (config, _) in FORMATS.items()
+    }
     if not _has(family, [family.Spec.from_config(config_json(cases[0]))], ExpertLinear):
         return ""
     spec = family.Spec.from_config(config_json(cases[0], **_WIDE))
     experts = [(path, module) for path, module in _modules(family, spec) if isinstance(module, ExpertLinear)]
     if not any(module.spec.modules for _, module in experts):
-        schemes = {"mxfp4 as of GPT-OSS": METHODS["mxfp4"]({}), **schemes}  # of tensors that have all experts
+        schemes = {
+            "mxfp4 as of GPT-OSS": METHODS["mxfp4"](QuantizationFields({})),
+            **schemes,
+        }  # of tensors that have all experts
     taken = [name for name, scheme in schemes.items() if all(scheme.rule(*one) is not None for one in experts)]
     return "all formats" if len(taken) == len(schemes) else ", ".join(taken)
 

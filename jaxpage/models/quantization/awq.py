@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
-from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
 from jaxpage.models.quantization.decoding import (
     FLOATS,
     check_scale,
-    group_size,
     nibbles,
     num_groups,
     transposed,
     unpacked,
 )
+from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "awq"
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word output i of eight is
 
 
-def read(config: Mapping[str, Any]) -> Scheme:
-    """Of `quantization_config`. Raises CheckpointError or UnsupportedError for what is not understood or not honoured."""
-    if (bits := config.get("bits", config.get("w_bit"))) != 4:
-        raise UnsupportedError(f"config.json: quantization_config: AWQ with {bits!r} bits is not supported, only 4")
-    if str(config.get("version", "gemm")).lower() != "gemm":
-        raise UnsupportedError(
-            f"config.json: quantization_config.version = {config['version']!r} is not supported, only 'gemm'"
-        )
-    size = group_size(config, "group_size", "q_group_size")
+def read(config: QuantizationFields) -> Scheme:
+    """Of `quantization_config`."""
+    config.one_of("w_bit" if "w_bit" in config.config else "bits", (4,))
+    config.one_of("version", ("gemm", "GEMM"), "gemm")
+    size = config.group_size("group_size", "q_group_size")
 
     values = StoredArray("qweight", lambda num_out, num_in: (num_in, num_out // 8), ("int32",), _codes)
     scale = StoredArray(
         "scales", lambda num_out, num_in: (num_groups(num_in, size), num_out), FLOATS, transposed, check_scale
     )
     zero = StoredArray("qzeros", lambda num_out, num_in: (num_groups(num_in, size), num_out // 8), ("int32",), _zeros)
-    has_zeros = config.get("zero_point", True)
+    has_zeros = config.flag("zero_point", True)
     form = WeightFormat("int4", values, scale, zero if has_zeros else None, size)
-    kept = config.get("modules_to_not_convert") or ()
+    kept = config.names("modules_to_not_convert")
     ignored = () if has_zeros else ("*.qzeros",)
     return Scheme(NAME, f"AWQ: int4 weights in groups of {size or -1}", everywhere_but(kept, form), ignored)
 

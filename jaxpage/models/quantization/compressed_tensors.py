@@ -3,12 +3,11 @@ NVFP4."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.errors import CheckpointError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
 from jaxpage.models.quantization.decoding import (
     FLOATS,
@@ -23,6 +22,7 @@ from jaxpage.models.quantization.decoding import (
     signed,
     unpacked,
 )
+from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_kv_cache
 
 NAME = "compressed-tensors"
@@ -32,16 +32,14 @@ _QUANTIZED = (
 )
 
 
-def read(config: Mapping[str, Any]) -> Scheme:
-    """Of `quantization_config`. Raises CheckpointError or UnsupportedError for what is not understood or not honoured."""
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise CheckpointError("config.json: quantization_config.config_groups must be an object of objects")
-    for name in ("sparsity_config", "transform_config"):
-        if config.get(name):
-            raise UnsupportedError(f"config.json: quantization_config.{name} is not supported")
-    ignore = tuple(config.get("ignore") or ())
-    forms = [(tuple(group.get("targets") or ()), _form(group, config.get("format"))) for group in groups.values()]
+def read(config: QuantizationFields) -> Scheme:
+    """Of `quantization_config`."""
+    config.absent("sparsity_config", "transform_config")
+    ignore, groups = config.names("ignore"), config.part("config_groups")
+    if config.config.get("config_groups") is None:
+        config.refuse("config_groups", "must be an object of groups", CheckpointError)
+    parts = [groups.part(name) for name in groups.config]
+    forms = [(group.names("targets"), _form(group, config)) for group in parts]
 
     def form_of(name: str) -> WeightFormat | None:
         if matches(name, ignore):
@@ -60,67 +58,49 @@ def read(config: Mapping[str, Any]) -> Scheme:
     )
 
 
-def _form(group: Mapping[str, Any], default: Any) -> WeightFormat:
-    name, weights, inputs = group.get("format") or default, group.get("weights") or {}, group.get("input_activations")
-    if name not in _QUANTIZED:
-        raise UnsupportedError(
-            f"config.json: quantization_config.format = {name!r} is not one of {', '.join(_QUANTIZED)}"
-        )
-    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
-    symmetric, group_size = weights.get("symmetric", True), weights.get("group_size")
+def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat:
+    """Of the weights of a group. config: what all groups have."""
+    name = (group if group.config.get("format") else config).one_of("format", _QUANTIZED)
+    weights = group.part("weights")
     if name == "nvfp4-pack-quantized":
         scale = nvfp4_scale("weight_scale", "weight_global_scale", (1,), divides=True)
         return WeightFormat("fp4", packed_bytes("weight_packed"), scale, group_size=NVFP4_GROUP)
-    if strategy not in ("tensor", "channel", "group", "block"):
-        raise UnsupportedError(f"config.json: quantization_config: a strategy {strategy!r} of weights is not supported")
-    if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise UnsupportedError(f"config.json: quantization_config: actorder = {weights['actorder']!r} is not supported")
-    size = group_size if strategy == "group" else None
-    if strategy == "group" and (not isinstance(size, int) or size < 1):
-        raise CheckpointError(f"config.json: quantization_config: group_size = {size!r} of a group strategy")
+    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
+    weights.one_of("actorder", (None, False, "weight", "static"))
+    size = weights.group_size("group_size", all_inputs=False) if strategy == "group" else None
     if name == "mxfp4-pack-quantized":
         return WeightFormat("fp4", packed_bytes("weight_packed"), _exponents(32), group_size=32)
-    if (bits, kind) == (8, "float"):
-        block = weights.get("block_structure") if strategy == "block" else None
+    bits, kind = weights.one_of("num_bits", (8, 4)), weights.one_of("type", ("int", "float"))
+    symmetric = weights.flag("symmetric", True)
+    if kind == "float":
+        if bits != 8:
+            weights.refuse("num_bits", f"is not supported for the type {kind!r} in the format {name!r}")
+        block = weights.sizes("block_structure", 2) if strategy == "block" else None
         rows, size = block or (1, size)
         values, scale = plain("float8_e4m3fn"), _scale(strategy, size, block)
         return WeightFormat("fp8", values, scale, group_size=size, block_rows=rows)
-    if kind != "int" or bits not in (4, 8):
-        raise UnsupportedError(
-            f"config.json: quantization_config: weights of {bits} bits and type {kind!r} are not supported"
-        )
     packed = name == "pack-quantized"
     if bits == 4 and not packed:
-        raise UnsupportedError(f"config.json: quantization_config: four bits in the format {name!r} are not supported")
-    code = "int8" if bits == 8 else "int4"
+        weights.refuse("num_bits", f"is not supported in the format {name!r}, only in 'pack-quantized'")
     values = _packed(bits) if packed else plain("int8")
     zero = None if symmetric else _zero(bits, strategy, size, packed=packed)
-    return WeightFormat(
-        code,
-        values,
-        _scale(strategy, size, None),
-        zero,
-        size,
-        int8_inputs=_int8_inputs(inputs, code, strategy, symmetric),
-    )
+    has_inputs = _int8_inputs(group, by_output=bits == 8 and symmetric and strategy in ("channel", "tensor"))
+    code = "int8" if bits == 8 else "int4"
+    return WeightFormat(code, values, _scale(strategy, size, None), zero, size, int8_inputs=has_inputs)
 
 
-def _int8_inputs(inputs: Any, code: str, strategy: str, symmetric: bool) -> bool:
+def _int8_inputs(group: QuantizationFields, *, by_output: bool) -> bool:
+    """Whether inputs are rounded. by_output: weights are symmetric int8 with one scale for each output, or for all."""
+    inputs = group.part("input_activations").config
     if not inputs:
         return False
     dynamic = (
         inputs.get("dynamic") in (True, "local") and inputs.get("strategy") == "token" and inputs.get("symmetric", True)
     )
-    if (
-        code != "int8"
-        or strategy not in ("channel", "tensor")
-        or not symmetric
-        or not dynamic
-        or inputs.get("num_bits") != 8
-    ):
-        raise UnsupportedError(
-            "config.json: quantization_config.input_activations are supported as int8 for symmetric int8 weights of one scale per "
-            f"output, dynamic per token, not {dict(inputs)}"
+    if not by_output or not dynamic or inputs.get("num_bits") != 8:
+        group.refuse(
+            "input_activations",
+            "is not supported: inputs can be int8 for symmetric int8 weights of one scale per output, dynamic per token",
         )
     return True
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpage.errors import CheckpointError
 from jaxpage.layers.quantized import StoredArray
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -47,14 +45,6 @@ def columns(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
 def transposed(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     """Of scales [groups, out]."""
     return np.asarray(numbers, np.float32).T
-
-
-def group_size(config: Mapping[str, Any], *names: str) -> int | None:
-    """The inputs that share a scale, under the first of these names; -1 in a config, and None here, are all. Raises CheckpointError."""
-    size = next((config[name] for name in names if name in config), None)
-    if type(size) is not int or (size < 1 and size != -1):
-        raise CheckpointError(f"config.json: quantization_config.group_size must be a size or -1, not {size!r}")
-    return None if size == -1 else size
 
 
 def num_groups(num_in: int, size: int | None) -> int:

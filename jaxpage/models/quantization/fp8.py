@@ -5,28 +5,21 @@ Inputs are not rounded to float8, which is nearer to the unquantised model than 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from jaxpage.errors import CheckpointError
 from jaxpage.layers.quantized import WeightFormat
 from jaxpage.models.quantization.decoding import block_scale, plain, scale_of_weight
+from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "fp8"
 NAME_OF_SCALE = "weight_scale_inv"  # although it multiplies
 
 
-def read(config: Mapping[str, Any]) -> Scheme:
-    """Of `quantization_config`. Raises CheckpointError for what is not understood."""
-    block = config.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
-        raise CheckpointError(f"config.json: quantization_config.weight_block_size must be two sizes, not {block!r}")
+def read(config: QuantizationFields) -> Scheme:
+    """Of `quantization_config`."""
+    block = config.sizes("weight_block_size", 2)
     scale = block_scale(NAME_OF_SCALE, block) if block else scale_of_weight(NAME_OF_SCALE)
     rows, size = block or (1, None)
     form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows)
-    kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    kept = config.names("modules_to_not_convert", "ignored_layers")
     described = f"fp8 weights, a scale for each {'block of ' + ' x '.join(map(str, block)) if block else 'weight'}"
     return Scheme(NAME, described, everywhere_but(kept, form), ("*.input_scale", "*.activation_scale"))

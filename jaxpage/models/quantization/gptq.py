@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
-from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
 from jaxpage.models.quantization.decoding import (
     FLOATS,
     check_scale,
-    group_size,
     nibbles,
     num_groups,
     signed,
     transposed,
     unpacked,
 )
+from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme, everywhere_but
 
 NAME = "gptq"
 
 
-def read(config: Mapping[str, Any]) -> Scheme:
-    """Of `quantization_config`. Raises CheckpointError or UnsupportedError for what is not understood or not honoured."""
-    if (bits := config.get("bits")) not in (4, 8):
-        raise UnsupportedError(
-            f"config.json: quantization_config: GPTQ with {bits!r} bits is not supported, only 4 and 8"
+def read(config: QuantizationFields) -> Scheme:
+    """Of `quantization_config`."""
+    bits, size = config.one_of("bits", (4, 8)), config.group_size("group_size")
+    if config.flag("desc_act", False) and size is not None:
+        config.refuse(
+            "desc_act",
+            "(inputs in the order of activations) is not supported; use a GPTQ or AWQ checkpoint without it, or "
+            + UNQUANTISED,
         )
-    size = group_size(config, "group_size")
-    if config.get("desc_act") and size is not None:
-        raise UnsupportedError(
-            "config.json: quantization_config.desc_act = true (inputs in the order of activations) is not supported; use a GPTQ or AWQ "
-            f"checkpoint without it, or {UNQUANTISED}"
-        )
-    for name in ("dynamic", "lm_head"):
-        if config.get(name):
-            raise UnsupportedError(f"config.json: quantization_config.{name} is not supported")
-    version = config.get("checkpoint_format", "gptq")
-    if version not in ("gptq", "gptq_v2"):
-        raise UnsupportedError(
-            f"config.json: quantization_config.checkpoint_format = {version!r} is not 'gptq' or 'gptq_v2'"
-        )
-    symmetric = config.get("sym", True)
+    config.absent("dynamic", "lm_head")
+    version = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    symmetric = config.flag("sym", True)
 
     def codes(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         found = unpacked(np.ascontiguousarray(words.T), bits)
@@ -62,7 +49,7 @@ def read(config: Mapping[str, Any]) -> Scheme:
         "qzeros", lambda num_out, num_in: (num_groups(num_in, size), num_out * bits // 32), ("int32",), zeros
     )
     form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, size)
-    kept = config.get("modules_to_not_convert") or ()
+    kept = config.names("modules_to_not_convert")
     described = f"GPTQ: int{bits} weights in groups of {size or -1}"
     ignored = ("*.g_idx", *(("*.qzeros",) if symmetric else ()))
     return Scheme(NAME, described, everywhere_but(kept, form), ignored)

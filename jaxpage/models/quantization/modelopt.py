@@ -8,12 +8,10 @@ Inputs are not rounded, which is nearer to the unquantised model than the checkp
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
-from typing import Any
 
-from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import WeightFormat
 from jaxpage.models.quantization.decoding import NVFP4_GROUP, nvfp4_scale, packed_bytes, plain, scale_of_weight
+from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_kv_cache
 
 NAME = "modelopt"
@@ -37,15 +35,10 @@ _FORMS = {
 }
 
 
-def read(config: Mapping[str, Any]) -> Scheme:
-    """Of `quantization_config`. Raises UnsupportedError for what is not honoured."""
-    algorithm = config.get("quant_algo")
-    if algorithm not in _FORMS:
-        raise UnsupportedError(
-            f"config.json: quantization_config.quant_algo = {algorithm!r} is not supported, only {' and '.join(_FORMS)}"
-        )
-    form, described = _FORMS[algorithm]
-    kept = tuple(config.get("ignore") or config.get("exclude_modules") or ())
+def read(config: QuantizationFields) -> Scheme:
+    """Of `quantization_config`."""
+    form, described = _FORMS[config.one_of("quant_algo", tuple(_FORMS))]
+    kept = config.names("ignore", "exclude_modules")
 
     def form_of(name: str) -> WeightFormat | None:
         return None if matches(name, kept) or any(fnmatch.fnmatchcase(name, each) for each in kept) else form

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from flax import nnx
 
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import MXFP4_GROUP, ExpertLinear, MXFP4ExpertLinear
+from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme, matches
 from jaxpage.models.replacing import Path
 
@@ -32,7 +31,7 @@ class ExpertScheme(Scheme):
         return MXFP4ExpertLinear(module.spec)
 
 
-def read(config: Mapping[str, Any]) -> Scheme:
+def read(config: QuantizationFields) -> Scheme:
     """Of `quantization_config`."""
-    kept = tuple(config.get("modules_to_not_convert") or ())
+    kept = config.names("modules_to_not_convert")
     return ExpertScheme(NAME, "experts in MXFP4", lambda name: None, kept=kept)

@@ -7,11 +7,12 @@ from typing import Any
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.quantization import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
+from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 
 # By `quant_method`; each reads `quantization_config`.
-METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+METHODS: dict[str, Callable[[QuantizationFields], Scheme]] = {
     module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt)
 }
 
@@ -27,7 +28,8 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | None:
     """The scheme of a model. asked: the setting.
 
-    Raises CheckpointError where config.json contradicts itself or the setting, UnsupportedError for a method that is not supported.
+    Raises CheckpointError where config.json contradicts itself or the setting, UnsupportedError for a method that is not supported, and
+    an ExceptionGroup of them for all that is wrong with the fields of a method.
     """
     found = next((config[name] for name in FIELDS if config.get(name)), None)
     if not found:
@@ -41,11 +43,14 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
     if not isinstance(found, dict):
         raise CheckpointError(f"config.json: quantization_config must be an object, not {found!r}")
     method = found.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise UnsupportedError(
             f"config.json: quantization_config.quant_method = {method!r} is not one of {', '.join(METHODS)}; use a checkpoint in one "
             f"of them, or {UNQUANTISED}"
         )
     if asked not in (None, method):
         raise CheckpointError(f"quantization is {asked!r}, but the checkpoint is quantised already, by {method!r}")
-    return METHODS[method](found)
+    fields = QuantizationFields(found)
+    scheme = METHODS[method](fields)
+    fields.raise_if_any()
+    return scheme

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from flax import nnx
 
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.quantized import QuantizedLinear, WeightFormat
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
+from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.replacing import Path, Rule
 
 UNQUANTISED = "the unquantised checkpoint with quantization='int8' or 'int4'"  # what can be used in place of any other
@@ -75,21 +76,20 @@ def everywhere_but(kept: Sequence[str], form: WeightFormat) -> Callable[[str], W
     return functools.cache(lambda name: None if matches(name, ("lm_head", *kept)) else form)
 
 
-def read_kv_cache(config: Mapping[str, Any]) -> Literal["auto", "fp8"]:
-    """What `quantization_config` says of the KV cache: ModelOpt's `kv_cache_quant_algo`, or `kv_cache_scheme`. Raises UnsupportedError.
+def read_kv_cache(config: QuantizationFields) -> Literal["auto", "fp8"]:
+    """What `quantization_config` says of the KV cache: ModelOpt's `kv_cache_quant_algo`, or `kv_cache_scheme`.
 
     Scales of the checkpoint, one for a layer (`KV_SCALES`), are not read: pages have a scale for each token and head.
     """
-    algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
+    algorithm, scheme = config.config.get("kv_cache_quant_algo"), config.config.get("kv_cache_scheme")
     if not algorithm and not scheme:
         return "auto"
     is_fp8 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
-    if (algorithm or "FP8") != "FP8" or (scheme and not is_fp8):
-        name = "kv_cache_quant_algo" if algorithm else "kv_cache_scheme"
-        raise UnsupportedError(
-            f"config.json: quantization_config.{name} = {config[name]!r} is not supported, only FP8; without it the setting "
-            "kv_cache_dtype decides alone"
-        )
+    only = "is not supported, only FP8; without it the setting kv_cache_dtype decides alone"
+    if algorithm and algorithm != "FP8":
+        config.refuse("kv_cache_quant_algo", only)
+    if scheme and not is_fp8:
+        config.refuse("kv_cache_scheme", only)
     return "fp8"
 
 

@@ -1,0 +1,102 @@
+"""Typed reading of `quantization_config`. All fields that are wrong are errors at once, each of which names its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxpage.errors import CheckpointError, UnsupportedError
+
+T = TypeVar("T")
+
+
+class QuantizationFields:
+    """An object of config.json. What is wrong with a field goes to `errors`, and another value is read in its place; null is as if absent.
+
+    place: where the object is.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], place: str = "quantization_config", parent: QuantizationFields | None = None
+    ):
+        self.config, self.place = config, place
+        self.errors: dict[str, Exception] = {} if parent is None else parent.errors  # by their texts
+
+    def raise_if_any(self) -> None:
+        """Raises an ExceptionGroup of CheckpointError and UnsupportedError."""
+        if self.errors:
+            raise ExceptionGroup(self.place, list(self.errors.values()))
+
+    def refuse(self, name: str, says: str, error: type[Exception] = UnsupportedError) -> None:
+        """says: what is wrong with the value, behind it."""
+        text = f"config.json: {self.place}.{name} = {self.config.get(name)!r} {says}"
+        self.errors.setdefault(text, error(text))
+
+    def one_of(self, name: str, choices: Sequence[T], default: Any = None) -> T:
+        value = default if self.config.get(name) is None else self.config[name]
+        for choice in choices:
+            if value == choice and isinstance(value, type(choice)):
+                return choice
+        named = ", ".join(map(repr, choices))
+        self.refuse(name, f"is not one of {named}" if len(choices) > 1 else f"is not supported, only {named}")
+        return choices[0]
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = default if self.config.get(name) is None else self.config[name]
+        if not isinstance(value, bool):
+            self.refuse(name, "must be true or false", CheckpointError)
+            return default
+        return value
+
+    def absent(self, *names: str) -> None:
+        """What is refused wherever it is not null, false or empty."""
+        for name in names:
+            if self.config.get(name):
+                self.refuse(name, "is not supported")
+
+    def names(self, *fields: str) -> tuple[str, ...]:
+        """A list of names, under the first of these that has one; see `matches`."""
+        name = next((name for name in fields if self.config.get(name)), fields[0])
+        found = self.config.get(name) or []
+        if not isinstance(found, list) or not all(isinstance(each, str) and _is_pattern(each) for each in found):
+            self.refuse(name, "must be a list of names, or of regular expressions behind 're:'", CheckpointError)
+            return ()
+        return tuple(found)
+
+    def sizes(self, name: str, count: int) -> list[int] | None:
+        """So many; None where there is no such field."""
+        found = self.config.get(name)
+        if found is None:
+            return None
+        if not isinstance(found, list) or len(found) != count or not all(type(n) is int and n > 0 for n in found):
+            self.refuse(name, f"must be a list of {count} sizes", CheckpointError)
+            return None
+        return found
+
+    def group_size(self, *fields: str, all_inputs: bool = True) -> int | None:
+        """The inputs that share a scale, under the first of these names; None: all, which is -1 in a config that may say so."""
+        name = next((name for name in fields if name in self.config), fields[0])
+        size = self.config.get(name)
+        if all_inputs and size == -1:
+            return None
+        if type(size) is not int or size < 1:
+            self.refuse(name, f"must be a size{' or -1' * all_inputs}", CheckpointError)
+            return None
+        return size
+
+    def part(self, name: str) -> QuantizationFields:
+        """The object in a field; an empty one where there is none."""
+        found = self.config.get(name) or {}
+        if not isinstance(found, dict):
+            self.refuse(name, "must be an object", CheckpointError)
+            found = {}
+        return QuantizationFields(found, f"{self.place}.{name}", self)
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text.removeprefix("re:"))
+    except re.error:
+        return not text.startswith("re:")
+    return True
