@@ -227,8 +227,7 @@ class LLM:
     ) -> list[float] | list[list[float]]:
         """Log probabilities of continuations: of each of their tokens, given the prompt and the tokens before it.
 
-        The executables of generation compute them, so they are those that `generate` reports for the same tokens (on a CPU to the last
-        bit, in float32 and bfloat16). Their sum says how likely a continuation is.
+        The executables of generation compute them: on a CPU they are those of `generate` to the last bit, in float32 and bfloat16.
 
         Args:
             prompt_token_ids: token ids, at least one; or a list of those.
