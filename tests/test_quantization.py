@@ -598,6 +598,23 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
         assert "quantised weights (14 modules have some), but config.json has no quantization_config" in text
 
 
+@pytest.mark.parametrize("name", ["awq", "fp8 by output"])
+def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(name: str, tmp_path: Path) -> None:
+    quantized_checkpoint(tmp_path, name)
+    stored = read_tensors(tmp_path, Problems(tmp_path))
+    tensors = {key: np.array(map_array(info)) for key, info in stored.items()}
+    of_layer = "model.layers.0.mlp.up_proj."
+    for key in [key for key in tensors if key.startswith(of_layer)]:
+        del tensors[key]
+    tensors[f"{of_layer}weight"] = np.ones((96, 64), np.float32)
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    text = str(caught.value)
+    assert "(1 problem)" in text and f"'{of_layer}weight' has dtype F32, but quantization_config" in text, text
+    assert "(such modules: 1)" in text
+
+
 def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, "awq")
     assert open_model(tmp_path, "awq").quantization.name == "awq"

@@ -133,11 +133,11 @@ def fit_stored(
     files_sound, used, parameters, searched = not problems, set[str](), [], _searched(stored)
     names = _unexpected(stored, used, ignored)
     is_beyond = layers_beyond(names if files_sound else (), weights, problems)
-    quantized = _quantized_modules(stored, weights, problems)
+    other_form = _of_other_form(stored, weights, scheme, problems)
     for weight in weights:
         pieces = []
         for piece in _chosen(weight.sources, stored).pieces:
-            if _module(piece.name) in quantized:
+            if _module(piece.name) in other_form:
                 continue
             found = [stored[name] for name in piece.names if name in stored]
             if found:
@@ -159,7 +159,7 @@ def fit_stored(
                     _check_copy(fitting[0], copy, problems)
         parameters.append(Filled(weight, tuple(pieces)))
     for name in _unexpected(stored, used, ignored):
-        if not is_beyond([name]) and _module(name) not in quantized:
+        if not is_beyond([name]) and _module(name) not in other_form:
             problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
     return replace(plan, parameters=tuple(parameters))
 
@@ -199,17 +199,26 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _quantized_modules(stored: Mapping[str, TensorInfo], weights: Sequence[Weight], problems: Problems) -> set[str]:
-    """Modules with codes in place of a weight, where the model wants none: one sentence in place of a list of all their tensors."""
+def _of_other_form(
+    stored: Mapping[str, TensorInfo], weights: Sequence[Weight], scheme: Scheme | None, problems: Problems
+) -> set[str]:
+    """Modules that are quantised where the model's are not, or not where they are: one sentence in place of a list of all their tensors."""
     pieces = [piece for weight in weights for source in weight.sources for piece in source.pieces]
-    if any(piece.stored and not {*piece.stored.dtypes} <= {*FLOATS} for piece in pieces):
-        return set()
-    known = {name for piece in pieces for name in piece.names}
-    codes = [info for info in stored.values() if info.dtype in CODES and f"{_module(info.name)}.weight" in known]
-    modules = {_module(info.name) for info in codes}
-    if modules:
+    coded = {_module(piece.name) for piece in pieces if piece.stored and not {*piece.stored.dtypes} <= {*FLOATS}}
+    known, floats = {name for piece in pieces for name in piece.names}, [_CODES[name] for name in FLOATS]
+    if coded:
+        found = [info for name in sorted(coded) if (info := stored.get(f"{name}.weight")) and info.dtype in floats]
+    else:
+        found = [info for info in stored.values() if info.dtype in CODES and f"{_module(info.name)}.weight" in known]
+    modules = {_module(info.name) for info in found}
+    if modules and coded and scheme:
         problems.add(
-            f"{codes[0].described} has dtype {codes[0].dtype}, which is of quantised weights ({len(modules)} modules have some), but "
+            f"{found[0].described} has dtype {found[0].dtype}, but quantization_config of config.json says that it is quantised, by "
+            f"{scheme.name!r} (such modules: {len(modules)}): remove quantization_config, or name there what is not"
+        )
+    elif modules:
+        problems.add(
+            f"{found[0].described} has dtype {found[0].dtype}, which is of quantised weights ({len(modules)} modules have some), but "
             f"config.json has no quantization_config: add the one that belongs to the checkpoint, or use {UNQUANTISED}"
         )
     return modules
