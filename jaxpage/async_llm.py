@@ -130,15 +130,19 @@ class AsyncLLM:
     async def embed(
         self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True
     ) -> npt.NDArray[np.float32]:
-        """As `LLM.embed`, one prompt after another between two steps of the engine. Raises its errors, EngineFailed and ShuttingDown."""
+        """As `LLM.embed`, one prompt after another between two steps of the engine, all with the weights of the first. Raises its errors,
+        EngineFailed and ShuttingDown."""
         check_process(self._process)
         check_choice("pooling", pooling, get_args(Pooling))
         engine, embedder = self._loop.engine, self._embedder
         checked = engine.admission.check_params(SamplingParams(max_tokens=1))
         requests = [await asyncio.to_thread(prepared, engine, prompt, checked) for prompt in normalise(prompts)]
+        if not requests:
+            raise ValueError("embed needs at least one prompt")
+        weights = await self._loop.snapshot(lambda engine: engine.runner.parameters["target"])
 
-        def vector(engine: Engine, request: PreparedRequest) -> npt.NDArray[np.float32]:
-            return embedder.embed(engine.runner.parameters["target"], request.token_ids, pooling)
+        def vector(_: Engine, request: PreparedRequest) -> npt.NDArray[np.float32]:
+            return embedder.embed(weights, request.token_ids, pooling)
 
         vectors = np.stack([await self._loop.snapshot(partial(vector, request=request)) for request in requests])
         return normalized(vectors) if normalize else vectors

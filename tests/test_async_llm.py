@@ -92,6 +92,8 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
             np.testing.assert_array_equal(await llm.embed(PROMPTS, pooling="mean"), vectors)
             with pytest.raises(ValueError, match="pooling must be one of last, mean, not 'max'"):
                 await llm.embed(PROMPTS, pooling="max")  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="embed needs at least one prompt"):
+                await llm.embed([])
             runner, run_step = llm._loop.engine.runner, llm._loop.engine.runner.run
             runner.run = lambda batch: (time.sleep(0.01), run_step(batch))[1]  # type: ignore[method-assign]
             running = llm.generate(PROMPTS[0], PARAMS[1])
@@ -106,5 +108,11 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
             with pytest.raises(WeightsReplaced):
                 [output async for output in running]
             assert await update == 2 and await llm.score(PROMPTS, CONTINUATIONS) == scores[0]
+            embedder, embed = llm._embedder, llm._embedder.embed
+            embedder.embed = lambda *given: (time.sleep(0.2), embed(*given))[1]  # type: ignore[method-assign]
+            found = asyncio.create_task(llm.embed(PROMPTS, pooling="mean"))
+            await asyncio.sleep(0.1)
+            assert await llm.update_parameters(weights[1]) == 3 and not found.done()
+            np.testing.assert_array_equal(await found, vectors)  # no vector of the other weights
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.engine.admission import PreparedRequest
-from jaxpage.engine.embedding import Embedder, Pooling
+from jaxpage.engine.embedding import Embedder
 from jaxpage.engine.engine import Engine
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
@@ -53,12 +53,13 @@ class Embedding:
     ) -> list[npt.NDArray[np.float32]]:
         longest = max(len(request.token_ids) for request in requests)
         await self._preparing.aside(lambda: self._embedder.compile(longest))
+        weights = await self._loop.snapshot(lambda engine: engine.runner.parameters["target"])  # all with the same
+
+        def vector(_: Engine, request: PreparedRequest) -> npt.NDArray[np.float32]:
+            return self._embedder.embed(weights, request.token_ids, asked.pooling)
+
         vectors = []
         for request in requests:
-            embed = partial(self._embedded, token_ids=request.token_ids, pooling=asked.pooling)
-            vectors.append(await self._loop.snapshot(embed))
+            vectors.append(await self._loop.snapshot(partial(vector, request=request)))
             asked.check_width(vectors[0].size)
         return vectors
-
-    def _embedded(self, engine: Engine, token_ids: Sequence[int], pooling: Pooling) -> npt.NDArray[np.float32]:
-        return self._embedder.embed(engine.runner.parameters["target"], token_ids, pooling)
