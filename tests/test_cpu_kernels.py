@@ -20,7 +20,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.device.backends import choose_backend
 from jaxpage.device.few_rows import few_rows_product, has_xlas_bits
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.product import Scaled, xla_product
+from jaxpage.layers.product import rounded_product, xla_product
 from pallas_kernels import (
     SETS,
     QuantizedWeight,
@@ -234,18 +234,20 @@ def test_one_call_rounds_and_multiplies_few_rows(num_in: int) -> None:
     x = (rng.standard_normal((40, num_in)) * 10 ** rng.uniform(-3, 3, (40, 1))).astype(np.float32)
     x[0], x[1], x[2, 7], x[3, 7], x[4] = 0, 1e-39, np.nan, np.inf, -x[4, 0]
     x[5] = np.resize([254, 1], num_in)  # 127 and 0.5, which is rounded to even
-    weight = Scaled(rng.integers(-128, 128, (192, num_in)).astype(np.int8), rng.uniform(0.001, 0.1, 192).astype("f4"))
-    few = np.concatenate([few_rows.multiply_scaled(jnp.asarray(x[i : i + 8]), *weight) for i in range(0, 40, 8)])
-    assert np.isnan(few[2:4]).all() and not few[:2].any()
-    scale = np.abs(x[4:]).max(axis=1, keepdims=True) * np.float32(1 / 127)
-    rounded = np.round(x[4:] * (1 / scale)).astype(np.int64)
-    exact = (rounded @ weight.values_OI.T.astype(np.int64)).astype(np.float32) * scale * weight.scale_O
-    np.testing.assert_array_equal(few[4:], exact)
-    np.testing.assert_array_equal(few, jax.jit(xla_product, static_argnums=2)(x, weight, "float32"))
+    values = rng.integers(-128, 128, (192, num_in)).astype(np.int8)
+
+    def few(first: int, end: int) -> list[Any]:
+        return [np.asarray(each) for each in few_rows.multiply_rounded(jnp.asarray(x[first:end]), values)]
+
+    sums, scale = (np.concatenate(each) for each in zip(*(few(i, i + 8) for i in range(0, 40, 8)), strict=True))
+    assert np.isnan(scale[2]) and np.isinf(scale[3]) and not sums[:2].any()
+    assert np.array_equal(scale[4:], np.abs(x[4:]).max(axis=1, keepdims=True) * np.float32(1 / 127))
+    rounded = np.round(x[4:] * (1 / scale[4:])).astype(np.int64)
+    np.testing.assert_array_equal(sums[4:], rounded @ values.T.astype(np.int64))
+    for found, wanted in zip((sums, scale), jax.jit(rounded_product)(x, values), strict=True):
+        np.testing.assert_array_equal(found, wanted)
     for count in range(1, 8):
-        np.testing.assert_array_equal(
-            few_rows.multiply_scaled(jnp.asarray(x[8 - count : 8]), *weight), few[8 - count : 8]
-        )
+        np.testing.assert_array_equal(few(8 - count, 8)[0], sums[8 - count : 8])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -276,17 +278,18 @@ def test_a_product_in_another_order_is_left_to_xla(monkeypatch: pytest.MonkeyPat
     assert few_rows_product(jnp.ones((9, 1056)), w, jnp.float32) is None, "more rows"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")]
+)
+def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(dtype: Any, quantization: Any) -> None:
     """Generation takes them, and the score of its tokens in one chunk XLA's products."""
     weights = (256, 1152)  # gate and up of the demo model
-    quantization = "int8" if dtype == "int8" else None
-    if dtype not in library.load().few_rows or (not quantization and not has_xlas_bits(*weights, dtype, dtype)):
+    taken = library.load().few_rows
+    if (quantization or dtype) not in taken or (not quantization and not has_xlas_bits(*weights, dtype, dtype)):
         pytest.skip("no products of few rows here")
-    settings: Any = {"quantization": quantization} if quantization else {"dtype": dtype}
     prompts = [[5, 9, 200], [7], [20, 3, 5, 60, 60, 1, 17, 90]]
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True, logprobs=0)
-    with LLM("demo", **settings, max_model_len=128, max_num_seqs=4) as llm:
+    with LLM("demo", dtype=dtype, quantization=quantization, max_model_len=128, max_num_seqs=4) as llm:
         outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
         scores = llm.score(prompts, [list(each.token_ids) for each in outputs])
     for one, score in zip(outputs, scores, strict=True):
@@ -395,7 +398,7 @@ FEW_MISTAKES = {
     ),
     "the first row for all": ("x[t * num_words + i + k]", "x[i + k]"),
     "a sum without what it has too much": ("total - 128 * sum", "total - 127 * sum"),
-    "the scale of another row": ("p.x_scale[t]", "p.x_scale[0]"),
+    "a scale without its least": ("if (*scale < 0x1p-100f)", "if (false)"),
     "rounded down": ("(whole + magic) - magic", "whole"),
 }
 MISTAKES = {

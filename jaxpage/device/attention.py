@@ -8,7 +8,7 @@ import jax
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.few_rows import few_rows_product
+from jaxpage.device.few_rows import few_rounded_product, few_rows_product
 from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
@@ -72,4 +72,5 @@ def make_product_kernels(backend: Backend) -> ProductKernels:
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
         few_rows_product if backend.few_rows else None,
+        few_rounded_product if backend.few_rows else None,
     )

@@ -15,29 +15,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxpage.layers.product import Scaled, xla_product
+from jaxpage.layers.product import xla_product
 from pallas_kernels.cpu import library
-from pallas_kernels.cpu.few_rows import MOST_ROWS, multiply_few, multiply_scaled, takes
+from pallas_kernels.cpu.few_rows import MOST_ROWS, multiply_few, multiply_rounded, takes
 
 SMALLEST_WEIGHT = 1 << 16  # numbers; to ask costs more than smaller ones gain
 ROWS_ASKED, MOST_OUTPUTS_ASKED = 8 * MOST_ROWS, 512
 _ASKING = threading.Lock()
 
 
-def few_rows_product(x_TI: jax.Array, weight: jax.Array | Scaled, result: DTypeLike) -> jax.Array | None:
-    """`x @ weight.T` by the kernel; None: XLA has to take it."""
-    w_OI = weight.values_OI if isinstance(weight, Scaled) else weight
-    (num_rows, num_in), num_out = x_TI.shape, w_OI.shape[0]
-    if num_in * num_out < SMALLEST_WEIGHT:
-        return None
-    if isinstance(weight, Scaled):
-        takes_it = takes(num_rows, num_in, num_out, jnp.int8, jnp.float32)
-        return multiply_scaled(x_TI, *weight).astype(result) if takes_it else None
-    if x_TI.dtype != w_OI.dtype or not takes(num_rows, num_in, num_out, x_TI.dtype, result):
+def few_rows_product(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> jax.Array | None:
+    """`x @ w.T` by the kernel; None: XLA has to take it."""
+    if x_TI.dtype != w_OI.dtype or not _takes(x_TI, w_OI, result):
         return None
     with _ASKING:  # steps are traced by several threads
-        same = has_xlas_bits(num_in, num_out, x_TI.dtype.name, jnp.dtype(result).name)
+        same = has_xlas_bits(*w_OI.shape[::-1], x_TI.dtype.name, jnp.dtype(result).name)
     return multiply_few(x_TI, w_OI, result) if same else None
+
+
+def few_rounded_product(x_TI: jax.Array, values_OI: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """`rounded_product` by the kernel; None: XLA has to take it."""
+    return multiply_rounded(x_TI, values_OI) if _takes(x_TI, values_OI, jnp.int32) else None
+
+
+def _takes(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> bool:
+    (num_rows, num_in), num_out = x_TI.shape, w_OI.shape[0]
+    return num_in * num_out >= SMALLEST_WEIGHT and takes(num_rows, num_in, num_out, w_OI.dtype, result)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8, Shaped
+from jaxtyping import Array, Float, Int, Int8, Int32, Shaped
 
 TOKENS_BY_HEAD = 16
 SMALLEST_SCALE = 2.0**-100  # of a token whose inputs are all zero
@@ -37,12 +37,14 @@ class Grouped(NamedTuple):
 class ProductKernels(NamedTuple):
     """multiply: `x @ weight.T` in the type of x. numbers: the weight in float32 [O, I].
 
-    few_rows: `x @ weight.T` in the type that is given, with the bits of `xla_product`, or None for a product that it does not take.
+    few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`. few_rounded: what `rounded_product` gives. Both return
+    None for a product that they do not take.
     """
 
     multiply: Callable[[jax.Array, Grouped], jax.Array]
     numbers: Callable[[Grouped], jax.Array]
-    few_rows: Callable[[jax.Array, jax.Array | Scaled, DTypeLike], jax.Array | None] | None
+    few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None] | None
+    few_rounded: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None] | None
 
 
 Weight = jax.Array | Scaled | Grouped
@@ -71,6 +73,8 @@ def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | No
     Args:
         result: the type of the result, which is also that of the sums; None: as `x`.
     """
+    if isinstance(weight, Scaled):
+        return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
     if isinstance(weight, Grouped):
         return _for_grouped().multiply(x_TI.astype(result or x_TI.dtype), weight)
     kernels = _kernels.get()
@@ -78,13 +82,13 @@ def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | No
         y_TO = kernels.few_rows(x_TI, weight, result or x_TI.dtype)
         if y_TO is not None:
             return y_TO
-    return xla_product(x_TI, weight, result or x_TI.dtype)
+    return xla_product(x_TI, weight, result)
 
 
-def xla_product(x_TI: Float[Array, "T I"], weight: jax.Array | Scaled, result: DTypeLike) -> Float[Array, "T O"]:
+def xla_product(
+    x_TI: Float[Array, "T I"], weight: Float[Array, "O I"], result: DTypeLike | None
+) -> Float[Array, "T O"]:
     """`product` without a kernel of ours."""
-    if isinstance(weight, Scaled):
-        return _scaled_product(x_TI, weight).astype(result)
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
 
@@ -139,16 +143,22 @@ def product_by_state(x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N
 
 def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:
     """In float32. Each token is rounded to eight bits with a scale of its own, so that the sums are of integers, and exact in any order."""
-    rounded_TI, scale_T1 = rounded_inputs(x_TI.astype(jnp.float32))
-    sums_TO = jnp.einsum("TI,OI->TO", rounded_TI, weight.values_OI, preferred_element_type=jnp.int32)
+    x_TI, kernels = x_TI.astype(jnp.float32), _kernels.get()
+    found = None
+    if kernels is not None and kernels.few_rounded is not None:
+        found = kernels.few_rounded(x_TI, weight.values_OI)
+    sums_TO, scale_T1 = rounded_product(x_TI, weight.values_OI) if found is None else found
     return sums_TO.astype(jnp.float32) * scale_T1 * weight.scale_O
 
 
-def rounded_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float[Array, "T 1"]]:
-    """To eight bits, with the scale of each token, which is NaN where an input is: XLA on CPU leaves that out of a maximum.
+def rounded_product(
+    x_TI: Float[Array, "T I"], values_OI: Int8[Array, "O I"]
+) -> tuple[Int32[Array, "T O"], Float[Array, "T 1"]]:
+    """Sums of x, rounded to eight bits, and the scale of each token: NaN where an input is, which XLA on CPU leaves out of a maximum.
 
     Multiplied by the inverse of the scale: XLA makes that of a division, so a kernel has to do the same.
     """
     scale_T1 = jnp.maximum(jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), SMALLEST_SCALE)
     scale_T1 = jnp.where(jnp.isnan(x_TI).any(axis=1, keepdims=True), jnp.nan, scale_T1)
-    return jnp.round(x_TI * (1 / scale_T1)).astype(jnp.int8), scale_T1
+    rounded_TI = jnp.round(x_TI * (1 / scale_T1)).astype(jnp.int8)
+    return jnp.einsum("TI,OI->TO", rounded_TI, values_OI, preferred_element_type=jnp.int32), scale_T1

@@ -9,22 +9,23 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int8, Int32
 
 from pallas_kernels.cpu import library
 
 MOST_ROWS = 8  # from 16 on XLA is as fast (docs/lab-log.md)
 _INPUTS_OF_VECTOR = {"float32": 16, "bfloat16": 32, "int8": 64}
+_RESULTS = {"float32": ("float32",), "bfloat16": ("bfloat16", "float32"), "int8": ("int32",)}
 _OUTPUTS_OF_TILE = 64  # of YNNPACK: other numbers of outputs are added in another order
 
 
 def takes(num_rows: int, num_in: int, num_out: int, dtype: DTypeLike, result: DTypeLike) -> bool:
-    """Whether there is a kernel for such a product. dtype: of x and of the weight; int8: for `multiply_scaled`. result: of the product."""
+    """Whether there is a kernel for such a product. dtype: of x and of the weight; int8: for `multiply_rounded`. result: of the product."""
     name = jnp.dtype(dtype).name
     return (
         num_rows <= MOST_ROWS
         and name in library.load().few_rows
-        and jnp.dtype(result).name in ("float32", name)
+        and jnp.dtype(result).name in _RESULTS[name]
         and num_in % _INPUTS_OF_VECTOR[name] == 0
         and num_out % _OUTPUTS_OF_TILE == 0
     )
@@ -37,11 +38,13 @@ def multiply_few(x_TI: Float[Array, "T I"], w_OI: Float[Array, "O I"], result: D
     return y_TO
 
 
-def multiply_scaled(
-    x_TI: Float[Array, "T I"], values_OI: Int8[Array, "O I"], scale_O: Float[Array, "O"]
-) -> Float[Array, "T O"]:
-    """By `scale_O[o] * values_OI[o]`, in float32. Each row of x is rounded to eight bits first, with a scale of its own."""
-    shape = jax.ShapeDtypeStruct((x_TI.shape[0], scale_O.shape[0]), jnp.float32)
-    call = jax.ffi.ffi_call("jaxpage_multiply_scaled", shape, vmap_method="sequential")
-    y_TO: jax.Array = call(x_TI.astype(jnp.float32), values_OI, scale_O)
-    return y_TO
+def multiply_rounded(
+    x_TI: Float[Array, "T I"], values_OI: Int8[Array, "O I"]
+) -> tuple[Int32[Array, "T O"], Float[Array, "T 1"]]:
+    """Sums of x, rounded to eight bits, and the scale of each of its rows. What multiplies by it has to be XLA, as for more rows: with a
+    sum behind that, it rounds once."""
+    num_rows, num_out = x_TI.shape[0], values_OI.shape[0]
+    shapes = [jax.ShapeDtypeStruct((num_rows, num_out), jnp.int32), jax.ShapeDtypeStruct((num_rows, 1), jnp.float32)]
+    call = jax.ffi.ffi_call("jaxpage_multiply_rounded", shapes, vmap_method="sequential")
+    sums_TO, scale_T1 = call(x_TI.astype(jnp.float32), values_OI)
+    return sums_TO, scale_T1

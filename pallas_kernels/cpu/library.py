@@ -27,7 +27,7 @@ FUNCTIONS = (
     "jaxpage_write_and_attend",
     "jaxpage_multiply",
     "jaxpage_multiply_few",
-    "jaxpage_multiply_scaled",
+    "jaxpage_multiply_rounded",
 )
 
 

@@ -14,6 +14,15 @@ namespace JAXPAGE_ISA {
 // Where the processor has it: the caller asks. What is called from such a function and inlined has to be one, too.
 #define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
 
+struct I32 {
+  typedef int32_t type;
+};
+
+template <>
+struct Store<I32> {
+  static void at(int32_t* x, Int value) { std::memcpy(x, &value, sizeof(value)); }
+};
+
 namespace {
 
 constexpr int64_t kWordsOfPart = 512;
@@ -45,7 +54,7 @@ static inline void transpose(Bits* v) {
   for (int i = 0; i < 16; ++i) v[i] = u[i];
 }
 
-// Of words: total + x * w. And the outputs from `first` on of row t, when all its words are in the total.
+// Of words: total + x * w. And the result, when all words of a row of x are in the total.
 template <typename Stored>
 struct Dot;
 
@@ -53,7 +62,7 @@ template <>
 struct Dot<F32> {
   static constexpr int kNumbersOfWord = 1;
   typedef Vec Total;
-  static Vec result(Vec total, const FewRows&, int64_t, int64_t) { return total; }
+  static Vec result(Vec total, const void*, int64_t) { return total; }
   static Vec add(Vec total, Bits x, Bits w) { return multiply_add(as_float(x), as_float(w), total); }
 };
 
@@ -61,7 +70,7 @@ template <>
 struct Dot<BF16> {
   static constexpr int kNumbersOfWord = 2;
   typedef Vec Total;
-  static Vec result(Vec total, const FewRows&, int64_t, int64_t) { return total; }
+  static Vec result(Vec total, const void*, int64_t) { return total; }
   JAXPAGE_DOT static Vec add(Vec total, Bits x, Bits w) {
     return (Vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)w);
   }
@@ -75,10 +84,10 @@ struct Dot<I8> {
   JAXPAGE_DOT static Int add(Int total, Bits x, Bits w) {
     return (Int)_mm512_dpbusd_epi32((__m512i)total, (__m512i)(w ^ 0x80808080u), (__m512i)x);
   }
-  static Vec result(Int total, const FewRows& p, int64_t t, int64_t first) {
+  static Int result(Int total, const int8_t* x, int64_t num_in) {
     int32_t sum = 0;
-    for (int64_t i = 0; i < p.num_in; ++i) sum += static_cast<const int8_t*>(p.x)[t * p.num_in + i];
-    return __builtin_convertvector(total - 128 * sum, Vec) * splat(p.x_scale[t]) * raw_at<Vec>(p.w_scale + first);
+    for (int64_t i = 0; i < num_in; ++i) sum += x[i];
+    return total - 128 * sum;
   }
 };
 
@@ -103,8 +112,8 @@ JAXPAGE_DOT void outputs(const FewRows& p, int64_t first) {
     for (int t = 0; t < kRows; ++t) total[t] = begin ? total[t] + part[t] : part[t];
   }
   for (int t = 0; t < kRows; ++t) {
-    const Vec result = Dot<Stored>::result(total[t], p, t, first);
-    Store<Result>::at(static_cast<typename Result::type*>(p.out) + t * p.num_out + first, result);
+    const auto* row = static_cast<const typename Stored::type*>(p.x) + t * p.num_in;
+    Store<Result>::at(static_cast<typename Result::type*>(p.out) + t * p.num_out + first, Dot<Stored>::result(total[t], row, p.num_in));
   }
 }
 
@@ -125,7 +134,7 @@ void any_rows(const FewRows& p, int64_t first) {
 void multiply_few(const FewRows& p, int64_t first) {
   switch (p.type) {
     case Type::kBF16: return p.out_is_float ? any_rows<BF16, F32>(p, first) : any_rows<BF16, BF16>(p, first);
-    case Type::kI8: return any_rows<I8, F32>(p, first);
+    case Type::kI8: return any_rows<I8, I32>(p, first);
     default: return any_rows<F32, F32>(p, first);
   }
 }

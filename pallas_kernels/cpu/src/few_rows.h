@@ -14,10 +14,8 @@ struct FewRows {
   Type type;      // of x and w: kF32, kBF16 or kI8
   const void* x;  // [T, I]
   const void* w;  // [O, I]
-  void* out;      // [T, O]
-  bool out_is_float;  // else bfloat16
-  const float* x_scale;  // [T], with kI8
-  const float* w_scale;  // [O], with kI8
+  void* out;      // [T, O]: int32_t with kI8
+  bool out_is_float;  // else of the type of x
   int64_t num_rows, num_in, num_out;
 };
 

@@ -291,19 +291,17 @@ ffi::Error multiply_few_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuf
   return ffi::Error::Success();
 }
 
-ffi::Error multiply_scaled(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scale,
-                           ffi::Result<ffi::Buffer<ffi::F32>> out) {
+ffi::Error multiply_rounded(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Result<ffi::Buffer<ffi::S32>> sums,
+                            ffi::Result<ffi::Buffer<ffi::F32>> scale) {
   FewRows p{};
-  if (!fit(x, w, *out, 64, &p) || scale.element_count() != static_cast<size_t>(p.num_out))
+  if (!fit(x, w, *sums, 64, &p) || scale->element_count() != static_cast<size_t>(p.num_rows))
     return ffi::Error::InvalidArgument("no kernel for a product of these shapes");
   static thread_local std::vector<int8_t> rounded;
   rounded.resize(p.num_rows * p.num_in);
-  float x_scale[kMostFewRows];
   FlushedSubnormals flushed;
   for (int64_t t = 0; t < p.num_rows; ++t)
-    JAXPAGE_ISA::kRoundRow(x.typed_data() + t * p.num_in, p.num_in, rounded.data() + t * p.num_in, x_scale + t);
-  p.type = Type::kI8, p.out_is_float = true;
-  p.x = rounded.data(), p.x_scale = x_scale, p.w_scale = scale.typed_data();
+    JAXPAGE_ISA::kRoundRow(x.typed_data() + t * p.num_in, p.num_in, rounded.data() + t * p.num_in, scale->typed_data() + t);
+  p.type = Type::kI8, p.x = rounded.data();
   multiply_few(pool, p);
   return ffi::Error::Success();
 }
@@ -355,12 +353,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxpage_multiply_few, multiply_few_rows,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_scaled, multiply_scaled,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_rounded, multiply_rounded,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S8>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
